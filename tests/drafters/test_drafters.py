@@ -203,7 +203,7 @@ def test_small_model_without_room_guesses_less(runner_of: Callable[..., ModelRun
 def test_room_does_not_choose_among_draws(runner_of: Callable[..., ModelRunner]) -> None:
     """Two equal draws take one slot and two different ones two: what was drawn is kept either way."""
     runner = resized(runner_of("llama"), 3)  # two for the prompt, one for the tree
-    drafter = SmallModelDrafter(runner, VOCAB, drawing="iid")
+    drafter = SmallModelDrafter(runner, VOCAB, draft_sampling="iid")
     differ = 0
     for seed in range(60):
         request = make_request(str(seed), [3, 1], SamplingParams(top_k=2), seed)

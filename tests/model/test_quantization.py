@@ -450,7 +450,7 @@ def test_trees_and_batches_change_no_output(
     num_kept = 0
     for rule, drawing, tree, rounded in SETUPS + (ONLY_GREEDY if params is GREEDY else ()):
         runner = resized(runner_of(family, 0, 0.15, quantization=rounded), 1024)
-        drafter = SmallModelDrafter(runner, VOCAB, drawing=drawing)
+        drafter = SmallModelDrafter(runner, VOCAB, draft_sampling=drawing)
         engine = make_engine(target, drafter, tree, max_num_seqs=3, verification=rule)
         jobs = enumerate(zip(PROMPTS, params, strict=True))
         requests = [make_request(str(i), prompt, its, seed=i) for i, (prompt, its) in jobs]

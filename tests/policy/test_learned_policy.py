@@ -76,13 +76,13 @@ def test_a_prospect_is_the_first_path_that_the_lookup_guesses(tokens: list[int],
     (prospect,) = lookup.prospects(spans)
     (tree,) = lookup.draft(spans, [TreeBudget(200, MAX_PROSPECT)])
     assert bool(prospect.tokens) == bool(tree.num_guessed)
-    assert len(prospect.chances) == len(prospect.tokens) <= MAX_PROSPECT
-    assert list(prospect.chances) == sorted(prospect.chances, reverse=True)
-    assert all(0 < chance <= 1 for chance in prospect.chances)
+    assert len(prospect.path_probs) == len(prospect.tokens) <= MAX_PROSPECT
+    assert list(prospect.path_probs) == sorted(prospect.path_probs, reverse=True)
+    assert all(0 < chance <= 1 for chance in prospect.path_probs)
     if prospect.tokens:
         assert prospect.match >= 1
         assert tree.tokens[1] == prospect.tokens[0]
-        assert prospect.chances[0] == pytest.approx(tree.draws[0].confidence)
+        assert prospect.path_probs[0] == pytest.approx(tree.draws[0].confidence)
     lookup.forget("a")
 
 
@@ -381,7 +381,7 @@ def test_no_output_depends_on_the_speculation_policy(pair: tuple[ModelRunner, Mo
     """Several requests together: rules that toss coins keep the distribution, not the tokens; greedy ones keep both."""
     target, small = pair
     drawing = {"coupled": "shared-noise", "target-only": "top-k"}.get(rule, "without-replacement")
-    drafter = make_drafter([small, "suffix"], VOCAB, drawing=drawing)
+    drafter = make_drafter([small, "suffix"], VOCAB, draft_sampling=drawing)
     assert drafter is not None
     policy = LearnedPolicy(predictor(seed=5), costs(), drafter)
     prompts = random_prompts((5, 20, 12, 33), seed=1)
@@ -426,7 +426,7 @@ def test_with_rules_that_toss_coins_the_choice_depends_on_earlier_steps_only(
 ) -> None:
     """Told nothing but what earlier steps showed, with no model to guess, another policy answers the same."""
     target, small = pair
-    drafter = make_drafter([small, "suffix"], VOCAB, drawing="without-replacement")
+    drafter = make_drafter([small, "suffix"], VOCAB, draft_sampling="without-replacement")
     assert drafter is not None
     policy = Recorded(LearnedPolicy(predictor(seed=5, spread=0.4), costs(), drafter))
     params = SamplingParams(temperature=1.0, max_tokens=30, seed=3)

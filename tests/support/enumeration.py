@@ -20,7 +20,7 @@ import torch
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth import draft_sampling as real_drawing
+from specinfer.drafters.growth import draft_sampling
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
@@ -217,8 +217,8 @@ class EnumeratedDrafter:
         logits = torch.tensor([[float(weight) for weight in self.model.distribution(node.path)]]).log()
         if self.token_map is not None:
             logits = logits[:, self.token_map.ids]
-        with mock.patch.object(real_drawing, "_own_noise", noise):
-            row = real_drawing.draw(self.drawing, logits, [node], self.token_map)
+        with mock.patch.object(draft_sampling, "_own_noise", noise):
+            row = draft_sampling.draw(self.drawing, logits, [node], self.token_map)
         exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in row.probs.tolist()]
         assert all(not distribution or sum(distribution) == 1 for distribution in exact)
         return replace(row, probs=np.array(exact, dtype=object).reshape(row.probs.shape))

@@ -99,7 +99,7 @@ def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
         rank = seen.get((one.parents[node - 1], slot), 0)
         seen[one.parents[node - 1], slot] = rank + 1
         if slot in asked:
-            missed[node] *= 1.0 - float(calibration.chance(f"{slot} greedy", [rank], [sure])[0])
+            missed[node] *= 1.0 - float(calibration.acceptance_prob(f"{slot} greedy", [rank], [sure])[0])
     for node, parent in enumerate(one.parents, 1):
         worth.append((1.0 - missed[node]) * worth[parent])
     return worth[1:]

@@ -113,7 +113,7 @@ class AnyChances:
     def _one(self, rank: int, confidence: float) -> float:
         return random.Random(f"387 {rank} {confidence:.3f}").random()
 
-    def chance(self, source: str, ranks: Any, confidence: Any) -> Any:
+    def acceptance_prob(self, source: str, ranks: Any, confidence: Any) -> Any:
         return np.vectorize(self._one)(np.broadcast_to(ranks, np.shape(confidence)), confidence)
 
     def by_rank(self, source: str) -> Any:

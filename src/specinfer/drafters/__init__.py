@@ -32,7 +32,7 @@ def make_drafter(
     kinds: Sequence[str | ModelRunner | RemoteModel],
     vocab_size: int,
     names: Sequence[str] | None = None,
-    drawing: str = "shared-noise",
+    draft_sampling: str = "shared-noise",
     vocabularies: Sequence[Vocabulary | None] | None = None,
     *,
     max_asked: int | None = None,
@@ -63,11 +63,11 @@ def make_drafter(
             continue
         name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
         if isinstance(kind, RemoteModel):
-            drafters.append(RemoteDrafter(kind, name, drawing, calibration))
+            drafters.append(RemoteDrafter(kind, name, draft_sampling, calibration))
             continue
         vocabulary = vocabularies[i] if vocabularies else None
         drafters.append(
-            SmallModelDrafter(kind, vocab_size, name, drawing, calibration, vocabulary, is_scored=is_chosen)
+            SmallModelDrafter(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen)
         )
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:
@@ -79,7 +79,7 @@ def make_drafter(
     return MergedDrafter(
         drafters,
         calibration,
-        may_choose=drawing in CHOSEN,
+        may_choose=draft_sampling in CHOSEN,
         num_drafters=num_drafters,
         vocab_size=vocab_size,
         selection=selection,

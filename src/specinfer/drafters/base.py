@@ -59,7 +59,7 @@ class LaterDraft:
 
 
 @runtime_checkable
-class Model(Drafter, Protocol):
+class AsyncDrafter(Drafter, Protocol):
     """A drafter whose drafts take time; a model on another rank drafts at the same time as others."""
 
     @property
@@ -92,12 +92,12 @@ class Prospect(NamedTuple):
 
     match: int = 0  # length of the text's suffix that also occurs where the tokens are copied from
     tokens: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()  # [tokens] the lookup's own probability that the path is right up to here
+    path_probs: tuple[float, ...] = ()  # [tokens] the lookup's own probability that the path is right up to here
 
     @property
     def reach(self) -> float:
         """The expected number of accepted tokens."""
-        return sum(self.chances)
+        return sum(self.path_probs)
 
 
 @runtime_checkable

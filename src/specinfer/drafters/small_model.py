@@ -1,7 +1,7 @@
 """A small language model (the paper's SSM) that grows trees level by level, with its own cache.
 
 Expansion-based construction: SpecInfer (arXiv 2305.09781), section 3. At each level one pass scores the new nodes of
-all requests; `drawing` makes candidates of the scores, and `expansion` decides which of them are taken.
+all requests; `draft_sampling` turns the scores into candidates, and `expansion` decides which of them are taken.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class SmallModelDrafter:
 
     Args:
         vocab_size: The target's vocabulary size; tokens beyond it are never drafted.
-        drawing: The way tokens are drawn; the verification rule must allow it.
+        draft_sampling: The kind of draft sampling; the verification rule must allow it.
         calibration: The acceptance probabilities of drafted tokens, needed for best-first growth.
         vocabulary: The mapping between the target's tokens and its own, or None if they are the same.
         is_scored: True to record how well it drafts, or would have drafted.
@@ -48,7 +48,7 @@ class SmallModelDrafter:
         runner: ModelRunner,
         vocab_size: int,
         name: str = "draft",
-        drawing: str = "shared-noise",
+        draft_sampling: str = "shared-noise",
         calibration: Calibration | None = None,
         vocabulary: Vocabulary | None = None,
         *,
@@ -56,10 +56,10 @@ class SmallModelDrafter:
     ) -> None:
         self.runner = runner
         self._name = name
-        self._drawing = drawing
+        self._draft_sampling = draft_sampling
         self._calibration = calibration or Calibration()
         self._vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
-        self._scoring = Scoring(drawing, self._vocabulary) if is_scored else None
+        self._scoring = Scoring(draft_sampling, self._vocabulary) if is_scored else None
         self._known: dict[str, Known] = {}  # its cache holds a prefix of these ids, all while it grows trees
         self._growing_trees: dict[str, GrowingTree] = {}
         self._salts: dict[str, str | None] = {}  # salts of the requests with something in the cache
@@ -103,9 +103,9 @@ class SmallModelDrafter:
         return trees
 
     @property
-    def drawing(self) -> str:
-        """The way it draws tokens."""
-        return self._drawing
+    def draft_sampling(self) -> str:
+        """The kind of draft sampling."""
+        return self._draft_sampling
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -175,7 +175,7 @@ class SmallModelDrafter:
         logits = self._catch_up([growing_tree.request for growing_tree in growing_trees])
         nodes = tree_batch.wanted()
         while nodes:
-            candidates = draw(self._drawing, self._vocabulary.compact(logits), nodes, self._vocabulary.token_map)
+            candidates = draw(self._draft_sampling, self._vocabulary.compact(logits), nodes, self._vocabulary.token_map)
             if self._scoring:
                 self._scoring.note(nodes, candidates)
             tree_batch.extend(candidates)
@@ -258,10 +258,10 @@ class SmallModelDrafter:
         place = {node: i for i, node in enumerate(growing_tree.computed)}  # index among the reserved slots
         children = growing_tree.children()
         node, kept = 0, []
-        said = request.token_ids[self._known[request.request_id].num_tokens :]
+        emitted = request.token_ids[self._known[request.request_id].num_tokens :]
         if self._scoring:
-            self._scoring.settle(request, said)
-        for token in said:
+            self._scoring.settle(request, emitted)
+        for token in emitted:
             node = children.get((node, token), -1)
             if node not in place:
                 break
@@ -289,6 +289,6 @@ class SmallModelDrafter:
             self._scoring.forget(request_id)
 
     def _release(self, request_id: str) -> None:
-        """Free all slots; what it has read stays cached as long as there is room."""
+        """Free all slots; what it has read stays cached as long as there are free slots."""
         if request_id in self._salts:
             self.runner.cache.release(request_id, self._salts.pop(request_id), self._known[request_id].ids)

@@ -136,7 +136,7 @@ class FeatureTracker:
             if prospect is None:
                 row.append(skill.sure)
             else:
-                chance = prospect.chances[0] if prospect.chances else 0.0
+                chance = prospect.path_probs[0] if prospect.path_probs else 0.0
                 row += (math.log2(1 + prospect.match), chance, math.log2(1 + prospect.reach))
         return row
 

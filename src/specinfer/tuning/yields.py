@@ -115,7 +115,7 @@ class _Tree:
         self._chances = np.zeros(len(self._draws))
         for slot in set(self._slots.tolist()):
             of = self._slots == slot
-            self._chances[of] = calibration.chance(_sources(slot, greedy), ranks[of], sure[of])
+            self._chances[of] = calibration.acceptance_prob(_sources(slot, greedy), ranks[of], sure[of])
 
     def made_by(self, slots: frozenset[int]) -> npt.NDArray[np.bool_]:
         """Return whether one of these drafters drafted a node, [nodes]."""

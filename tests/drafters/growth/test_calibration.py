@@ -24,17 +24,17 @@ GREEDY, SAMPLED = make_request("g", [1]), make_request("s", [1], SamplingParams(
 
 
 def _chance(calibration: Calibration, source: str, rank: int, confidence: float) -> float:
-    return float(calibration.chance(source, [rank], [confidence])[0])
+    return float(calibration.acceptance_prob(source, [rank], [confidence])[0])
 
 
 def test_before_anything_was_seen_a_confidence_is_taken_at_its_word() -> None:
     calibration = Calibration()
     for confidence in (0.02, 0.2, 0.5, 0.75, 0.93, 0.999):
         assert _chance(calibration, "x", 0, confidence) == pytest.approx(confidence, abs=0.1)
-    falling = calibration.chance("x", range(RANKS), [0.5] * RANKS)
+    falling = calibration.acceptance_prob("x", range(RANKS), [0.5] * RANKS)
     assert (np.diff(falling) < 0).all(), "a later guess is worth less"
     assert (np.diff(calibration.by_rank("x")) < 0).all()
-    rising = calibration.chance("x", [0] * 99, np.linspace(0.0, 1.0, 99))
+    rising = calibration.acceptance_prob("x", [0] * 99, np.linspace(0.0, 1.0, 99))
     assert (np.diff(rising) >= 0).all()
 
 
@@ -142,7 +142,7 @@ def test_greedy_and_sampled_guesses_have_tables_of_their_own() -> None:
 
 def test_how_much_a_confidence_is_trusted_further_down() -> None:
     for trust in (1.0, 0.5):
-        chances = Calibration(trust).chance("x", range(RANKS), [SURE] * RANKS)
+        chances = Calibration(trust).acceptance_prob("x", range(RANKS), [SURE] * RANKS)
         assert chances == pytest.approx([SURE * trust**rank for rank in range(RANKS)])
     assert _chance(Calibration(), "x", 0, 0.0) == 0.0, "without confidence no chance"
     assert _chance(Calibration(), "x", 0, 1.0) == pytest.approx(MIDDLE[-1])

@@ -32,7 +32,7 @@ class Known(Calibration):
         super().__init__()
         self._by_rank = by_rank
 
-    def chance(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def acceptance_prob(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return np.broadcast_to(np.asarray(confidence, dtype=np.float64), np.broadcast(ranks, confidence).shape)
 
     def by_rank(self, source: str) -> npt.NDArray[np.float64]:
@@ -223,6 +223,23 @@ def test_trees_that_grow_together_are_those_that_grow_alone() -> None:
     for tree, budget, world in zip(together, budgets, worlds, strict=True):
         (alone,), _ = _grow([budget], [world])
         assert paths_of(tree) == paths_of(alone)
+
+
+@pytest.mark.parametrize(("best_of_a", "tree"), [(0.9, {(), (1,), (1, 3)}), (0.2, {(), (1,), (2,)})])
+def test_the_example_of_the_module_is_true(best_of_a: float, tree: set[Path]) -> None:
+    a, b, c, d = 1, 2, 3, 4
+    after = {(): [(a, 0.6), (b, 0.3)], (a,): [(c, best_of_a), (d, 0.05)]}
+    (grown,), levels = _grow([TreeBudget(2, 2)], [lambda path: after[path]], Known(np.array([0.5, 0.25])))
+    assert set(paths_of(grown)) == tree
+    assert levels == 2, "only a is taken at the first"
+
+
+def test_the_arrays_of_a_growing_tree_cannot_be_written() -> None:
+    growing_tree = GrowingTree(make_request("0", [7]), TreeBudget(3, 3), "x")
+    TreeBatch([growing_tree], Known())
+    for view in (growing_tree.tokens, growing_tree.parents, growing_tree.path_prob, growing_tree.ancestry):
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 1
 
 
 def test_few_candidates_are_all_taken() -> None:

@@ -22,7 +22,7 @@ from specinfer.drafters.lookup.suffix import (
     SuffixDrafter,
     SuffixStore,
 )
-from specinfer.drafters.lookup.suffix_growth import LEAST_CHANCE
+from specinfer.drafters.lookup.suffix_growth import MIN_PATH_PROB
 from specinfer.verify import Acceptance
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -92,12 +92,12 @@ def _paths(
     while stretch and depth:
         stretch, shares, doubt, said = _followers(texts, stretch, said)
         for token, share in shares.items():
-            if chance * share >= LEAST_CHANCE:
+            if chance * share >= MIN_PATH_PROB:
                 longer = (*path, token)
                 out[longer] = max(out.get(longer, 0.0), chance * share)
                 _paths(texts, (*stretch, token), chance * share, depth - 1, longer, out)
         chance *= doubt
-        if chance < LEAST_CHANCE or len(stretch) == 1:
+        if chance < MIN_PATH_PROB or len(stretch) == 1:
             return
         stretch = _shorter(texts, stretch)
 

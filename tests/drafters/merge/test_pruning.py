@@ -36,11 +36,13 @@ def _plain_path_probs(request: Request, tree: TokenTree, calibration: Calibratio
     for draw in tree.draws:
         key = tree.parents[draw.node], draw.drafter
         ranks[key] = rank = ranks.get(key, -1) + 1
-        missed[draw.node] *= 1.0 - calibration.chance(source(draw.drafter, request), [rank], [draw.confidence])[0]
+        missed[draw.node] *= (
+            1.0 - calibration.acceptance_prob(source(draw.drafter, request), [rank], [draw.confidence])[0]
+        )
     path_probs = [1.0] * len(tree)
     for node, parent in enumerate(tree.parents[1:], start=1):
         siblings = sorted(tree.children[parent].values(), key=missed.__getitem__)
-        chance = Calibration(trust=1.0).chance("", [siblings.index(node)], [1.0 - missed[node]])[0]
+        chance = Calibration(trust=1.0).acceptance_prob("", [siblings.index(node)], [1.0 - missed[node]])[0]
         path_probs[node] = path_probs[parent] * chance
     return path_probs
 

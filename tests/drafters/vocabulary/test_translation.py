@@ -103,12 +103,12 @@ def _engine(
     return Engine(target, drafter, FixedPolicy(budget), scheduler, verification)
 
 
-# ---------------------------------------------------------------------------------------- surfaces
+# ---------------------------------------------------------------------------------------- token texts
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_surfaces_are_what_tokens_decode_to(kind: str, text: str) -> None:
+def test_token_texts_are_what_tokens_decode_to(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]()
     token_text = TokenText(tokenizer, len(tokenizer))
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -139,7 +139,7 @@ def test_shared_tokens_by_hand() -> None:
         own("<s>")
 
 
-def test_surfaces_of_words_and_bare_tokens() -> None:
+def test_token_texts_of_words_and_bare_tokens() -> None:
     words = Tokenizer(WordPiece({"[UNK]": 0, "the": 1, "##re": 2, "[SEP]": 3}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.decoder = decoders.WordPiece()
@@ -564,7 +564,7 @@ def test_it_is_scored_on_tokens_of_its_own(kind: str, runner_of: Callable[..., M
 def test_a_choice_among_them_changes_nothing(
     drawing: str, runner_of: Callable[..., ModelRunner], plain: dict[tuple[int, int], list[int]]
 ) -> None:
-    drafters = [_drafter(kind, runner_of("llama"), 8000, drawing=drawing, is_scored=True) for kind in TOKENIZERS]
+    drafters = [_drafter(kind, runner_of("llama"), 8000, draft_sampling=drawing, is_scored=True) for kind in TOKENIZERS]
     merged = MergedDrafter(
         [*drafters, NGramDrafter()],
         may_choose=drawing == "shared-noise",
@@ -579,7 +579,7 @@ def test_a_choice_among_them_changes_nothing(
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid"])
 @pytest.mark.parametrize("kind", ["merges", "metaspace", "characters"])
 def test_laws_on_record_are_over_target_tokens(kind: str, drawing: str, runner_of: Callable[..., ModelRunner]) -> None:
-    drafter = _drafter(kind, runner_of("llama"), 8000, drawing=drawing)
+    drafter = _drafter(kind, runner_of("llama"), 8000, draft_sampling=drawing)
     shared = set(drafter._vocabulary._pairs)  # type: ignore[attr-defined]
     num_distributions, draft = 0, drafter.draft
 

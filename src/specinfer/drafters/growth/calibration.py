@@ -119,7 +119,7 @@ class Calibration:
             self._tables[source] = _Table(self._trust)
         return self._tables[source]
 
-    def chance(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> Floats:
+    def acceptance_prob(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> Floats:
         """Return the probability that tokens at these ranks (from 0) are accepted, once their parents are.
 
         Args:

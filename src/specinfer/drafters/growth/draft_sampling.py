@@ -1,4 +1,4 @@
-"""Drawing of candidates for a node from a small model's logits, in order, with their distributions.
+"""Draft sampling: candidates for a node from a small model's logits, in order, with their distributions.
 
 Coupled verification needs the best tokens under the noise that the target will use ("shared-noise"). A rule that uses
 random accept/reject decisions needs real draws with independent noise, and the distribution of each draw. "top-k"
@@ -33,8 +33,8 @@ CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: 
 class Node(NamedTuple):
     """A node that needs candidates: `path` leads to it from the root, and at most `width` candidates are wanted.
 
-    Of the first `group` candidates, a hybrid drawing takes one from the tail of the distribution and the best tokens
-    for the others. Each `drafter` draws with its own noise.
+    Of the first `group` candidates, hybrid draft sampling takes one from the tail of the distribution and the best
+    tokens for the others. Each `drafter` draws with its own noise.
     """
 
     request: Request
@@ -79,12 +79,12 @@ class Candidates:
         return Distribution(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
-def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
+def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
     """Return candidates for each node.
 
     Args:
-        drawing: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid". Greedy requests always get the best
-            tokens, chosen.
+        draft_sampling: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid". Greedy requests always get
+            the best tokens, chosen.
         logits: [nodes, vocab] float32; the nodes of one request are adjacent.
         token_map: The target tokens of the columns of the logits, or None for all of them.
     """
@@ -97,17 +97,17 @@ def draw(drawing: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMa
         ids = token_map.ids[ids]
     scores = _tempered(values, nodes)
     is_sampled = [not node.request.params.is_greedy for node in nodes]
-    if drawing in CHOSEN or not any(is_sampled):
-        if drawing == "shared-noise" and any(is_sampled):
+    if draft_sampling in CHOSEN or not any(is_sampled):
+        if draft_sampling == "shared-noise" and any(is_sampled):
             noisy = scores + _shared_noise(nodes, ids)
             scores = noisy if all(is_sampled) else torch.where(_column(is_sampled, scores), noisy, scores)
         return _chosen(scores, ids, width)
-    return _drawn(drawing, scores, ids, _column(is_sampled, scores), nodes, width)
+    return _drawn(draft_sampling, scores, ids, _column(is_sampled, scores), nodes, width)
 
 
-def _column(values: Sequence[bool], beside: Tensor) -> Tensor:
-    """Return the values as [rows, 1] on the device of `beside`."""
-    return torch.tensor(values, device=beside.device).unsqueeze(1)
+def _column(values: Sequence[bool], like: Tensor) -> Tensor:
+    """Return the values as [rows, 1] on the device of `like`."""
+    return torch.tensor(values, device=like.device).unsqueeze(1)
 
 
 def _groups(nodes: Sequence[Node]) -> list[tuple[Request, int, int]]:
@@ -165,15 +165,17 @@ def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
     return Candidates(tokens, confidence.astype(np.float32), none, none.astype(np.float64), np.full(tokens.shape, -1))
 
 
-def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
+def _drawn(
+    draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int
+) -> Candidates:
     """Return drawn candidates from `scores` [nodes, support], descending before noise, and `sampled` [nodes, 1]."""
     whole = distributions = scores.double().softmax(dim=-1).nan_to_num(0.0)
     width = min(width, scores.shape[-1])
     ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # indices of the best tokens
-    if drawing == "iid":
+    if draft_sampling == "iid":
         places = (scores.unsqueeze(1) + _own_noise(nodes, ids, draws=width)).argmax(dim=-1)
         drawn = torch.ones_like(places, dtype=torch.bool)
-    elif drawing == "without-replacement":
+    elif draft_sampling == "without-replacement":
         places = (scores + _own_noise(nodes, ids)[:, 0]).topk(width, dim=-1).indices
         drawn = torch.ones_like(places, dtype=torch.bool)
     else:
@@ -191,7 +193,7 @@ def _drawn(drawing: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Se
         ids.cpu().numpy(),
         distributions.cpu().numpy(),
         places.masked_fill(~drawn, -1).cpu().numpy(),
-        replaced=drawing == "iid",
+        replaced=draft_sampling == "iid",
         whole_distribution=whole,
     )
 

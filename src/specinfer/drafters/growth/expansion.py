@@ -7,28 +7,32 @@ number of nodes. It ranks a token by the product of the acceptance probabilities
 
 One pass of the drafter serves a whole level, so each level must decide what to take now and how many nodes to save for
 tokens whose parents are still to come. Their path probabilities are estimated from how often drafted tokens of each
-rank were accepted. The floor is the path probability above which everything present and everything expected fills the
-budget.
+rank were accepted. Above a floor, everything present and everything expected fills the budget.
+
+An example: 2 nodes, depth 2, and the first and second tokens of a node have been accepted with 1/2 and 1/4 so far.
+
+- Level 1: the root's candidates are a (0.6) and b (0.3). Below a, tokens of 0.3 and 0.15 are expected, and below b of
+  0.15 and 0.075. A floor above 0.3 lets in a alone; a floor of 0.3 would let in a, b and a's first child, which are
+  more than 2. So a is taken, one node is saved, and b stays open.
+- Level 2: the candidates of a are c (0.9) and d (0.05), with path probabilities 0.54 and 0.03. The last level saves
+  nothing: the best of b, c and d is c, and the tree is a, c. If c had 0.2, its path would have 0.12, and b be taken.
 
 Whether a token is taken depends only on what is known before it is drawn, so drawn trees stay exact.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.request import Request
-from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
 from specinfer.drafters.growth.guesses import Guesses, places
-from specinfer.drafters.growth.subtree_size import NUM_BINS, bins_of, subtree_size_of
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from specinfer.drafters.growth.nodes import Bools, Floats, Ints, Nodes
+from specinfer.drafters.growth.subtree_size import NUM_BINS, bins_of, count_bins, floors, subtree_size_of
 
 BEST_FIRST_WIDTH = 8  # the largest number of children of a node, best first
 
@@ -42,20 +46,20 @@ class GrowingTree:
     drafter: str
     tree_batch: "TreeBatch" = field(init=False, repr=False)
     index: int = field(init=False)  # index of this tree in the batch
-    # Views of the batch's arrays, with room for all nodes to come:
+    # Views of the batch's arrays, which cannot be written; those of nodes to come are not set yet.
     tokens: Ints = field(init=False)  # [nodes]
     parents: Ints = field(init=False)
     depths: Ints = field(init=False)
     path_prob: Floats = field(init=False)
-    ancestry: npt.NDArray[np.bool_] = field(init=False)  # [nodes, nodes] row a, column b: b is a, or an ancestor
+    ancestry: Bools = field(init=False)  # [nodes, nodes] row a, column b: b is a, or an ancestor
     paths: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     frontier: range = range(1)  # nodes whose candidates come next
-    computed: list[int] = field(default_factory=list)  # nodes whose keys and values are in the cache, except the root
+    computed: list[int] = field(default_factory=list)  # nodes with keys and values in the cache, except the root
     num_levels: int = 0  # grown so far
 
     @property
     def size(self) -> int:
-        return int(self.tree_batch.sizes[self.index])
+        return int(self.tree_batch.nodes.sizes[self.index])
 
     @property
     def num_left(self) -> int:
@@ -82,247 +86,165 @@ class GrowingTree:
 
     def children(self) -> dict[tuple[int, int], int]:
         """Return the child of each node and token, by (node, token)."""
-        nodes = range(1, self.size)
-        parents, tokens = self.parents[1 : self.size].tolist(), self.tokens[1 : self.size].tolist()
-        return dict(zip(zip(parents, tokens, strict=True), nodes, strict=True))
+        size = self.size
+        edges = zip(self.parents[1:size].tolist(), self.tokens[1:size].tolist(), strict=True)
+        return dict(zip(edges, range(1, size), strict=True))
 
     def tree(self) -> TokenTree:
         tokens, parents = self.tokens[: self.size].tolist(), self.parents[: self.size].tolist()
-        return TokenTree(tuple(tokens), tuple(parents), self.tree_batch.draws(self.index))
+        return TokenTree(tuple(tokens), tuple(parents), self.tree_batch.guesses.draws(self.index))
 
 
 class TreeBatch:
-    """The trees of several requests, extended with candidates level by level.
-
-    The nodes of all trees lie in common arrays, and each tree has its own range. A level takes a few array operations,
-    however many trees there are.
-    """
+    """The trees of several requests, extended with candidates level by level."""
 
     def __init__(self, growing_trees: Sequence[GrowingTree], calibration: Calibration) -> None:
         self.growing_trees = growing_trees
         self._calibration = calibration
-        self._levels: list[Candidates] = []
-        self._guesses = Guesses(sum(map(_most_guesses, growing_trees)))
-        self._open = np.zeros(0, dtype=np.int64)  # numbers of the guesses that may still be taken
-        self._taken: list[Ints] = []
-        self._draws: list[tuple[Draw, ...]] | None = None
         self._sources = [source(growing_tree.drafter, growing_tree.request) for growing_tree in growing_trees]
         by_rank = {name: calibration.by_rank(name) for name in set(self._sources)}
-        self._best_chance = {name: float(chances[0]) for name, chances in by_rank.items()}
-        self._subtree_sizes = {name: subtree_size_of(chances) for name, chances in by_rank.items()}
-        self._rooms = np.asarray([growing_tree.budget.max_nodes for growing_tree in growing_trees], dtype=np.int64)
-        self._least = np.asarray([growing_tree.budget.min_path_prob for growing_tree in growing_trees])
-        rooms = [growing_tree.budget.max_nodes + 1 for growing_tree in growing_trees]
-        ends = np.cumsum([0, *rooms])
-        self._starts = ends[:-1]
-        self.sizes = np.ones(len(growing_trees), dtype=np.int64)  # [trees] nodes so far
-        self._tokens = np.zeros(ends[-1], dtype=np.int64)
-        self._parents, self._depths = np.full(ends[-1], -1), np.zeros(ends[-1], dtype=np.int64)
-        self._path_prob = np.ones(ends[-1])
-        self._ancestry = np.zeros((ends[-1], max(rooms, default=1)), dtype=np.bool_)
-        self._ancestry[self._starts, :1] = True
-        for i, (growing_tree, start, room) in enumerate(zip(growing_trees, self._starts.tolist(), rooms, strict=True)):
-            part = slice(start, start + room)
-            growing_tree.tree_batch, growing_tree.index = self, i
-            growing_tree.tokens, growing_tree.parents, growing_tree.depths = (
-                self._tokens[part],
-                self._parents[part],
-                self._depths[part],
-            )
-            growing_tree.path_prob, growing_tree.ancestry = self._path_prob[part], self._ancestry[part]
-            growing_tree.tokens[0] = growing_tree.request.token_ids[-1]
+        self._best_prob = {name: float(probs[0]) for name, probs in by_rank.items()}
+        self._subtree_sizes = {name: subtree_size_of(probs) for name, probs in by_rank.items()}
+        self.guesses = Guesses([tree.drafter for tree in growing_trees], sum(map(_most_guesses, growing_trees)))
+        self._min_path_prob = np.asarray([growing_tree.budget.min_path_prob for growing_tree in growing_trees])
+        self.nodes = Nodes(
+            [growing_tree.request.token_ids[-1] for growing_tree in growing_trees],
+            [growing_tree.budget.max_nodes + 1 for growing_tree in growing_trees],
+        )
+        for i, tree in enumerate(growing_trees):
+            tree.tree_batch, tree.index = self, i
+            tree.tokens, tree.parents, tree.depths, tree.path_prob, tree.ancestry = self.nodes.of(i)
 
     def wanted(self) -> list[Node]:
         """Return the nodes that need candidates next, tree by tree; none when all trees are grown."""
-        return [
-            Node(
-                growing_tree.request,
-                growing_tree.paths[node],
-                width,
-                width if growing_tree.budget.widths else 1,
-                growing_tree.drafter,
-            )
-            for growing_tree in self.growing_trees
-            if growing_tree.frontier
-            for width in (growing_tree.width,)
-            for node in growing_tree.frontier
-        ]
+        wanted = []
+        for tree in self.growing_trees:
+            if tree.frontier:
+                width = tree.width
+                group = width if tree.budget.widths else 1
+                wanted += [Node(tree.request, tree.paths[node], width, group, tree.drafter) for node in tree.frontier]
+        return wanted
 
     def extend(self, candidates: Candidates) -> None:
         """Take guesses from these candidates, whose rows are the wanted nodes, and from those left from before."""
-        self._levels.append(candidates)
-        trees = [i for i, growing_tree in enumerate(self.growing_trees) if growing_tree.frontier]
-        best_first = [i for i in trees if not self.growing_trees[i].budget.widths]
-        self._open = np.concatenate([self._open, self._offer(trees, candidates)])
-        if best_first:
-            self._take(self._above_floor(best_first))
-        else:  # a fixed expansion takes all that it requested
-            self._take(np.ones(len(self._open), dtype=np.bool_))
-        for i in trees:
-            self.growing_trees[i].advance()
+        growing = [tree for tree in self.growing_trees if tree.frontier]
+        best_first = [tree for tree in growing if not tree.budget.widths]
+        self._offer(growing, candidates)
+        # A fixed expansion takes all that it requested.
+        wanted = self._above_floor(best_first) if best_first else np.ones(len(self.guesses.open), dtype=np.bool_)
+        self._append(self._select(wanted))
+        for tree in growing:
+            tree.advance()
         if best_first:
             self._end(best_first)
 
-    def _offer(self, trees: Sequence[int], candidates: Candidates) -> Ints:
-        """Add the guesses that could be taken below the frontiers of these trees, and return their numbers.
+    def _offer(self, growing: Sequence[GrowingTree], candidates: Candidates) -> None:
+        """Add the guesses that could be taken below the frontiers of these trees.
 
         The rows of the candidates belong to the nodes of these frontiers, in order.
         """
-        growing_trees = [self.growing_trees[tree] for tree in trees]
-        counts = [len(growing_tree.frontier) for growing_tree in growing_trees]
-        limits = [growing_tree.width for growing_tree in growing_trees]
+        counts, limits = [len(tree.frontier) for tree in growing], [tree.width for tree in growing]
         width = min(candidates.tokens.shape[1], max(limits))
-        owners = np.repeat(trees, counts)
-        nodes = np.concatenate([np.asarray(growing_tree.frontier) for growing_tree in growing_trees])
+        owners = np.repeat([tree.index for tree in growing], counts)
+        nodes = np.concatenate([np.arange(tree.frontier.start, tree.frontier.stop) for tree in growing])
         tokens, confidence = candidates.tokens[:, :width], candidates.confidence[:, :width]
         # A later candidate of a node is never taken before an earlier one.
-        path_prob = np.minimum.accumulate(self._chances(owners, confidence), axis=1)
-        path_prob *= self._path_prob[self._starts[owners] + nodes][:, None]
-        usable = (tokens >= 0) & (path_prob >= self._least[owners][:, None])
+        path_prob = np.minimum.accumulate(self._acceptance_probs(owners, confidence), axis=1)
+        path_prob *= self.nodes.path_prob(owners, nodes)[:, None]
+        usable = (tokens >= 0) & (path_prob >= self._min_path_prob[owners][:, None])
         if min(limits) < width:
             usable &= np.arange(width) < np.repeat(limits, counts)[:, None]
         rows, ranks = usable.nonzero()
         path_prob = path_prob[rows, ranks]
-        return self._guesses.add(
-            tree=owners[rows], node=nodes[rows], token=tokens[rows, ranks], level=len(self._levels) - 1, row=rows,
-            rank=ranks, confidence=confidence[rows, ranks], path_prob=path_prob, bin=bins_of(path_prob),
+        self.guesses.levels.append(candidates)
+        self.guesses.add(
+            owners[rows], node=nodes[rows], token=tokens[rows, ranks], row=rows, rank=ranks,
+            confidence=confidence[rows, ranks], path_prob=path_prob, bin=bins_of(path_prob),
         )  # fmt: skip
 
-    def _chances(self, owners: Ints, confidence: npt.NDArray[np.float32]) -> Floats:
+    def _acceptance_probs(self, owners: Ints, confidence: npt.NDArray[np.float32]) -> Floats:
         """Return acceptance probabilities, [rows, width]; all are 1 in a fixed expansion."""
-        chances = np.ones(confidence.shape)
-        ranks = np.broadcast_to(np.arange(confidence.shape[1]), confidence.shape)
+        probs, ranks = np.ones(confidence.shape), np.arange(confidence.shape[1])
+        trees = list(zip(self.growing_trees, self._sources, strict=True))
         for name in self._subtree_sizes:
-            of = [
-                not g.budget.widths and kind == name for g, kind in zip(self.growing_trees, self._sources, strict=True)
-            ]
-            rows = np.asarray(of)[owners]
+            rows = np.asarray([not tree.budget.widths and other == name for tree, other in trees])[owners]
             if rows.all():
-                return self._calibration.chance(name, ranks, confidence)
+                return self._calibration.acceptance_prob(name, ranks, confidence)
             if rows.any():
-                chances[rows] = self._calibration.chance(name, ranks[rows], confidence[rows])
-        return chances
+                probs[rows] = self._calibration.acceptance_prob(name, ranks, confidence[rows])
+        return probs
 
-    def _end(self, trees: Sequence[int]) -> None:
-        """Stop best-first trees where another level does not pay, and fill their budget from the open guesses."""
-        growing_trees = [self.growing_trees[i] for i in trees]
-        # The minimum: a level that one tree continues with anyway costs the others little.
-        min_gain = min(growing_tree.budget.min_gain for growing_tree in growing_trees)
-        if min_gain > 0 and self._gain(growing_trees) < min_gain:
-            for growing_tree in growing_trees:
-                growing_tree.frontier = range(0)
-        ended = [
-            growing_tree.index
-            for growing_tree in growing_trees
-            if not growing_tree.frontier and growing_tree.num_left > 0
-        ]
-        if ended:
-            self._take(np.isin(self._guesses.tree[self._open], ended))
-
-    def _gain(self, growing_trees: Sequence[GrowingTree]) -> float:
-        """Return the accepted tokens expected of another level if each node got only its best guess."""
-        return sum(
-            self._best_chance[self._sources[growing_tree.index]]
-            * float(growing_tree.path_prob[growing_tree.frontier[0] : growing_tree.frontier[-1] + 1].sum())
-            for growing_tree in growing_trees
-            if growing_tree.frontier
-        )
-
-    def _above_floor(self, trees: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def _above_floor(self, best_first: Sequence[GrowingTree]) -> Bools:
         """Return whether each open guess is above the floor, that is, better than what is still expected, [open]."""
-        bins, owners = self._guesses.bin[self._open], self._guesses.tree[self._open]
-        counts = self._count_bins(owners, bins)
-        floors = np.full(len(self.growing_trees), NUM_BINS)
+        bins, owners = self.guesses.bin[self.guesses.open], self.guesses.tree[self.guesses.open]
+        counts = count_bins(owners, bins, len(self.growing_trees))
+        limits = np.full(len(self.growing_trees), NUM_BINS)
         alike: dict[tuple[str, int], list[int]] = {}
-        for i in trees:
-            alike.setdefault((self._sources[i], self.growing_trees[i].levels_to_come), []).append(i)
-        room = self._rooms + 1 - self.sizes
+        for tree in best_first:
+            alike.setdefault((self._sources[tree.index], tree.levels_to_come), []).append(tree.index)
         for (name, levels), group in alike.items():
-            # [trees, bins] expected number of nodes with each floor
-            expected = counts[group] @ self._subtree_sizes[name].table(levels - 1)
-            floors[group] = np.maximum(
-                (expected <= room[group][:, None]).sum(axis=1) - 1, (counts[group] > 0).argmax(axis=1)
-            )
-        return np.asarray(bins <= floors[owners])
+            table = self._subtree_sizes[name].table(levels - 1)
+            limits[group] = floors(counts[group], table, self.nodes.num_left[group])
+        return np.asarray(bins <= limits[owners])
 
-    def _count_bins(self, owners: Ints, bins: Ints) -> Ints:
-        """Return the number of guesses, [trees, bins]."""
-        counts = np.bincount(owners * NUM_BINS + bins, minlength=len(self.growing_trees) * NUM_BINS)
-        return np.asarray(counts.reshape(-1, NUM_BINS))
+    def _select(self, wanted: Bools) -> Bools:
+        """Return which of these open guesses fit, [open]: all, or of too many for a tree only its best ones."""
+        guesses, numbers, num_left = self.guesses, self.guesses.open[wanted], self.nodes.num_left
+        owners = guesses.tree[numbers]
+        if (np.bincount(owners, minlength=len(num_left)) <= num_left).all():
+            return wanted
+        # Sorting is slow, so first drop the guesses behind the bin in which the budget is used up.
+        bins = guesses.bin[numbers]
+        last = (count_bins(owners, bins, len(self.growing_trees)).cumsum(axis=1) < num_left[:, None]).sum(axis=1)
+        chosen = wanted.nonzero()[0][bins <= last[owners]]
+        numbers = guesses.open[chosen]
+        owners = guesses.tree[numbers]
+        order = np.lexsort((-guesses.path_prob[numbers], owners))
+        fits = np.zeros_like(wanted)
+        fits[chosen[order[places(owners[order]) < num_left[owners[order]]]]] = True
+        return fits
 
-    def _take(self, wanted: npt.NDArray[np.bool_]) -> None:
-        """Add these guesses to the trees; if a tree has too little room, only its best ones."""
-        guesses, chosen = self._guesses, wanted.nonzero()[0]
-        owners = guesses.tree[self._open[chosen]]
-        room = self._rooms + 1 - self.sizes
-        if (np.bincount(owners, minlength=len(room)) > room).any():
-            # Sorting is slow, so first drop the guesses behind the bin in which the budget is used up.
-            bins = guesses.bin[self._open[chosen]]
-            last = (self._count_bins(owners, bins).cumsum(axis=1) < room[:, None]).sum(axis=1)
-            chosen = chosen[bins <= last[owners]]
-            owners = guesses.tree[self._open[chosen]]
-            order = np.lexsort((-guesses.path_prob[self._open[chosen]], owners))
-            chosen = np.sort(chosen[order[places(owners[order]) < room[owners[order]]]])
-        if not len(chosen):
-            return
-        taken = self._open[chosen]
-        taken = taken[guesses.tree[taken].argsort(kind="stable")]
-        is_left = np.ones(len(self._open), dtype=np.bool_)
-        is_left[chosen] = False
-        self._open = self._open[is_left]
-        self._taken.append(taken)
-        new = taken[self._number(taken)]
-        owners, child, node = guesses.tree[new], guesses.child[new], guesses.node[new]
-        starts = self._starts[owners]
-        nodes, parents = starts + child, starts + node
-        self._tokens[nodes], self._parents[nodes], self._path_prob[nodes] = (
-            guesses.token[new],
-            node,
-            guesses.path_prob[new],
-        )
-        self._depths[nodes], self._ancestry[nodes] = self._depths[parents] + 1, self._ancestry[parents]
-        self._ancestry[nodes, child] = True
-        self.sizes += np.bincount(owners, minlength=len(self.sizes))
-
-    def _number(self, taken: Ints) -> npt.NDArray[np.bool_]:
-        """Give each guess its node and return which nodes are new, [taken]; a token drawn before is not a new node."""
-        guesses = self._guesses
+    def _append(self, chosen: Bools) -> None:
+        """Add these open guesses to the trees; a token drawn twice at a node is one child."""
+        guesses, taken = self.guesses, self.guesses.take(chosen)
         owners = guesses.tree[taken]
-        is_new = np.ones(len(taken), dtype=np.bool_)
-        if not any(level.replaced for level in self._levels):
-            guesses.child[taken] = self.sizes[owners] + places(owners)
-            return is_new
-        children = {tree: self.growing_trees[tree].children() for tree in set(owners.tolist())}
-        names = zip(owners.tolist(), guesses.node[taken].tolist(), guesses.token[taken].tolist(), strict=True)
-        for i, (tree, node, token) in enumerate(names):
+        if any(level.replaced for level in guesses.levels):
+            taken = taken[self._are_new(taken, owners.tolist())]
+            owners = guesses.tree[taken]
+        else:
+            guesses.child[taken] = self.nodes.sizes[owners] + places(owners)
+        self.nodes.append(
+            owners, guesses.child[taken], guesses.node[taken], guesses.token[taken], guesses.path_prob[taken]
+        )
+
+    def _are_new(self, taken: Ints, owners: list[int]) -> Bools:
+        """Set the child of each guess, which may exist already, and return which children are new, [taken]."""
+        guesses, is_new = self.guesses, np.ones(len(taken), dtype=np.bool_)
+        children = {tree: self.growing_trees[tree].children() for tree in set(owners)}
+        edges = zip(owners, guesses.node[taken].tolist(), guesses.token[taken].tolist(), strict=True)
+        for i, (tree, node, token) in enumerate(edges):
             known = children[tree]
             is_new[i] = (node, token) not in known
             guesses.child[taken[i]] = known.setdefault((node, token), len(known) + 1)
         return is_new
 
-    def draws(self, tree: int) -> tuple[Draw, ...]:
-        """Return all draws of a tree, in draw order."""
-        if self._draws is None:
-            guesses, taken = self._guesses, np.concatenate([self._open[:0], *self._taken])
-            taken = taken[guesses.tree[taken].argsort(kind="stable")]
-            ends = np.searchsorted(guesses.tree[taken], np.arange(len(self.growing_trees) + 1)).tolist()
-            names = [self.growing_trees[owner].drafter for owner in guesses.tree[taken].tolist()]
-            nodes, sure = guesses.child[taken].tolist(), guesses.confidence[taken].tolist()
-            every = [*map(Draw, nodes, names, self._distributions(taken), sure)]
-            self._draws = [tuple(every[a:b]) for a, b in pairwise(ends)]
-        return self._draws[tree]
-
-    def _distributions(self, taken: Ints) -> Iterable[Distribution | None]:
-        if not any(level.has_distributions for level in self._levels):
-            return repeat(None, len(taken))
-        guesses = self._guesses
-        where = zip(
-            guesses.level[taken].tolist(), guesses.row[taken].tolist(), guesses.rank[taken].tolist(), strict=True
-        )
-        return [self._levels[level].distribution(row, rank) for level, row, rank in where]
+    def _end(self, best_first: Sequence[GrowingTree]) -> None:
+        """Stop best-first trees where another level does not pay, and fill their budget from the open guesses."""
+        # The minimum: a level that one tree continues with anyway costs the others little.
+        min_gain = min(tree.budget.min_gain for tree in best_first)
+        if min_gain > 0:
+            # The accepted tokens expected of another level if each node got only its best guess.
+            frontiers = [(tree, tree.path_prob[tree.frontier.start : tree.frontier.stop]) for tree in best_first]
+            gain = sum(self._best_prob[self._sources[tree.index]] * float(probs.sum()) for tree, probs in frontiers)
+            if gain < min_gain:
+                for tree in best_first:
+                    tree.frontier = range(0)
+        ended = [tree.index for tree in best_first if not tree.frontier and tree.num_left > 0]
+        if ended:
+            self._append(self._select(np.isin(self.guesses.tree[self.guesses.open], ended)))
 
 
-def _most_guesses(growing_tree: GrowingTree) -> int:
+def _most_guesses(tree: GrowingTree) -> int:
     """Return the largest number of guesses that a tree can be offered; a fixed expansion is offered what it takes."""
-    nodes = growing_tree.budget.max_nodes
-    return nodes if growing_tree.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH
+    nodes = tree.budget.max_nodes
+    return nodes if tree.budget.widths else (nodes + 1) * BEST_FIRST_WIDTH

@@ -22,6 +22,12 @@ def bins_of(path_prob: Floats) -> Ints:
     return np.asarray(np.clip(steps, 0, NUM_BINS - 1), dtype=np.int64)
 
 
+def count_bins(owners: Ints, bins: Ints, num_trees: int) -> Ints:
+    """Return the number of guesses of each tree in each bin, [trees, bins]."""
+    counts = np.bincount(owners * NUM_BINS + bins, minlength=num_trees * NUM_BINS)
+    return np.asarray(counts.reshape(-1, NUM_BINS))
+
+
 class SubtreeSize:
     """The expected number of nodes below a node, by their path probability.
 
@@ -52,6 +58,20 @@ class SubtreeSize:
             below = np.arange(NUM_BINS)[None, :] - np.arange(NUM_BINS)[:, None]
             self._tables[num_levels] = at_least[below + NUM_BINS - 1]
         return self._tables[num_levels]
+
+
+def floors(counts: Ints, table: Floats, num_left: Ints) -> Ints:
+    """Return the last bin of each tree up to which everything present and expected fits, [trees].
+
+    At least the best guesses present are let in.
+
+    Args:
+        counts: [trees, bins] guesses that are present.
+        table: [bins, bins] as in `SubtreeSize.table`.
+        num_left: [trees] nodes that may still be added.
+    """
+    fits = (counts @ table <= num_left[:, None]).sum(axis=1) - 1
+    return np.asarray(np.maximum(fits, (counts > 0).argmax(axis=1)))
 
 
 @lru_cache(maxsize=32)  # each has up to 400 kB of tables; probabilities drift slowly

@@ -55,8 +55,8 @@ class NGramDrafter:
         for span in spans:
             size, guesses = self._find(span.request, MAX_PROSPECT)
             # The product of the confidences along the chain.
-            chances = tuple(size / (size + node) for node in range(1, len(guesses) + 1))
-            found.append(Prospect(size, tuple(guesses), chances))
+            path_probs = tuple(size / (size + node) for node in range(1, len(guesses) + 1))
+            found.append(Prospect(size, tuple(guesses), path_probs))
         return found
 
     def _find(self, request: Request, length: int) -> tuple[int, list[int]]:

@@ -128,13 +128,13 @@ class SuffixDrafter:
         self._unread: deque[tuple[str, list[int]]] = deque(maxlen=256)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        room = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
+        num_left = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
         trees = []
         for span, budget in zip(spans, budgets, strict=True):
             if not (budget.max_nodes and budget.max_depth):
                 trees.append(TokenTree.root(span.request.token_ids[-1]))
                 continue
-            room -= self._read(span.request, room)
+            num_left -= self._read(span.request, num_left)
             trees.append(self._draft_one(span.request, budget))
         return trees
 
@@ -151,30 +151,30 @@ class SuffixDrafter:
             for start in range(0, len(answer), PIECE_TOKENS):
                 self._unread.append((salt, answer[max(start - MAX_MATCH, 0) : start + PIECE_TOKENS]))
 
-    def _store_answers(self, room: int) -> int:
+    def _store_answers(self, num_left: int) -> int:
         """Read the answers of finished requests into the store and return the number of tokens read."""
         num_read = 0
-        while self._unread and num_read < room:
+        while self._unread and num_read < num_left:
             salt, piece = self._unread.popleft()
             self.store.add(salt, piece)
             num_read += len(piece)
         return num_read
 
-    def _read(self, request: Request, room: int) -> int:
+    def _read(self, request: Request, num_left: int) -> int:
         """Read more of the request's text and return the number of tokens read."""
         reading = self._readings.get(request.request_id)
         if reading is None or reading.request is not request:
             reading = self._readings[request.request_id] = _Reading(request)
         start = reading.text.num_tokens
-        unread = request.token_ids[start : start + max(room, MAX_MATCH)]
+        unread = request.token_ids[start : start + max(num_left, MAX_MATCH)]
         reading.text.extend(unread)
         return len(unread)
 
     def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
-        room = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
+        num_left = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
         found = []
         for span in spans:
-            room -= self._read(span.request, room)
+            num_left -= self._read(span.request, num_left)
             with self.store.lock:
                 found.append(follow(self._matches(span.request), self._min_match))
         return found
@@ -189,7 +189,7 @@ class SuffixDrafter:
         text = self._readings[request.request_id].text
         own: Match
         if text.num_tokens == len(request.token_ids):
-            state = text.links[text.last]  # the longest suffix that also occurs elsewhere
+            state = text.links[text.last]  # the longest suffix that also occurs at another place
             own = (text, state, text.lengths[state])
         else:  # a long prompt, still being read
             own = (text, *text.match(tail))

@@ -1,7 +1,7 @@
 """A suffix automaton: an index of all substrings of the texts read so far, in time and memory linear in their length.
 
 A state stands for all substrings ("stretches") that end at the same places. Its link leads to the longest suffix of
-them that also ends elsewhere, and its count is how often they occurred.
+them that also ends at another place, and its count is how often they occurred.
 Source: Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985. Several texts share one
 automaton when each is read from the initial state.
 """

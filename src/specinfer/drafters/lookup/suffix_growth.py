@@ -15,7 +15,7 @@ from specinfer.drafters.base import MAX_PROSPECT, Prospect
 from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
 
 MAX_CHILDREN = 32  # the largest number of continuations of one stretch, the ones seen first
-LEAST_CHANCE = 0.002  # less likely tokens are not worth a place in any tree
+MIN_PATH_PROB = 0.002  # less likely tokens are not worth a place in any tree
 
 # The pseudo-count of doubt, added to the occurrences of what followed a stretch of this length. In held-out Python
 # files one occurrence after L tokens came true in 1 / (1 + 2 / L**0.8) of the cases (24 % after one token, 45 % after
@@ -29,20 +29,20 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
     """Return a tree of the likeliest paths that follow the matches, within the nodes and the depth of the budget.
 
     The continuations of a stretch share its occurrences. The probability left to doubt goes to what else followed its
-    longest suffix seen elsewhere, and so on. Each match is followed in its own text; a token that both propose is one
+    longest suffix seen before, and so on. Each match is followed in its own text; a token that both propose is one
     node, and both continue from it. `min_path_prob` of the budget is not applied here but where confidences are
     calibrated: on a text that is copied, long chains come true more often than their confidences say.
     """
-    tokens, parents, depths, chances = [root], [-1], [0], [1.0]
+    tokens, parents, depths, path_probs = [root], [-1], [0], [1.0]
     children: dict[tuple[int, int], int] = {}
     front = _Front(min_match)
     # The surest match comes first, the own text on a tie; the next one gets the probability that the first leaves to
     # doubt.
-    chance = 1.0
+    path_prob = 1.0
     doubts = [round(front.doubt(*match), 9) for match in matches]  # rounded, so that equal doubts compare equal
     for doubt, (text, state, length) in sorted(zip(doubts, matches, strict=True), key=lambda item: item[0]):
-        front.push(text, state, length, -1, 0, chance)
-        chance *= doubt
+        front.push(text, state, length, -1, 0, path_prob)
+        path_prob *= doubt
     heap = front.heap
     while heap:
         negated, _, text, state, length, node, token = heappop(heap)
@@ -53,12 +53,12 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
             child = children.get((node, token))
             if child is None:
                 if len(tokens) > budget.max_nodes:
-                    return _tree(tokens, parents, chances, name)
+                    return _tree(tokens, parents, path_probs, name)
                 child = children[node, token] = len(tokens)
                 tokens.append(token)
                 parents.append(node)
                 depths.append(depths[node] + 1)
-                chances.append(-negated)
+                path_probs.append(-negated)
             if depths[child] == budget.max_depth:
                 break
             token = text.only_tokens[state]
@@ -69,16 +69,16 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
             node, before, state = child, state, text.only_targets[state]
             doubt = _DOUBT[length] if length < len(_DOUBT) else _DOUBT[-1]
             share = text.counts[state] / (text.counts[state] + doubt)
-            if length > min_match and negated * (1.0 - share) < -LEAST_CHANCE:
+            if length > min_match and negated * (1.0 - share) < -MIN_PATH_PROB:
                 front.add(negated * (1.0 - share), text, before, length, node, -1)
             negated *= share
             length += 1
-            if negated > -LEAST_CHANCE:
+            if negated > -MIN_PATH_PROB:
                 break
             if heap and heap[0][0] < negated:
                 front.add(negated, text, state, length, node, token)
                 break
-    return _tree(tokens, parents, chances, name)
+    return _tree(tokens, parents, path_probs, name)
 
 
 def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
@@ -86,8 +86,8 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
     front = _Front(min_match)
     doubts = [round(front.doubt(*match), 9) for match in matches]
     text, state, length = matches[doubts.index(min(doubts))]
-    match, chance = 0, 1.0
-    tokens, chances = list[int](), list[float]()
+    match, path_prob = 0, 1.0
+    tokens, path_probs = list[int](), list[float]()
     while len(tokens) < MAX_PROSPECT and length >= min_match:
         seen = text.continuations(state, MAX_CHILDREN)
         if not seen:  # the text ends here: use what followed the next shorter suffix
@@ -97,17 +97,17 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
         match = match or length
         token, target = max(reversed(seen), key=lambda item: text.counts[item[1]])
         doubt = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)]
-        chance *= text.counts[target] / (doubt + sum([text.counts[other] for _, other in seen]))
-        if chance < LEAST_CHANCE:
+        path_prob *= text.counts[target] / (doubt + sum([text.counts[other] for _, other in seen]))
+        if path_prob < MIN_PATH_PROB:
             break
         tokens.append(token)
-        chances.append(chance)
+        path_probs.append(path_prob)
         state, length = target, length + 1
-    return Prospect(match, tuple(tokens), tuple(chances))
+    return Prospect(match, tuple(tokens), tuple(path_probs))
 
 
-# -chance, order, text, state, match length, node, token: `token` drafted after `node`, leading to `state`. With token
-# -1: what else followed the suffixes of `state`, at this node. A named tuple would make drafting a third slower.
+# -path_prob, order, text, state, match length, node, token: `token` drafted after `node`, leading to `state`.
+# With token -1: what else followed the suffixes of `state`, at this node. A named tuple would take a third longer.
 _Guess: TypeAlias = tuple[float, int, SuffixAutomaton, int, int, int, int]
 
 
@@ -122,7 +122,7 @@ class _Front:
     def add(self, negated: float, text: SuffixAutomaton, state: int, length: int, node: int, token: int) -> None:
         heappush(self.heap, (negated, next(self.order), text, state, length, node, token))
 
-    def push(self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, chance: float) -> None:
+    def push(self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, path_prob: float) -> None:
         """Add what followed a stretch, except what also followed the state `longer`.
 
         If there is nothing, the next shorter suffix is used. On a tie the tokens first seen last come first, since
@@ -135,11 +135,11 @@ class _Front:
                 seen = [(token, target) for token, target in seen if text.follow(longer, token) < 0]
             if seen:
                 doubt = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)]
-                part = chance / (doubt + sum([counts[target] for _, target in seen]))
+                part = path_prob / (doubt + sum([counts[target] for _, target in seen]))
                 for token, target in reversed(seen):
-                    if counts[target] * part >= LEAST_CHANCE:
+                    if counts[target] * part >= MIN_PATH_PROB:
                         self.add(-counts[target] * part, text, target, length + 1, node, token)
-                if length > self.min_match and doubt * part >= LEAST_CHANCE:
+                if length > self.min_match and doubt * part >= MIN_PATH_PROB:
                     self.add(-doubt * part, text, state, length, node, -1)
                 return
             longer, state = state, text.links[state]
@@ -157,7 +157,7 @@ class _Front:
         return 1.0
 
 
-def _tree(tokens: list[int], parents: list[int], chances: list[float], name: str) -> TokenTree:
+def _tree(tokens: list[int], parents: list[int], path_probs: list[float], name: str) -> TokenTree:
     nodes = range(1, len(tokens))
-    draws = [Draw(node, name, None, chances[node] / chances[parents[node]]) for node in nodes]
+    draws = [Draw(node, name, None, path_probs[node] / path_probs[parents[node]]) for node in nodes]
     return TokenTree(tuple(tokens), tuple(parents), tuple(draws))

@@ -37,7 +37,7 @@ class Hedge:
 
     Args:
         names: The names of the drafters.
-        generalist: The drafter that is always asked if there is room for two, or None for the first.
+        generalist: The drafter that is always asked if two may be asked, or None for the first.
         decay: The weight of a loss one token later.
         horizon: The number of tokens that matter, for the learning rate sqrt(8 ln N / horizon), or None for as many as
             the decay leaves.

@@ -15,7 +15,7 @@ from typing import NoReturn, cast
 from specinfer.core.errors import EngineDeadError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.drafters.base import Draft, Drafter, LaterDraft, Model, ScoredDrafter
+from specinfer.drafters.base import AsyncDrafter, Draft, Drafter, LaterDraft, ScoredDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.merge.budget_split import BudgetSplit
@@ -51,7 +51,7 @@ class MergedDrafter:
         self._vocab_size = vocab_size
         self._drafters = tuple(drafters)
         # Once: checking a protocol takes longer than many drafters.
-        self._models = {i: one for i, one in enumerate(self._drafters) if isinstance(one, Model)}
+        self._models = {i: one for i, one in enumerate(self._drafters) if isinstance(one, AsyncDrafter)}
         self.num_drafters = len(self._drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
         self._pruning = Pruning(self.calibration)

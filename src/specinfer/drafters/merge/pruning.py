@@ -1,4 +1,4 @@
-"""Pruning of merged trees whose tokens were chosen, not drawn: it keeps the most promising ones, whoever proposed them.
+"""Pruning of merged trees whose tokens were chosen, not drawn: it keeps the most promising ones, of whichever drafter.
 
 The nodes of all requests are ranked in common arrays, like the trees that a small model grows.
 """
@@ -49,10 +49,10 @@ class Pruning:
         path_prob = self._path_prob(requests, owners, parents, ranks, alone)
         # No node is likelier than its parent, and on a tie the parent comes first: what is kept is a tree.
         order = np.lexsort((-path_prob, owners))
-        room = np.asarray([budget.max_nodes + 1 for budget in budgets])
+        capacity = np.asarray([budget.max_nodes + 1 for budget in budgets])
         least = np.asarray([budget.min_path_prob for budget in budgets])
         kept = np.empty(len(owners), dtype=np.bool_)
-        kept[order] = places(owners) < room[owners]
+        kept[order] = places(owners) < capacity[owners]
         kept &= path_prob >= least[owners]
         kept[starts] = True
         best = []
@@ -86,19 +86,19 @@ class Pruning:
         missed = np.ones(len(parents))
         for name, number in codes.items():
             of = maker == number
-            np.multiply.at(missed, node[of], 1.0 - self._calibration.chance(name, ranks[of], sure[of]))
+            np.multiply.at(missed, node[of], 1.0 - self._calibration.acceptance_prob(name, ranks[of], sure[of]))
         return 1.0 - missed
 
     def _path_prob(
         self, requests: Sequence[Request], owners: Ints, parents: Ints, ranks: Ints, alone: Floats
     ) -> Floats:
         """Return the probability that the whole path to a node is accepted, [nodes]."""
-        chance = np.ones(len(owners))
+        probs = np.ones(len(owners))
         names = [source(_ALL, request) for request in requests]
         for name in set(names):
             of = np.asarray([other == name for other in names])[owners]
-            chance[of] = self._rivals.chance(name, ranks[of], alone[of])
-        path_prob = chance.tolist()
+            probs[of] = self._rivals.acceptance_prob(name, ranks[of], alone[of])
+        path_prob = probs.tolist()
         for node, parent in enumerate(parents.tolist()):
             path_prob[node] = 1.0 if parent < 0 else path_prob[node] * path_prob[parent]
         return np.asarray(path_prob)

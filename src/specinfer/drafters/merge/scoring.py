@@ -47,13 +47,13 @@ class Scoring:
     """The losses of one small model.
 
     Args:
-        drawing: The way it draws tokens.
+        draft_sampling: Its kind of draft sampling.
         vocabulary: The drafter's vocabulary, or None for the target's tokens. With one that translates, the drafter
             reads the text in its own tokens and is scored on them, without noise or processing.
     """
 
-    def __init__(self, drawing: str, vocabulary: Vocabulary | None = None) -> None:
-        self._drawing = drawing
+    def __init__(self, draft_sampling: str, vocabulary: Vocabulary | None = None) -> None:
+        self._draft_sampling = draft_sampling
         self._translates = vocabulary is not None and vocabulary.translates
         self._token_map = None if vocabulary is None or self._translates else vocabulary.token_map
         self._accounts: dict[str, _Account] = {}
@@ -93,7 +93,7 @@ class Scoring:
         )
 
     def _is_chosen(self, request: Request) -> bool:
-        return self._drawing in CHOSEN or request.params.is_greedy
+        return self._draft_sampling in CHOSEN or request.params.is_greedy
 
     def _score(self, view: Request, ids: Sequence[int], start: int, end: int, logits: Tensor) -> list[float]:
         """Return losses on the tokens from `start` to `end`, which follow one another like the nodes of a path."""
@@ -102,7 +102,7 @@ class Scoring:
         view.token_ids = list(ids[:start])
         path = tuple(ids[start:end])
         nodes = [Node(view, path[:i], 1) for i in range(len(path))]
-        candidates = draw(self._drawing, logits, nodes, self._token_map)
+        candidates = draw(self._draft_sampling, logits, nodes, self._token_map)
         return [_loss(view, candidates, row, token) for row, token in enumerate(path)]
 
     def note(self, nodes: Sequence[Node], candidates: Candidates) -> None:
@@ -157,14 +157,14 @@ def _loss(request: Request, candidates: Candidates, row: int, token: int) -> flo
 
 
 def _as_text(request: Request, is_chosen: bool) -> Request:
-    """Return a stand-in whose tokens are unprocessed text."""
+    """Return a request whose tokens are unprocessed text."""
     return Request(
         request.request_id, [], SamplingParams(temperature=0.0 if is_chosen else request.params.temperature), 0
     )
 
 
 def _as_output(request: Request) -> Request:
-    """Return a stand-in that can be at any token of the request."""
+    """Return a copy of the request that can be at any of its tokens."""
     view = Request(
         request.request_id, request.prompt_ids, request.params, request.seed, request.eos_token_ids,
         bad_words_ids=request.bad_words_ids,

@@ -98,14 +98,14 @@ class RemoteDrafter:
 
     is_remote = True
 
-    def __init__(self, model: RemoteModel, name: str, drawing: str, calibration: Calibration) -> None:
+    def __init__(self, model: RemoteModel, name: str, draft_sampling: str, calibration: Calibration) -> None:
         self._model, self._name, self._calibration = model, name, calibration
         self._keys = itertools.count()
         self._requests: dict[str, _Sent] = {}
         self._updates: list[RequestUpdate] = []
         self._learned: dict[str, bytes] = {}  # the last state sent for each source
         about = Writer(Kind.FRESH, model.number)
-        about.text(json.dumps({"name": name, "drawing": drawing}))
+        about.text(json.dumps({"name": name, "draft_sampling": draft_sampling}))
         model.link.send(about.message())
 
     @property

@@ -19,7 +19,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.drafters.loading import SmallModel, load_small
 from specinfer.drafters.remote.placement import PlacedDrafter
-from specinfer.drafters.remote.request_proxy import Grammars, draw_from, go_on, make_proxy
+from specinfer.drafters.remote.request_proxy import Grammars, append_tokens, draw_from, make_proxy
 from specinfer.drafters.remote.wire import DraftRequest, Kind, Reader, read_draft_request, write_failure, write_trees
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Vocabulary
@@ -30,12 +30,12 @@ from specinfer.model.sharding.worker import is_broken
 from specinfer.parallel.messages import Channel
 from specinfer.verify import Acceptance
 
-_FAREWELL_SECONDS = 3.0
+_JOIN_SECONDS = 3.0
 logger = logging.getLogger(__name__)
 
 
 class HostedDrafter:
-    """One drafter and stand-ins for the requests that it knows.
+    """One drafter and proxies of the requests that it knows.
 
     Args:
         vocab_size: The target's vocabulary size.
@@ -48,18 +48,18 @@ class HostedDrafter:
         self._requests: dict[int, Request] = {}
         self._drafter: SmallModelDrafter | None = None
 
-    def begin_anew(self, name: str, drawing: str) -> None:
+    def reset(self, name: str, draft_sampling: str) -> None:
         """Drop all requests and everything learned; prefixes in the cache stay."""
         for key in list(self._requests):
             self._forget(key)
         self._drafter = None
         self._calibration = Calibration()
         self._drafter = SmallModelDrafter(
-            self._runner, self._vocab_size, name, drawing, self._calibration, self._vocabulary
+            self._runner, self._vocab_size, name, draft_sampling, self._calibration, self._vocabulary
         )
 
     def draft(self, draft_request: DraftRequest) -> list[TokenTree]:
-        """Return a tree for each wish."""
+        """Return a tree for each tree request."""
         drafter = self._drafter
         assert drafter is not None
         for learned in draft_request.learned:
@@ -73,7 +73,7 @@ class HostedDrafter:
                     str(tree_request.key), tree_request.about, tree_request.tokens, self._grammars
                 )
             else:
-                go_on(self._requests[tree_request.key], tree_request.tokens)
+                append_tokens(self._requests[tree_request.key], tree_request.tokens)
             request = self._requests[tree_request.key]
             draw_from(request, drafter.name, tree_request.first_draw)
             spans.append(Span(request, len(request.token_ids) - 1, len(request.token_ids)))
@@ -86,11 +86,11 @@ class HostedDrafter:
             return
         assert self._drafter is not None
         try:
-            go_on(request, tokens)
-            # It keeps what it has computed of the emitted tokens, whoever drafted them.
+            append_tokens(request, tokens)
+            # It keeps what it has computed of the emitted tokens, whichever drafter proposed them.
             self._drafter.observe(request, TokenTree.root(request.token_ids[-1]), Acceptance((), request.token_ids[-1]))
-        except Exception:  # the next wish for this request fails; after that it is sent again in full
-            logger.exception("drafter %s cannot be told what was said", self._drafter.name)
+        except Exception:  # the next tree request fails; after that it is sent again in full
+            logger.exception("drafter %s cannot read the emitted tokens", self._drafter.name)
             self._forget(key)
 
     def _forget(self, key: int) -> None:
@@ -128,7 +128,7 @@ class Host:
         self._thread.start()
 
     def end(self) -> None:
-        self._thread.join(_FAREWELL_SECONDS)
+        self._thread.join(_JOIN_SECONDS)
 
 
 class _LazyGrammars:
@@ -151,7 +151,7 @@ def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None
         if kind == Kind.DRAFT:
             return write_trees(drafter.draft(read_draft_request(rest)))
         assert kind == Kind.FRESH
-        drafter.begin_anew(**json.loads(rest.text()))
+        drafter.reset(**json.loads(rest.text()))
     except Exception as error:
         logger.exception("a drafter failed; rank 0 goes on without its guesses")
         return write_failure(f"{type(error).__name__}: {error}") if kind == Kind.DRAFT else None
@@ -160,10 +160,10 @@ def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None
 
 def _answer_all(drafters: Mapping[int, HostedDrafter], channel: Channel) -> None:
     try:
-        while len(letter := channel.receive(0)):
-            if (said := answer(drafters, Reader(letter))) is not None:
-                channel.send(said, 0)
+        while len(message := channel.receive(0)):
+            if (reply := answer(drafters, Reader(message))) is not None:
+                channel.send(reply, 0)
     except Exception as error:
         if not is_broken(error):  # a lost rank is detected by whatever runs passes
-            logger.exception("letters of rank 0 cannot be answered any more")
+            logger.exception("messages of rank 0 cannot be answered any more")
             os._exit(1)  # rank 0 would wait for an answer; this way it is notified at once

@@ -1,4 +1,4 @@
-"""Stand-ins for requests on a rank without an engine: their parameters are sent once as text, then only new tokens."""
+"""Proxies of requests on a rank without an engine: their parameters are sent once as text, then only new tokens."""
 
 import dataclasses
 import json
@@ -61,12 +61,12 @@ def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars)
         name, list(tokens[:num_prompt]), params, fields["seed"], tuple(fields["eos_token_ids"]), grammar=grammar,
         bad_words_ids=tuple(map(tuple, fields["bad_words_ids"])), cache_salt=fields["cache_salt"],
     )  # fmt: skip
-    go_on(request, tokens[num_prompt:])
+    append_tokens(request, tokens[num_prompt:])
     return request
 
 
-def go_on(request: Request, tokens: Sequence[int]) -> None:
-    """Append emitted tokens to the request; when it ends is decided elsewhere."""
+def append_tokens(request: Request, tokens: Sequence[int]) -> None:
+    """Append emitted tokens to the request; the engine's rank decides when it ends."""
     request.token_ids += tokens
     if request.grammar is not None:
         for token in tokens:

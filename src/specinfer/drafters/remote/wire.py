@@ -158,14 +158,14 @@ def write_draft_request(drafter: int, draft_request: DraftRequest) -> Tensor:
 
 
 def read_draft_request(rest: Reader) -> DraftRequest:
-    num_news, num_learned, num_wishes = rest.get(), rest.get(), rest.get()
+    num_updates, num_learned, num_trees = rest.get(), rest.get(), rest.get()
     updates = []
-    for _ in range(num_news):
+    for _ in range(num_updates):
         key, is_over, tokens = rest.get(), rest.get(), rest.ints().tolist()
         updates.append(RequestUpdate(key, None if is_over else tokens))
     learned = [CalibrationState(bool(rest.get()), rest.floats()) for _ in range(num_learned)]
     tree_requests = []
-    for _ in range(num_wishes):
+    for _ in range(num_trees):
         key, max_nodes, max_depth, num_drafters = rest.get(), rest.get(), rest.get(), rest.get()
         first_draw = rest.long()
         min_path_prob, min_gain = rest.floats().tolist()

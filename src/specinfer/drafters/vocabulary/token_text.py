@@ -27,7 +27,7 @@ class TokenText:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         steps = _steps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-        surface, kinds = _surface(steps), {step["type"] for step in steps}
+        token_bytes, kinds = _token_bytes(steps), {step["type"] for step in steps}
         self.drops_first_space = not steps or "WordPiece" in kinds or any(map(_drops_first_space, steps))
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if i < vocab_size}
         special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
@@ -37,7 +37,7 @@ class TokenText:
         self._texts = [b""] * vocab_size
         for i, token in vocab:
             if i not in self.marks:
-                self._texts[i] = token.encode() if i in added else surface(token)
+                self._texts[i] = token.encode() if i in added else token_bytes(token)
         by_number = {i for i, token in vocab if "ByteFallback" in kinds and _BYTE.fullmatch(token)}
         last_choice = sorted((i for i, _ in vocab), key=lambda i: (i in by_number, i), reverse=True)
         self.by_text = {self._texts[i]: i for i in last_choice if self._texts[i]}
@@ -68,7 +68,7 @@ def _drops_first_space(step: dict[str, Any]) -> bool:
     return bool(step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
 
 
-def _surface(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+def _token_bytes(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
     """Return a function from a token, as written in the vocabulary, to its bytes."""
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
@@ -76,7 +76,7 @@ def _surface(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
     if not steps:  # such tokens are joined with spaces
         return lambda token: b" " + token.encode()
 
-    def surface(token: str) -> bytes:
+    def token_bytes(token: str) -> bytes:
         if "ByteFallback" in kinds and (match := _BYTE.fullmatch(token)):
             return bytes([int(match[1], 16)])
         for step in steps:
@@ -86,13 +86,13 @@ def _surface(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
                 case "Replace" if "String" in step["pattern"]:
                     token = token.replace(step["pattern"]["String"], step["content"])
                 case "WordPiece":
-                    goes_on = token.startswith(step["prefix"])
-                    token = token.removeprefix(step["prefix"]) if goes_on else " " + token
+                    continues = token.startswith(step["prefix"])
+                    token = token.removeprefix(step["prefix"]) if continues else " " + token
                 case "BPEDecoder":
                     token = token.replace(step["suffix"], " ")
         return token.encode()
 
-    return surface
+    return token_bytes
 
 
 def _byte_level(token: str) -> bytes:

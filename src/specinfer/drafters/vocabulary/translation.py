@@ -101,7 +101,7 @@ class TranslatedVocabulary:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.post_processor = None  # some trim the spaces off a token's position in the text
-        self._adds_space = self._encode("a", goes_on=False) != self._encode_behind_anchor("a")
+        self._adds_space = self._encode("a", is_continuation=False) != self._encode_behind_anchor("a")
 
     def read(self, request: Request, num_cached: int) -> Known | None:
         reading = self._readings.setdefault(request.request_id, _Reading(self._lead))
@@ -109,7 +109,7 @@ class TranslatedVocabulary:
         reading.num_tokens = len(request.token_ids)
         if reading.decoder.getstate()[0]:  # the text ends inside a character
             return None
-        pieces = self._encode(reading.tail, goes_on=reading.num_settled > 0)
+        pieces = self._encode(reading.tail, is_continuation=reading.num_settled > 0)
         if not reading.num_settled:
             lead = reading.lead if reading.lead or pieces else self._first
             pieces = [*(_Piece(i, 0, 0) for i in lead), *pieces]
@@ -155,9 +155,9 @@ class TranslatedVocabulary:
             texts.append(text)
         reading.tail += reading.decoder.decode(b"".join(texts))
 
-    def _encode(self, text: str, *, goes_on: bool) -> list[_Piece]:
-        """Return the drafter's tokens of a text; `goes_on` means that other text precedes it."""
-        if goes_on and self._adds_space:
+    def _encode(self, text: str, *, is_continuation: bool) -> list[_Piece]:
+        """Return the drafter's tokens of a text; `is_continuation` means that other text precedes it."""
+        if is_continuation and self._adds_space:
             return self._encode_behind_anchor(text)
         return self._pieces(text)
 

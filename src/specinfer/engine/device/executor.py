@@ -95,7 +95,7 @@ class DeviceExecutor:
             if len(others) != 1 or not isinstance(others[0], SmallModelDrafter):
                 return None
             small, calibration = others[0], drafter.calibration
-            if small.runner.padded is None or not small.shares_vocabulary or small.drawing != "shared-noise":
+            if small.runner.padded is None or not small.shares_vocabulary or small.draft_sampling != "shared-noise":
                 return None
         max_context = min(target.loaded.max_position, target.cache.num_slots)
         return cls(target, small, calibration, scheduler, scheduler.max_num_seqs, max_context)
