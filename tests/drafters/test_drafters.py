@@ -24,7 +24,7 @@ from specinfer.drafters import (
     make_drafter,
 )
 from specinfer.drafters.merge.budget_split import BudgetSplit
-from specinfer.drafters.merge.merged import MAX_FAILURES
+from specinfer.drafters.merge.guarded import MAX_FAILURES
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run

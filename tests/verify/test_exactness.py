@@ -214,7 +214,7 @@ def every_merged(drafters: Sequence[Drafter], budget: TreeBudget, *, may_choose:
             if isinstance(drafter, EnumeratedDrafter):
                 drafter.forks = forks
         (tree,) = merged.draft([span], [budget])
-        assert not any(merged._num_failures), "a drafter failed"
+        assert not merged.num_failures, "a drafter failed"
         return tree
 
     return every_tree(draft)

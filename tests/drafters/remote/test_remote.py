@@ -23,7 +23,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, RemoteDrafter, make_drafter
-from specinfer.drafters.merge.merged import MAX_FAILURES
+from specinfer.drafters.merge.guarded import MAX_FAILURES
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.remote.host import HostedDrafter, answer
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter, place_drafters

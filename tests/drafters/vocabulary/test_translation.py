@@ -573,7 +573,7 @@ def test_a_choice_among_them_changes_nothing(
     engine = _engine(runner_of("llama"), merged, TreeBudget(12, 5))
     assert run(engine, [_request(job) for job in JOBS]) == list(plain.values())
     assert engine.metrics.num_draft_failures == 0
-    assert not any([*merged._num_unscored, *merged._num_failures])
+    assert not merged.num_failures
 
 
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid"])

@@ -1,0 +1,120 @@
+"""A drafter whose failures cost its drafts, not the step."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn, cast
+
+from specinfer.core.errors import EngineDeadError
+from specinfer.core.lookups import PREDICTION
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.base import AsyncDrafter, Draft, Drafter, LaterDraft, ScoredDrafter
+from specinfer.drafters.merge.selection import Selection
+from specinfer.verify import Acceptance
+
+MAX_FAILURES = 3  # in a row; after that a drafter is not asked any more
+logger = logging.getLogger(__name__)
+
+
+class GuardedDrafter:
+    """One drafter of several, with the count of its failures.
+
+    Args:
+        vocab_size: The target's vocabulary size, or None if unknown; a drafter that proposes other tokens fails.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int | None = None) -> None:
+        self.drafter, self.name, self._vocab_size = drafter, drafter.name, vocab_size
+        # Once: checking a protocol takes longer than many drafters.
+        self.as_async = drafter if isinstance(drafter, AsyncDrafter) else None
+        self.num_failures = 0  # in a row
+        self.num_unscored = 0  # failures of scoring in a row
+
+    @property
+    def is_able(self) -> bool:
+        """True if it has not failed too often."""
+        return self.num_failures < MAX_FAILURES
+
+    @property
+    def is_remote(self) -> bool:
+        return self.as_async is not None and self.as_async.is_remote
+
+    def is_asked(self, budget: TreeBudget) -> bool:
+        """Return whether the budget uses it; a prediction belongs to the request, so no selection leaves it out."""
+        return self.name == PREDICTION or budget.asks(self.name)
+
+    def launch(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
+        """Start a draft; its `wait` raises what fails here."""
+        if self.as_async is None:
+            return LaterDraft(partial(self.drafter.draft, spans, budgets))
+        try:
+            return self.as_async.begin(spans, budgets)
+        except Exception as error:
+            return LaterDraft(partial(_raise, error))
+
+    def collect(self, draft: Draft, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        """Return the trees of a draft, with only their roots if it failed.
+
+        Raises:
+            EngineDeadError: A rank is gone, and the target with it.
+        """
+        try:
+            trees = draft.wait()
+            if len(trees) != len(spans) or not all(map(self._is_sound, trees, spans, budgets)):
+                raise ValueError("a drafter must return a tree for each request, within its budget and the vocabulary")
+        except EngineDeadError:
+            raise
+        except Exception:
+            self._note_failure()
+            for span in spans:
+                self.forget(span.request.request_id)
+            return [TokenTree.root(span.request.token_ids[-1]) for span in spans]
+        self.num_failures = 0
+        return trees
+
+    def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
+        known = min(tree.tokens) >= 0 and (self._vocab_size is None or max(tree.tokens) < self._vocab_size)
+        fits = tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
+        return known and fits and tree.tokens[0] == span.request.token_ids[-1]
+
+    def score(self, selection: Selection, requests: Sequence[Request]) -> None:
+        """Pass its losses to the selection; a failure costs its scores."""
+        drafter = cast(ScoredDrafter, self.drafter)
+        due = selection.due(requests, self.name)
+        try:
+            if due:
+                drafter.replay(due)
+            for request in requests:
+                selection.learn(request.request_id, self.name, drafter.take_losses(request.request_id))
+            if due:
+                self.num_unscored = 0
+        except Exception:
+            self.num_unscored += 1
+            logger.exception("drafter %s cannot be scored; going on with what is known of it", self.name)
+            for request in due:
+                self.forget(request.request_id)
+        selection.note_replay(due, self.name)
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        try:
+            self.drafter.observe(request, tree, acceptance)
+        except Exception:
+            self._note_failure()
+
+    def forget(self, request_id: str) -> None:
+        try:
+            self.drafter.forget(request_id)
+        except Exception:
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        """Count a failure and log it; call this while the exception is handled."""
+        self.num_failures += 1
+        logger.exception("drafter %s failed; going on without its guesses", self.name)
+        if self.num_failures == MAX_FAILURES:
+            logger.error("drafter %s failed %d times in a row; it is asked no more", self.name, MAX_FAILURES)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
