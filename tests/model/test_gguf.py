@@ -22,7 +22,7 @@ from specinfer.model.gguf.folder import WEIGHTS, weights_file
 from specinfer.model.gguf.header import TensorPlace, read_header
 from specinfer.model.gguf.weights import read_tensor
 from specinfer.model.load import load_model
-from specinfer.tuning.starts import build, parse_start
+from specinfer.tuning.initial_weights import build, parse_initial_weights
 from tiny import make_tokenizer, save_model
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -126,7 +126,7 @@ def test_a_file_is_counted_and_cut_into_a_drafter_to_be_tuned(file: Path) -> Non
     folder = find_folder(file)
     model = load_plain(folder, torch.float32)
     assert count_parameters(folder) == sum(weight.numel() for weight in model.parameters())
-    assert build(parse_start("layers:1"), folder, 0).config.num_hidden_layers == 1
+    assert build(parse_initial_weights("layers:1"), folder, 0).config.num_hidden_layers == 1
 
 
 def test_one_tensor_is_decoded_at_a_time(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from specinfer.demo.chat_model import PACKAGE, find_chat_model
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
 from specinfer.model.fused import FusedDecoder
-from specinfer.tuning.starts import build, export, parse_start
+from specinfer.tuning.initial_weights import build, export, parse_initial_weights
 
 LOSSLESS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # logits nearer than that may change places
 TREES = ("auto", "1,1,1,1", "best-first:16")
@@ -44,7 +44,7 @@ def smollm2_folder(smollm2_file: Path) -> Path:
 def smollm2_layers(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of two of its layers."""
     folder = tmp_path_factory.mktemp("real") / "layers"
-    export(build(parse_start("layers:2"), smollm2_folder, 0), smollm2_folder, folder)
+    export(build(parse_initial_weights("layers:2"), smollm2_folder, 0), smollm2_folder, folder)
     return folder
 
 

@@ -21,8 +21,8 @@ from specinfer.learning.distillation import DraftLogits, distillation_loss, rest
 from specinfer.learning.training_examples import Batch, DamagedError, ExampleRecorder, Source, TrainingExample
 from specinfer.model.runner import ModelRunner
 from specinfer.tuning import boosting
-from specinfer.tuning.boosting import Marks, is_mastered, mark, residual_logprobs, token_weights
-from specinfer.tuning.marks import load_marks, save_marks
+from specinfer.tuning.boosting import Predictions, is_predicted, predict, residual_logprobs, token_weights
+from specinfer.tuning.prediction_files import load_predictions, save_predictions
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run, transformers_model
 
@@ -32,11 +32,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 chances = st.floats(0.0, 1.0, width=32)
 
 
-def marks_of(accepted: Any, top_probs: Any = None) -> Marks:
+def marks_of(accepted: Any, top_probs: Any = None) -> Predictions:
     accepted = np.asarray(accepted, dtype=np.float32)
     if top_probs is None:
         top_probs = np.zeros((len(accepted), 1))
-    return Marks(np.zeros(len(accepted), np.int16), accepted, np.asarray(top_probs, dtype=np.float16))
+    return Predictions(np.zeros(len(accepted), np.int16), accepted, np.asarray(top_probs, dtype=np.float16))
 
 
 def distributions(seed: int, rows: int, width: int) -> np.ndarray:
@@ -120,10 +120,10 @@ def test_a_token_before_one_that_is_not_covered_counts_more_than_one_far_away() 
 
 @pytest.mark.parametrize(("ranks", "mastered"), [([0] * 10, True), ([0] * 9 + [1], True), ([0] * 8 + [1, 1], False)])
 def test_a_example_is_mastered_when_one_drafter_foresees_nearly_all(ranks: list[int], mastered: bool) -> None:
-    one = Marks(np.asarray(ranks, np.int16), np.ones(10, np.float32), np.zeros((10, 1), np.float16))
-    none = Marks(np.full(10, 7, np.int16), np.zeros(10, np.float32), np.zeros((10, 1), np.float16))
-    assert is_mastered([none, one]) is mastered
-    assert not is_mastered([none])
+    one = Predictions(np.asarray(ranks, np.int16), np.ones(10, np.float32), np.zeros((10, 1), np.float16))
+    none = Predictions(np.full(10, 7, np.int16), np.zeros(10, np.float32), np.zeros((10, 1), np.float16))
+    assert is_predicted([none, one]) is mastered
+    assert not is_predicted([none])
 
 
 # ---------------------------------------------------------------------------------------- residuals
@@ -137,8 +137,8 @@ def test_residuals_are_those_of_multi_step_sampling(seed: int, num_drafters: int
     q = [distributions(seed + 1 + i, places, width) for i in range(num_drafters)]
     accepted = np.random.default_rng(seed).random((num_drafters, places))
     found = np.exp(residual_logprobs(example, [marks_of(*one) for one in zip(accepted, q, strict=True)], depth))
-    shares = reference.together(accepted.tolist(), depth, boosting._LIKELY)
-    for place, share in enumerate(shares):
+    coverage = reference.together(accepted.tolist(), depth, boosting._LIKELY)
+    for place, share in enumerate(coverage):
         distribution, reached = reference.residual(p[place].tolist(), [one[place].tolist() for one in q])
         if 0 < reached < 0.01:
             continue  # half precision leaves too little of it
@@ -183,9 +183,9 @@ def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
         def forward(self, input_ids: torch.Tensor) -> Any:
             return SimpleNamespace(logits=-torch.arange(vocab).float().expand(*input_ids.shape, vocab))
 
-    (marks,) = mark(Wrong(), [example], torch.device("cpu"))
-    assert marks.ranks.tolist() == [128]
-    assert not marks.hits.any()
+    (predictions,) = predict(Wrong(), [example], torch.device("cpu"))
+    assert predictions.ranks.tolist() == [128]
+    assert not predictions.hits.any()
 
 
 # -------------------------------------------------------------------------------------------- marks
@@ -229,7 +229,7 @@ def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
     places = set()
-    for found, of_request in zip(mark(model, examples, CPU, rows=2), guesses, strict=True):
+    for found, of_request in zip(predict(model, examples, CPU, rows=2), guesses, strict=True):
         for place, tokens, output_ids in of_request:
             if tokens:
                 rank = tokens.index(output_ids) if output_ids in tokens else width
@@ -251,7 +251,7 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
     )
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
-    for example, found in zip(examples, mark(model, examples, CPU, rows=3), strict=True):
+    for example, found in zip(examples, predict(model, examples, CPU, rows=3), strict=True):
         for i in range(example.num_output):
             before = example.tokens[: example.num_prompt + i].tolist()
             distribution = reference.last_logits(model, before).softmax(-1)
@@ -270,23 +270,23 @@ def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
 
 def test_marks_come_back_from_their_file(tmp_path: Path) -> None:
     examples = [example_of(distributions(1, 4, 3)), example_of(distributions(2, 7, 3))]
-    marks = [marks_of([0.25] * 4, distributions(3, 4, 3)), marks_of([0.5] * 7, distributions(4, 7, 3))]
-    save_marks(marks, path := tmp_path / "marks.safetensors")
-    for one, other in zip(marks, load_marks(path, examples), strict=True):
+    predictions = [marks_of([0.25] * 4, distributions(3, 4, 3)), marks_of([0.5] * 7, distributions(4, 7, 3))]
+    save_predictions(predictions, path := tmp_path / "marks.safetensors")
+    for one, other in zip(predictions, load_predictions(path, examples), strict=True):
         assert np.array_equal(one.ranks, other.ranks)
         assert np.array_equal(one.accepted, other.accepted)
         assert np.array_equal(one.top_probs, other.top_probs)
 
 
 def test_marks_of_other_examples_and_damaged_ones_are_refused(tmp_path: Path) -> None:
-    save_marks([marks_of([0.5] * 4)], path := tmp_path / "marks.safetensors")
+    save_predictions([marks_of([0.5] * 4)], path := tmp_path / "marks.safetensors")
     with pytest.raises(DamagedError, match="other examples"):
-        load_marks(path, [example_of(distributions(1, 5, 3))])
+        load_predictions(path, [example_of(distributions(1, 5, 3))])
     whole = path.read_bytes()
     for damaged in (b"", whole[:20], whole[:-3], b"\xff" * 200):
         path.write_bytes(damaged)
         with pytest.raises(DamagedError, match=r"marks\.safetensors cannot be read"):
-            load_marks(path, [example_of(distributions(1, 4, 3))])
+            load_predictions(path, [example_of(distributions(1, 4, 3))])
 
 
 # -------------------------------------------------------------------------------- token maps

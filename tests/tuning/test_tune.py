@@ -1,4 +1,4 @@
-"""`specinfer tune` as a user runs it, on tiny random models: what it makes, what it says, and how it ends."""
+"""`specinfer tune` as a user runs it, on tiny random models: its files, its output and its errors."""
 
 import builtins
 import json
@@ -28,7 +28,7 @@ from specinfer.learning.training_examples import collate
 from specinfer.llm import LLM
 from specinfer.tuning import training
 from specinfer.tuning.collection import load
-from specinfer.tuning.starts import Start, build, parse_start
+from specinfer.tuning.initial_weights import InitialWeights, build, parse_initial_weights
 from tiny import random_prompts, save_model, save_tokenizer
 
 SMALL = (
@@ -122,8 +122,8 @@ def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done:
             before, after = (
                 float(distillation_loss(generated_logits(model.eval(), batch), batch.top_ids, batch.top_logprobs))
                 for model in (
-                    build(parse_start(start), Path(target), seed),
-                    build(Start(name, folder / name), Path(target), 0),
+                    build(parse_initial_weights(start), Path(target), seed),
+                    build(InitialWeights(name, folder / name), Path(target), 0),
                 )
             )
             assert after < before, name
@@ -132,7 +132,7 @@ def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done:
     assert made["drafter-2/model.safetensors"] != made["control-2/model.safetensors"]
 
 
-def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_guesses_mapped_tokens_only(
+def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_predicts_mapped_tokens_only(
     target: str, data: str, tmp_path: Path
 ) -> None:
     more = ("--token-map", "24", "--freeze-embeddings")
@@ -141,7 +141,10 @@ def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_guesses_ma
     token_map = json.loads((folder / "token_map.json").read_text())
     assert token_map == sorted(set(token_map))
     assert len(token_map) == 24
-    start, tuned = build(parse_start("layers:1"), Path(target), 0), build(Start("", folder), Path(target), 0)
+    start, tuned = (
+        build(parse_initial_weights("layers:1"), Path(target), 0),
+        build(InitialWeights("", folder), Path(target), 0),
+    )
     assert torch.equal(start.get_input_embeddings().weight, tuned.get_input_embeddings().weight)
     changed = [name for name, weight in start.named_parameters() if not torch.equal(weight, tuned.get_parameter(name))]
     assert any(".layers.0." in name for name in changed)
@@ -150,7 +153,7 @@ def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_guesses_ma
     assert len(output[0].outputs[0].token_ids) == 8
 
 
-def test_a_drafter_beside_those_with_a_token_map_still_guesses_all_tokens(
+def test_an_untuned_drafter_predicts_all_tokens_though_the_others_have_a_token_map(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path
 ) -> None:
     beside = ("--beside", str(done[0] / "run" / "drafter-1"))
@@ -189,17 +192,23 @@ def test_the_plot_is_drawn_and_the_tables_name_the_folders(done: tuple[Path, Any
     folder, result = done
     assert (folder / "r.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "r.png").stat().st_size > 10_000
-    for part in ("Training", "Greedy text", "Sampled text", "tokens per pass", str(folder / "run" / "drafter-3")):
+    for part in (
+        "Training",
+        "Greedy held-out text",
+        "Sampled held-out text",
+        "tokens per target pass",
+        str(folder / "run" / "drafter-3"),
+    ):
         assert part in result.stdout
 
 
 def test_progress_on_a_pipe_is_a_line_now_and_then(done: tuple[Path, Any]) -> None:
     lines = done[1].stderr.splitlines()
     for stage in (
-        "examples: the target speaks",
+        "examples: the target generates",
         "start-1: measuring",
         "drafter-2: tuning",
-        "drafter-2: marking",
+        "drafter-2: predicting",
         "control-3: tuning",
     ):
         of_stage = [line for line in lines if line.startswith(f"{stage}: ")]
@@ -221,7 +230,7 @@ def test_curves_can_be_read(done: tuple[Path, Any]) -> None:
         assert {"learning rate", "gradient norm", "tokens per second"} <= set(events.Tags()["scalars"])
 
 
-def test_a_finished_run_that_is_started_again_says_the_same(target: str, data: str, done: tuple[Path, Any]) -> None:
+def test_a_finished_run_that_is_started_again_reports_the_same(target: str, data: str, done: tuple[Path, Any]) -> None:
     folder = done[0] / "run"
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
     events = sorted(folder.rglob("events*"))
@@ -330,7 +339,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "ngram": (("--drafter", "ngram", "--data", "DATA", "--out", "OUT"), "'ngram' looks tokens up and learns nothing"),
     "layers:0": (("--drafter", "layers:0", "--data", "DATA", "--out", "OUT"), "0 is not from 1 to 1000"),
     "layers:9": (("--drafter", "layers:9", "--data", "DATA", "--out", "OUT"), "the target has 3 layers"),
-    "beside": (("--drafter", "new:1", "--beside", "new:1", "--data", "DATA", "--out", "OUT"), "is no drafter yet"),
+    "beside": (("--drafter", "new:1", "--beside", "new:1", "--data", "DATA", "--out", "OUT"), "has no weights yet"),
     "demo": (("--drafter", "demo", "--data", "DATA", "--out", "OUT"), "drafter: demo has other tokens"),
     "demo and more": (("--drafter", "new:1", "--data", "demo", "--data", "DATA", "--out", "OUT"), "give it alone"),
     "no file": (("--drafter", "new:1", "--data", "NONE", "--out", "OUT"), "data: no file"),
@@ -349,7 +358,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "seed": (("--seed", "-1"), "seed must be from 0"),
     "num_prompts": (("--num-prompts", "1"), "num_prompts must be from 2"),
     "max_tokens": (("--max-tokens", "1"), "max_tokens must be from 2"),
-    "context": (("--max-tokens", "256"), "max_tokens: 256 leave no room for a prompt in the context of 256 tokens"),
+    "context": (("--max-tokens", "256"), "max_tokens: 256 leave no space for a prompt in the context of 256 tokens"),
     "mixed precision": (("--mixed-precision", "fp16"), "mixed_precision must be one of auto, no, bf16"),
     "dtype": (("--dtype", "int8"), "dtype must be one of"),
     "device": (("--device", "abacus"), "device"),
@@ -394,7 +403,7 @@ def test_prompts_longer_than_a_drafters_context_are_cut_and_counted(
     start = model_folder("gpt2", tokenizer=True, n_positions=32)
     words = ("--drafter", str(start), "--data", str(path), "--out", str(tmp_path / "run"), *SMALL)
     result = run(target, *words)
-    assert "9 prompts were too long and lost their beginnings" in result.stdout
+    assert "9 prompts were too long and were cut to their ends" in result.stdout
     context = refusal(target, *words[:-8], "--max-tokens", "32")
     assert "context of 32 tokens" in context
 
@@ -407,13 +416,13 @@ def test_out_that_is_something_else(target: str, data: str, tmp_path: Path, done
     (full / "thesis.tex").touch()
     broken.mkdir()
     (broken / "run.json").write_text("{")
-    assert "is there and holds no run" in refusal(*words, str(file))
-    assert "is there and holds no run" in refusal(*words, str(full))
+    assert "exists and has no run" in refusal(*words, str(file))
+    assert "exists and has no run" in refusal(*words, str(full))
     assert "cannot be written" in refusal(*words, str(file / "below"))
     assert "cannot be written" in refusal(*words, "/proc/none")
     assert "run.json cannot be read" in refusal(*words, str(broken))
     before = weights(done[0] / "run")
-    assert "holds a run with another drafters, control" in refusal(*words, str(done[0] / "run"))
+    assert "has a run with another drafters, control" in refusal(*words, str(done[0] / "run"))
     assert weights(done[0] / "run") == before
 
 
@@ -423,7 +432,7 @@ def test_a_run_whose_data_have_changed_is_another_run(target: str, data: str, tm
     words = (target, "--drafter", "new:1", "--data", str(mine), *SMALL, "--out", str(tmp_path / "run"))
     run(*words)
     mine.write_text(mine.read_text() + '{"prompt_token_ids": [1, 2, 3]}\n')
-    assert "holds a run with another content of the data" in refusal(*words)
+    assert "has a run with another content of the data" in refusal(*words)
 
 
 @pytest.mark.parametrize("name", ["accelerate", "tensorboard"])
@@ -445,7 +454,7 @@ def test_extras_that_are_missing(
 # ------------------------------------------------------------------------- what goes wrong on the way
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_checkpoint(
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(
     target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ordinary, steps = training.distillation_loss, []
@@ -457,7 +466,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_checkpoint(
     monkeypatch.setattr(training, "distillation_loss", broken)
     words = (target, "--drafter", "new:1", "--data", data, *SMALL, "--out", str(tmp_path / "run"), "--save-every", "0")
     line = refusal(*words)
-    assert "the loss is no number at step 4: lower learning_rate" in line
+    assert "the loss is not finite at step 4: lower learning_rate" in line
     path = tmp_path / "run" / "drafter-1.checkpoint.pt"
     assert str(path) in line
     state = torch.load(path, weights_only=True)
@@ -475,11 +484,12 @@ def test_weights_that_are_no_numbers_are_met_before_any_work(
     model.save_pretrained(tmp_path / "broken")
     save_tokenizer(tmp_path / "broken")
     words = ("--drafter", str(tmp_path / "broken"), "--data", data, "--out", str(tmp_path / "run"))
-    assert "broken has weights that are no numbers" in refusal(target, *words, *SMALL)
+    assert "broken has weights that are not finite" in refusal(target, *words, *SMALL)
 
 
 @pytest.mark.parametrize(
-    "stage", ["checkpoint", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("examples", "marks", "model"))]
+    "stage",
+    ["checkpoint", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("examples", "marks", "model"))],
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
@@ -492,7 +502,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
         place = {
             "examples": "specinfer.learning.training_examples.save_file",
             "checkpoint": "torch.save",
-            "marks": "specinfer.tuning.marks.save_file",
+            "marks": "specinfer.tuning.prediction_files.save_file",
             "model": "transformers.PreTrainedModel.save_pretrained",
         }[stage]
         patch.setattr(place, full)
@@ -515,7 +525,7 @@ def test_a_disk_that_is_full_indeed(target: str, data: str, tmp_path: Path) -> N
         words = (target, *THREE, "--data", data, *SMALL, "--out", str(place / "run"), "--no-tensorboard")
         assert "make room" in refusal(*words)  # what is foreseen
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specinfer.tuning.run.check_room", lambda *_: None)
+            patch.setattr("specinfer.tuning.run.check_disk_space", lambda *_: None)
             AcceleratorState._reset_state(reset_partial_state=True)
             assert "make room" in refusal(*words)  # what is met
         for file in (place / "run").rglob("*.safetensors"):
@@ -553,7 +563,7 @@ def test_two_processes_make_one_set_of_drafters(target: str, data: str, done: tu
         launched(target, data, out), env=environment(), check=True, capture_output=True, text=True, timeout=280
     )
     assert ended.stdout.count("Training") == 1  # one of them reports
-    assert ended.stderr.count("drafter-2: marking: 70 of 70") == 1
+    assert ended.stderr.count("drafter-2: predicting: 70 of 70") == 1
     for file in (done[0] / "run" / "examples").iterdir():
         assert (out / "examples" / file.name).read_bytes() == file.read_bytes()
     known, found = (json.loads((folder / "report.json").read_text()) for folder in (done[0] / "run", out))

@@ -1,6 +1,8 @@
-"""`specinfer tune`: tunes drafters to a target, or trains a scheduler's predictor."""
+"""`specinfer tune`: training of drafters for a target, or of a speculation policy."""
 
+import dataclasses
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,11 +19,10 @@ if TYPE_CHECKING:
     from specinfer.tuning.training import Progress
 
 
-def tune(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A folder, a GGUF file, a Hugging Face model ID or demo.")
-    ],
-    *,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """Options of `specinfer tune`; those that a `TuneConfig` has too have its defaults."""
+
     drafter: Annotated[
         list[str] | None,
         flag(
@@ -31,7 +32,7 @@ def tune(
             "predict.",
             metavar="START",
         ),
-    ] = None,
+    ] = None
     data: Annotated[
         list[str] | None,
         flag(
@@ -40,40 +41,40 @@ def tune(
             "of the embedded models. May be repeated.",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     held_out: Annotated[
         list[str] | None,
         flag("Data", "Evaluation data, in the same formats. (default: a tenth of --data)", metavar="FILE"),
-    ] = None,
-    out: Annotated[str | None, flag("Output", "Output folder; an existing run is resumed.", metavar="FOLDER")] = None,
+    ] = None
+    out: Annotated[str | None, flag("Output", "Output folder; an existing run is resumed.", metavar="FOLDER")] = None
     beside: Annotated[
         list[str] | None,
         flag("Drafters", "Drafter that is not trained; the others learn what it does not predict.", metavar="NAME"),
-    ] = None,
+    ] = None
     boosting: Annotated[
         str,
         flag(
             "Drafters",
             "What later drafters learn: tokens or prompts (as in the paper) that earlier ones miss, or none.",
         ),
-    ] = "tokens",
+    ] = "tokens"
     control: Annotated[
         bool, flag("Drafters", "Also train the same drafters independently, for comparison.", "--control")
-    ] = False,
-    num_prompts: Annotated[int, flag("Data", "Number of prompts that the target completes.")] = 2048,
-    num_held_out: Annotated[int, flag("Data", "Number of prompts for evaluation.")] = 128,
-    prompt_tokens: Annotated[int, flag("Data", "Length of prompts cut from plain text, in tokens.")] = 64,
-    max_tokens: Annotated[int, flag("Data", "Maximum number of tokens to generate for each prompt.")] = 192,
-    num_texts: Annotated[int, flag("Data", "Number of passages of plain text to train on in addition.")] = 4096,
+    ] = False
+    num_prompts: Annotated[int, flag("Data", "Number of prompts that the target completes.")] = 2048
+    num_held_out: Annotated[int, flag("Data", "Number of prompts for evaluation.")] = 128
+    prompt_tokens: Annotated[int, flag("Data", "Length of prompts cut from plain text, in tokens.")] = 64
+    max_tokens: Annotated[int, flag("Data", "Maximum number of tokens to generate for each prompt.")] = 192
+    num_texts: Annotated[int, flag("Data", "Number of passages of plain text to train on in addition.")] = 4096
     temperature: Annotated[
         list[float] | None,
         flag("Data", "Temperature of the completions, for each prompt in turn. May be repeated. (default: 0 and 1)"),
-    ] = None,
-    epochs: Annotated[float, flag("Training", "Number of passes over the training examples.")] = 2.5,
-    batch_tokens: Annotated[int, flag("Training", "Number of tokens in an optimizer step.")] = 4096,
+    ] = None
+    epochs: Annotated[float, flag("Training", "Number of passes over the training examples.")] = 2.5
+    batch_tokens: Annotated[int, flag("Training", "Number of tokens in an optimizer step.")] = 4096
     learning_rate: Annotated[
         float | None, flag("Training", "Peak learning rate. (default: by the size of the drafter)")
-    ] = None,
+    ] = None
     token_map: Annotated[
         int | None,
         flag(
@@ -82,35 +83,44 @@ def tune(
             "--token-map",
             metavar="N",
         ),
-    ] = None,
+    ] = None
     freeze_embeddings: Annotated[
         bool, flag("Training", "Do not train the embeddings, nor an output head tied to them.", "--freeze-embeddings")
-    ] = False,
-    depth: Annotated[int, flag("Training", "Depth of the chains that the drafters should predict together.")] = 8,
-    top: Annotated[int, flag("Data", "Number of most probable tokens stored of each distribution of the target.")] = 32,
-    seed: Annotated[int, flag("Training", "Random seed of the order of the data and of sampled text.")] = 0,
-    dtype: Annotated[str, flag("Training", "Data type of the target: auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, flag("Training", "Device: auto, cpu, cuda, ...")] = "auto",
-    mixed_precision: Annotated[str, flag("Training", "Mixed precision: auto, no or bf16.")] = "auto",
-    save_every: Annotated[float, flag("Training", "Time between checkpoints, in seconds.")] = 30.0,
-    tensorboard: Annotated[bool, flag("Output", "Log curves to FOLDER/tensorboard.")] = True,
+    ] = False
+    depth: Annotated[int, flag("Training", "Depth of the chains that the drafters should predict together.")] = 8
+    top: Annotated[int, flag("Data", "Number of most probable tokens stored of each distribution of the target.")] = 32
+    seed: Annotated[int, flag("Training", "Random seed of the order of the data and of sampled text.")] = 0
+    dtype: Annotated[str, flag("Training", "Data type of the target: auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, flag("Training", "Device: auto, cpu, cuda, ...")] = "auto"
+    mixed_precision: Annotated[str, flag("Training", "Mixed precision: auto, no or bf16.")] = "auto"
+    save_every: Annotated[float, flag("Training", "Time between checkpoints, in seconds.")] = 30.0
+    tensorboard: Annotated[bool, flag("Output", "Log curves to FOLDER/tensorboard.")] = True
     policy: Annotated[
         str | None,
         flag(
-            "Scheduler",
+            "Speculation policy",
             "Train a speculation policy for the given drafters (named as in generate) instead, and write it to this "
             "file.",
             "--policy",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     step_log: Annotated[
         list[str] | None,
-        flag("Scheduler", "Train the policy from a log of serve --step-log instead of --data.", metavar="FILE"),
-    ] = None,
-    as_json: JSON = None,
-    plot: PLOT = None,
-    debug: DEBUG = False,
+        flag(
+            "Speculation policy", "Train the policy from a log of serve --step-log instead of --data.", metavar="FILE"
+        ),
+    ] = None
+    as_json: JSON = None
+    plot: PLOT = None
+    debug: DEBUG = False
+
+
+def tune(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A folder, a GGUF file, a Hugging Face model ID or demo.")
+    ],
+    options: TuneOptions,
 ) -> None:
     """Train drafters for a target, one after the other, so that together they predict its output.
 
@@ -118,71 +128,77 @@ def tune(
     ordinary Hugging Face folder. A run that was interrupted, even by kill -9, resumes when it is
     started again with the same options.
     """
-    quiet_libraries(debug=debug)
-    screen = Screen()
+    quiet_libraries(debug=options.debug)
+    with checking():
+        needs_tuning()
+    if options.policy is None:
+        _tune_drafters(target, options, Screen())
+    else:
+        _train_policy(target, options, options.policy, Screen())
+
+
+def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -> None:
+    from specinfer.bench.inputs import check_files, write_json
+    from specinfer.tuning.policy_report import print_policy
+    from specinfer.tuning.policy_training import PolicyConfig, train_policy
+
+    with checking():
+        if unused := [name for name in ("held_out", "beside", "out", "plot") if getattr(options, name)]:
+            raise ValueError(f"{', '.join(unused)}: not used with --policy; leave it out")
+        check_files(options.as_json, None)
+        config = PolicyConfig(
+            target=target, drafters=tuple(options.drafter or ()) or "auto", data=tuple(options.data or ()),
+            logs=tuple(options.step_log or ()), out=out, temperatures=tuple(options.temperature or (0.0, 1.0)),
+            dtype=options.dtype, device=options.device, seed=options.seed,
+        )  # fmt: skip
+        report = train_policy(config, screen.err)
+        print_policy(report, screen.out)
+        if options.as_json is not None:
+            write_json(options.as_json, report.as_dict())
+
+
+def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
     with checking():
         from specinfer.bench.inputs import check_files, write_json
-
-        needs_tuning()
         from specinfer.learning.training_examples import DamagedError
-        from specinfer.tuning.plan import TuneConfig
-        from specinfer.tuning.plot import plot_report
+        from specinfer.tuning.config import TuneConfig
         from specinfer.tuning.report import measure
+        from specinfer.tuning.report_plot import plot_report
+        from specinfer.tuning.report_table import print_report
         from specinfer.tuning.run import Run
-        from specinfer.tuning.table import print_report
         from specinfer.tuning.training import TrainingError, reporting_disk_errors
 
-        if policy is not None:
-            from specinfer.tuning.policy import PolicyConfig, train_policy
-            from specinfer.tuning.policy_table import print_policy
-
-            given = {"held_out": held_out, "beside": beside, "out": out, "plot": plot}
-            if unused := [name for name, value in given.items() if value]:
-                raise ValueError(f"{', '.join(unused)}: not used with --policy; leave it out")
-            check_files(as_json, None)
-            made = train_policy(
-                PolicyConfig(
-                    target=target, drafters=tuple(drafter or ()) or "auto", data=tuple(data or ()),
-                    logs=tuple(step_log or ()), out=policy, temperatures=tuple(temperature or (0.0, 1.0)),
-                    dtype=dtype, device=device, seed=seed,
-                ),
-                screen.err,
-            )  # fmt: skip
-            print_policy(made, screen.out)
-            if as_json is not None:
-                write_json(as_json, made.as_dict())
-            return
-        if step_log:
-            raise ValueError("step_log: a scheduler learns from it; name its file with --policy")
-        if out is None:
+        if options.step_log:
+            raise ValueError("step_log: a speculation policy is trained from it; name its file with --policy")
+        if options.out is None:
             raise ValueError("out: name a folder with --out; drafters, examples and checkpoints go there")
-        check_files(as_json, plot)
+        check_files(options.as_json, options.plot)
         # Each process times kernels and takes the fastest; another kernel may round sums differently in the last bit.
         os.environ.setdefault("SPECINFER_NATIVE", "always")
-        config = TuneConfig(
-            target=target, drafters=tuple(drafter or ()), data=tuple(data or ()), held_out=tuple(held_out or ()),
-            out=out, beside=tuple(beside or ()), boosting=boosting, control=control, num_prompts=num_prompts,
-            num_held_out=num_held_out, prompt_tokens=prompt_tokens, max_tokens=max_tokens, num_texts=num_texts,
-            temperatures=tuple(temperature or (0.0, 1.0)), epochs=epochs, batch_tokens=batch_tokens,
-            learning_rate=learning_rate, token_map=token_map, freeze_embeddings=freeze_embeddings,
-            depth=depth, top=top, seed=seed, dtype=dtype, device=device,
-            mixed_precision=mixed_precision, save_every=save_every, tensorboard=tensorboard, json=as_json, plot=plot,
-        )  # fmt: skip
-        run = Run(config, watcher := Watch(screen.err))
-    with watcher:
+        values: dict[str, Any] = {
+            each.name: getattr(options, each.name, None) for each in dataclasses.fields(TuneConfig)
+        }
+        lists = {
+            "drafters": options.drafter, "data": options.data, "held_out": options.held_out, "beside": options.beside,
+            "temperatures": options.temperature or (0.0, 1.0),
+        }  # fmt: skip
+        values |= {name: tuple(value or ()) for name, value in lists.items()} | {"json": options.as_json}
+        config = TuneConfig(**values | {"target": target})
+        run = Run(config, progress := StageProgress(screen.err))
+    with progress:
         try:
             result = run.run()
             if not run.accelerator.is_main_process:
                 return
-            report = measure(config, result, watcher.show)
+            report = measure(config, result, progress.show)
             with reporting_disk_errors(run.folder):
                 write_json(run.folder / "report.json", report.as_dict())
         except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error
-    if as_json is not None:
-        write_json(as_json, report.as_dict())
-    if plot is not None:
-        plot_report(report, plot)
+    if options.as_json is not None:
+        write_json(options.as_json, report.as_dict())
+    if options.plot is not None:
+        plot_report(report, options.plot)
     print_report(report, screen.out)
 
 
@@ -199,7 +215,7 @@ def needs_tuning() -> None:
         raise ValueError(f"tune needs {error.name}, which is missing; pip install 'specinfer[tune]'") from error
 
 
-class Watch:
+class StageProgress:
     """Shows the stages of a run: as a bar on a terminal, otherwise as a line now and then."""
 
     _EVERY = 0.1  # share of a stage between two lines
@@ -213,7 +229,7 @@ class Watch:
         self._task: Any = None
         self._name, self._total, self._shown = "", 0, 0.0
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "StageProgress":
         self._bar.start()
         return self
 
@@ -238,7 +254,7 @@ class Watch:
             self._console.print(f"{self._name}: {done} of {self._total}{', ' if note else ''}{note}", soft_wrap=True)
 
     def show(self, name: str, done: int, total: int) -> None:
-        """Show the progress of a stage that is counted elsewhere."""
+        """Show the progress of a stage that `measure` reports."""
         if not done:
             self.stage(name, total)
         self.advance(done)

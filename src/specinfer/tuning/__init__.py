@@ -1,1 +1,1 @@
-"""Tuning of drafters: collective boost-tuning to a target, and training of the scheduler's predictor."""
+"""Tuning: drafters boost-tuned to a target, and the training of speculation policies."""

@@ -1,10 +1,9 @@
 """Collective boost-tuning: the training goal of a drafter, given the ones before it.
 
-SpecInfer (arXiv 2305.09781), section 3. Drafters are tuned one after the other. The parts that one of them predicts are
-marked, and the next learns the rest, so that together they cover more of the target's output than any alone. In the
-paper whole prompts are marked and dropped ("prompts"). Here tokens are weighted in addition ("tokens"): merged chains
-fail where all of them have failed, so the weight of a token is the part of the chains through it that those before do
-not cover.
+SpecInfer (arXiv 2305.09781), section 3. Drafters are tuned one after the other, and each learns what those before it do
+not predict, so that together they cover more of the target's output than any alone. In the paper, whole prompts that
+one predicts are left out ("prompts"). Here tokens are weighted in addition ("tokens"): merged chains fail where all of
+them have failed, so the weight of a token is the part of the chains through it that those before do not cover.
 
 In sampled text a rejected token leaves a residual distribution: multi-step sampling continues with the part of p above
 q, norm((p - q)+). Where the chains still run side by side, the next drafter is to learn that distribution.
@@ -24,14 +23,13 @@ from specinfer.learning.distillation import DraftLogits
 from specinfer.learning.training_examples import Source, TrainingExample, collate
 
 Floats = npt.NDArray[np.float32]
-SCHEMES = ("tokens", "prompts", "none")
 _LEAST_WEIGHT = 0.5  # weight of a covered token: a chain that breaks there never reaches uncovered ones
 _LIKELY = 0.7  # probability that a drafter's own chain holds for one more token
 _SUPPORT = 128  # tokens that noise is made for, as many as in the engine's drawing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Marks:
+class Predictions:
     """A drafter's predictions on an example.
 
     Attributes:
@@ -53,16 +51,16 @@ class Marks:
 
 
 @torch.inference_mode()
-def mark(
+def predict(
     model: Any,
     examples: Sequence[TrainingExample],
     device: torch.device,
     rows: int = 16,
     token_map: Tensor | None = None,
-) -> list[Marks]:
-    """Return the model's marks on each example, in order; with a token map it predicts only these tokens."""
+) -> list[Predictions]:
+    """Return the model's predictions on each example; with a token map it predicts only these tokens."""
     drafter = DraftLogits(model.eval(), None if token_map is None else token_map.to(device))
-    marks: list[Marks] = []
+    predictions: list[Predictions] = []
     for start in range(0, len(examples), rows):
         group = examples[start : start + rows]
         batch = collate(group).to(device)
@@ -74,12 +72,12 @@ def mark(
         top = distribution.gather(1, batch.top_ids)
         overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
         source = torch.tensor(np.repeat([example.source for example in group], counts), device=device)
-        chance = (q / batch.generated_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
-        chance = torch.where(source == Source.GREEDY, (ranks == 0).float(), chance)
-        chance = torch.where(source == Source.READ, overlap, chance)
-        parts = (x.cpu().split(counts) for x in (ranks.short(), chance, top.half()))
-        marks += [Marks(*(x.numpy() for x in arrays)) for arrays in zip(*parts, strict=True)]
-    return marks
+        accepted = (q / batch.generated_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
+        accepted = torch.where(source == Source.GREEDY, (ranks == 0).float(), accepted)
+        accepted = torch.where(source == Source.READ, overlap, accepted)
+        parts = (x.cpu().split(counts) for x in (ranks.short(), accepted, top.half()))
+        predictions += [Predictions(*(x.numpy() for x in arrays)) for arrays in zip(*parts, strict=True)]
+    return predictions
 
 
 def _ranks(
@@ -98,12 +96,12 @@ def _ranks(
     return torch.where(is_output.any(-1), ranks, _SUPPORT)
 
 
-def is_mastered(marks: Sequence[Marks], share: float = 0.9) -> bool:
+def is_predicted(predictions: Sequence[Predictions], share: float = 0.9) -> bool:
     """Return whether one of the drafters predicts at least this share, so that the next need not learn the example."""
-    return any(float(mark.hits.mean()) >= share for mark in marks if len(mark.ranks))
+    return any(float(prediction.hits.mean()) >= share for prediction in predictions if len(prediction.ranks))
 
 
-def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
+def token_weights(predictions: Sequence[Predictions], depth: int) -> Floats:
     """Return the weight of each token for the next drafter, [num_output]; 1 where nothing is covered.
 
     A chain from a token r to a token t is worth learning as far as no drafter before has all of it. The weight of a
@@ -111,26 +109,26 @@ def token_weights(marks: Sequence[Marks], depth: int) -> Floats:
     that far.
 
     Args:
-        marks: The marks of the drafters before on one example.
+        predictions: Those of the drafters before on one example.
         depth: The length of the chains that are merged.
     """
-    assert marks
-    num = len(marks[0].accepted)
+    assert predictions
+    num = len(predictions[0].accepted)
     weights, most = np.zeros(num), np.zeros(num)
-    runs = [np.ones(num) for _ in marks]  # probability that a drafter has the whole chain from each token
+    runs = [np.ones(num) for _ in predictions]  # probability that a drafter has the whole chain from each token
     for lag in range(min(depth, num)):
         width = num - lag
-        runs = [run[:width] * mark.accepted[lag:] for run, mark in zip(runs, marks, strict=True)]
+        runs = [run[:width] * prediction.accepted[lag:] for run, prediction in zip(runs, predictions, strict=True)]
         left = np.prod([1.0 - run for run in runs], axis=0)  # probability that none has it
-        chance = _LIKELY**lag
-        for into, value in ((weights, chance * left), (most, np.full(width, chance))):
+        prob = _LIKELY**lag
+        for into, value in ((weights, prob * left), (most, np.full(width, prob))):
             sums = np.concatenate([[0.0], value.cumsum()])
             ends = np.arange(num)
             into += sums[np.minimum(ends + 1, width)] - sums[np.clip(ends - lag, 0, width)]
     return np.asarray(_LEAST_WEIGHT + (1.0 - _LEAST_WEIGHT) * weights / most, dtype=np.float32)
 
 
-def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: int) -> Floats:
+def residual_logprobs(example: TrainingExample, predictions: Sequence[Predictions], depth: int) -> Floats:
     """Return the distribution that the next drafter is to learn, [num_output, top].
 
     It is the part of the target's that the drafters before leave. Multi-step sampling examines one drafted token after
@@ -143,8 +141,8 @@ def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: i
         return example.top_logprobs.astype(np.float32)
     rest = np.maximum(1.0 - p.sum(axis=1), 0.0)
     residual, reached = p.copy(), np.ones(len(p), dtype=np.float32)
-    for mark in marks:
-        q = mark.top_probs.astype(np.float32)
+    for prediction in predictions:
+        q = prediction.top_probs.astype(np.float32)
         q_rest = np.maximum(1.0 - q.sum(axis=1), 0.0)
         above = np.maximum(residual - q, 0.0)
         above_rest = np.maximum(rest - q_rest, 0.0)
@@ -153,7 +151,7 @@ def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: i
         residual = np.where(is_left[:, None], above / np.maximum(left, 1e-4)[:, None], residual)
         rest = np.where(is_left, above_rest / np.maximum(left, 1e-4), rest)
         reached *= np.where(is_left, left, 0.0)
-    together = _together(marks, depth)
+    together = _joint_share(predictions, depth)
     both = (together * reached)[:, None] * residual + (1.0 - together)[:, None] * p
     total = together * reached + (1.0 - together)
     # Where the drafters before leave nothing of the distribution, the distribution itself is learned.
@@ -161,15 +159,18 @@ def residual_logprobs(example: TrainingExample, marks: Sequence[Marks], depth: i
     return np.asarray(np.log(np.maximum(distribution, 1e-9)), dtype=np.float32)
 
 
-def _together(marks: Sequence[Marks], depth: int) -> Floats:
+def _joint_share(predictions: Sequence[Predictions], depth: int) -> Floats:
     """Return the share of the chains reaching a token that run together with a chain of those before, [num_output]."""
-    num = len(marks[0].accepted)
+    num = len(predictions[0].accepted)
     share, total = np.ones(num), np.ones(num)  # a chain that begins here
-    runs = [np.ones(num) for _ in marks]
+    runs = [np.ones(num) for _ in predictions]
     for lag in range(1, min(depth, num)):
         width = num - lag
         # The chain from each r over the tokens before r + lag.
-        runs = [run[:width] * mark.accepted[lag - 1 : lag - 1 + width] for run, mark in zip(runs, marks, strict=True)]
+        runs = [
+            run[:width] * prediction.accepted[lag - 1 : lag - 1 + width]
+            for run, prediction in zip(runs, predictions, strict=True)
+        ]
         covered = 1.0 - np.prod([1.0 - run for run in runs], axis=0)
         share[lag:] += _LIKELY**lag * covered
         total[lag:] += _LIKELY**lag

@@ -49,16 +49,16 @@ def collect(
         OSError: The folder cannot be written.
     """
 
-    def say(chosen: range) -> list[TrainingExample]:
+    def generate(chosen: range) -> list[TrainingExample]:
         params = [
             SamplingParams(
                 temperature=temperatures[i % len(temperatures)], max_tokens=max_tokens, seed=derive_seed(seed, i)
             )
             for i in chosen
         ]
-        return _say(llm, [prompts[i] for i in chosen], params, top)
+        return _generate(llm, [prompts[i] for i in chosen], params, top)
 
-    _write(folder, "generated", len(prompts), say, note, process)
+    _write(folder, "generated", len(prompts), generate, note, process)
 
 
 def read(
@@ -102,7 +102,7 @@ def _write(
         note(chosen.stop)
 
 
-def _say(
+def _generate(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], top: int
 ) -> list[TrainingExample]:
     recorder = ExampleRecorder(top)

@@ -15,14 +15,14 @@ from specinfer.core.noise import derive_seed
 from specinfer.core.sampling import SamplingParams
 from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.llm import LLM
-from specinfer.tuning.boosting import Marks
+from specinfer.tuning.boosting import Predictions
 
 RANKS = 5
 MODES = {"greedy": Source.GREEDY, "sampled": Source.SAMPLED}
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
+class HitRates:
     """The rate at which a drafter's best k tokens contain the target's token.
 
     Attributes:
@@ -35,7 +35,7 @@ class Foresight:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Coverage:
     """The tokens that a drafter of a set predicts in addition to those before it.
 
     Attributes:
@@ -74,29 +74,37 @@ class Passes:
     nodes: float
 
 
-def foresight(name: str, marks: Sequence[Marks], examples: Sequence[TrainingExample]) -> list[Foresight]:
+def hit_rates(name: str, predictions: Sequence[Predictions], examples: Sequence[TrainingExample]) -> list[HitRates]:
     """Return a drafter's hit rates by mode."""
     found = []
     for mode, source in MODES.items():
-        ranks = _joined([mark.ranks for mark, example in zip(marks, examples, strict=True) if example.source is source])
+        ranks = _joined(
+            [
+                prediction.ranks
+                for prediction, example in zip(predictions, examples, strict=True)
+                if example.source is source
+            ]
+        )
         if len(ranks):
             rates = tuple(float((ranks < k).mean()) for k in range(1, RANKS + 1))
-            found.append(Foresight(name, mode, rates))
+            found.append(HitRates(name, mode, rates))
     return found
 
 
-def shares(names: Sequence[str], marks: Sequence[Sequence[Marks]], examples: Sequence[TrainingExample]) -> list[Share]:
+def coverage(
+    names: Sequence[str], predictions: Sequence[Sequence[Predictions]], examples: Sequence[TrainingExample]
+) -> list[Coverage]:
     """Return what each drafter of a set adds to those before it, by its best tokens."""
     found = []
     for mode, source in MODES.items():
         chosen = [i for i, example in enumerate(examples) if example.source is source]
         if not chosen:
             continue
-        covered = np.zeros(sum(len(marks[0][i].ranks) for i in chosen), dtype=bool)
-        for name, of_one in zip(names, marks, strict=True):
+        covered = np.zeros(sum(len(predictions[0][i].ranks) for i in chosen), dtype=bool)
+        for name, of_one in zip(names, predictions, strict=True):
             hits = _joined([of_one[i].ranks for i in chosen]) == 0
             overlap = float((hits & covered).sum() / max(hits.sum(), 1))
-            found.append(Share(name, mode, float(hits.mean()), float((hits & ~covered).mean()), overlap))
+            found.append(Coverage(name, mode, float(hits.mean()), float((hits & ~covered).mean()), overlap))
             covered |= hits
     return found
 

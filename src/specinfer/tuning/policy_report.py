@@ -1,9 +1,12 @@
-"""The results of training a scheduler, as plain values."""
+"""The results of training a speculation policy, and their table."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from specinfer.tuning.fit import Worth
+from rich.console import Console
+
+from specinfer.bench.table import new_table, print_table
+from specinfer.tuning.network_training import NetworkQuality
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,10 +14,10 @@ class Row:
     """One line of the comparison."""
 
     name: str
-    worth: Worth
+    quality: NetworkQuality
 
     def as_dict(self) -> dict[str, object]:
-        return {"name": self.name, **asdict(self.worth)}
+        return {"name": self.name, **asdict(self.quality)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class PolicyReport:
     """The results of the training.
 
     Attributes:
-        architectures: The predictors compared, with all features.
+        architectures: The networks compared, with all features.
         left_out: One architecture without each group of features.
         fixed: Tokens per second of every configuration if it were always used.
         chosen: The architecture that was written.
@@ -54,3 +57,26 @@ class PolicyReport:
             "num_held_out": self.num_held_out,
             "out": self.out,
         }
+
+
+def print_policy(report: PolicyReport, console: Console) -> None:
+    """Print the predictors, the effect of each group of features, and the best single configuration."""
+    name, rate = report.best_fixed
+    table = new_table("network", "weights", "error", "tokens/s", "over best single")
+    for row in (*report.architectures, *report.left_out):
+        quality = row.quality
+        table.add_row(
+            f"[bold]{row.name}[/bold]" if row.name == report.chosen else row.name,
+            f"{quality.num_weights}",
+            f"{quality.error:.3f}",
+            f"{quality.rate:.1f}",
+            f"{quality.rate / rate:.3f}",
+            end_section=row is report.architectures[-1],
+        )
+    heading = f"Networks trained on {report.num_steps} steps and evaluated on {report.num_held_out}"
+    print_table(console, heading, table)
+    console.print(
+        "error: mean absolute error of the expected tokens; tokens/s: rate of the chosen configurations, by the logged "
+        f"trees and the cost model; the best single configuration is {name} with {rate:.1f}"
+    )
+    console.print(f"wrote {report.chosen} to {report.out}")

@@ -7,18 +7,18 @@ from typing import Any
 
 from specinfer.bench.environment import Environment
 from specinfer.llm import LLM
+from specinfer.tuning.config import TuneConfig
 from specinfer.tuning.evaluation import (
     Arm,
-    Foresight,
+    Coverage,
+    HitRates,
     Passes,
-    Share,
     count_passes,
-    foresight,
+    coverage,
+    hit_rates,
     plan_arms,
-    shares,
 )
-from specinfer.tuning.plan import TuneConfig
-from specinfer.tuning.run import Result, Tuned
+from specinfer.tuning.result import Result, TunedDrafter
 
 EQUAL_NODES = 16  # nodes in the paper's comparison of 1 to 5 drafters
 _NUM_PROMPTS = 32  # held-out prompts that passes are counted on
@@ -42,26 +42,14 @@ class TuneReport:
     num_left: tuple[int, ...]
     num_cut: int
     collecting_seconds: float
-    foresight: tuple[Foresight, ...]
-    shares: tuple[Share, ...]
+    hit_rates: tuple[HitRates, ...]
+    coverage: tuple[Coverage, ...]
     passes: tuple[Passes, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def tokens_per_pass(self, kind: str, count: int, tree: str, mode: str) -> float | None:
-        """Return the tokens per pass of the first `count` drafters of a set, or None if not measured."""
-        for one in self.passes:
-            arm = one.arm
-            if (arm.kind, len(arm.drafters), arm.tree, one.mode) == (kind, count, tree, mode):
-                return one.tokens_per_pass
-        return None
-
-    def gain(self, kind: str, tree: str, mode: str) -> float | None:
-        """Return the ratio of the tokens per pass of a whole set to those of its first drafter."""
-        most = max((len(one.arm.drafters) for one in self.passes if one.arm.kind == kind), default=0)
-        first, whole = (self.tokens_per_pass(kind, count, tree, mode) for count in (1, most))
-        return None if first is None or whole is None else whole / first
+        """Return the numbers for JSON; the keys "foresight" and "shares" are those of the file format."""
+        keys = {"hit_rates": "foresight", "coverage": "shares"}
+        return {keys.get(name, name): value for name, value in asdict(self).items()}
 
 
 def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], None]) -> TuneReport:
@@ -74,20 +62,20 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
     sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
     if result.controls:
         sets["independent"] = [*result.beside, *result.controls]
-    everyone: dict[str, Tuned] = {
+    everyone: dict[str, TunedDrafter] = {
         one.name: one for one in (*result.starts, *result.beside, *result.drafters, *result.controls)
     }
     arms = plan_arms("start", [result.starts[0].name], config.depth, EQUAL_NODES)
     for kind, drafters in sets.items():
         arms += plan_arms(kind, [one.name for one in drafters], config.depth, EQUAL_NODES)
     passes, environment = _count(config, result, everyone, arms, note)
-    found: list[Foresight] = []
+    found: list[HitRates] = []
     for one in everyone.values():
-        found += foresight(one.name, one.held_out, examples)
-    parts: list[Share] = []
+        found += hit_rates(one.name, one.held_out, examples)
+    parts: list[Coverage] = []
     for drafters in sets.values():
         if drafters:
-            parts += shares([one.name for one in drafters], [one.held_out for one in drafters], examples)
+            parts += coverage([one.name for one in drafters], [one.held_out for one in drafters], examples)
     return TuneReport(
         options=asdict(config) | {"model": config.target},
         environment=environment,
@@ -108,8 +96,8 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
         num_left=tuple(result.num_left),
         num_cut=result.num_cut,
         collecting_seconds=result.collecting_seconds,
-        foresight=tuple(found),
-        shares=tuple(parts),
+        hit_rates=tuple(found),
+        coverage=tuple(parts),
         passes=tuple(passes),
     )
 
@@ -117,7 +105,7 @@ def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], 
 def _count(
     config: TuneConfig,
     result: Result,
-    everyone: dict[str, Tuned],
+    everyone: dict[str, TunedDrafter],
     arms: list[Arm],
     note: Callable[[str, int, int], None],
 ) -> tuple[list[Passes], Environment]:

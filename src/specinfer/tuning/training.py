@@ -23,7 +23,7 @@ from specinfer.core.errors import first_line
 from specinfer.core.noise import derive_seed
 from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
 from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate, write_atomically
-from specinfer.tuning.boosting import Marks, residual_logprobs, token_weights
+from specinfer.tuning.boosting import Predictions, residual_logprobs, token_weights
 
 _WARMUP = 0.03  # part of all steps
 _FINAL = 0.02  # part of the learning rate
@@ -90,7 +90,7 @@ def fit(
     accelerator: Accelerator,
     model: nn.Module,
     examples: Sequence[TrainingExample],
-    before: Sequence[Sequence[Marks]],
+    before: Sequence[Sequence[Predictions]],
     config: TrainingConfig,
     checkpoint: Path,
     token_map: torch.Tensor | None = None,
@@ -98,17 +98,16 @@ def fit(
     """Train the model in place, yielding after each step and once at the start.
 
     Args:
+        before: For each example the predictions of the drafters before; empty for the first, which weights all tokens
+            alike.
         token_map: [mapped] int64 the only tokens that it is to predict, or None for all.
-        before: For each example the marks of the drafters before; empty for the first, which weights all tokens alike.
 
     Raises:
         TrainingError: The loss is not finite, or a checkpoint cannot be written.
         DamagedError: The checkpoint cannot be read, or belongs to another run.
     """
     optimizers = _optimizers(model, config.learning_rate)
-    progress = Progress()
-    if checkpoint.exists():
-        progress = _restore(checkpoint, model, optimizers, config)
+    progress = _restore(checkpoint, model, optimizers, config) if checkpoint.exists() else Progress()
     prepared, *optimizers = accelerator.prepare(DraftLogits(model, token_map), *optimizers)
     order = _Order(examples, config)
     last_save = time.monotonic()
@@ -127,36 +126,49 @@ def fit(
             batch, mass = restrict(batch, token_map.to(accelerator.device), vocab_size)
             weights = mass if weights is None else weights * mass
         progress.rate = config.learning_rate * _schedule(progress.step, config.num_steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = progress.rate
-        with accelerator.autocast():
-            logits = prepared(batch)
-        loss = distillation_loss(logits, batch.top_ids, batch.top_logprobs, weights)
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(prepared.parameters(), _MAX_GRAD_NORM)
-        value = float(accelerator.reduce(loss.detach(), reduction="mean"))
-        progress.grad_norm = float(norm) if norm is not None else 0.0
-        if not np.isfinite(value) or not np.isfinite(progress.grad_norm):
+        loss, progress.grad_norm = _optimize(accelerator, prepared, optimizers, batch, weights, progress.rate)
+        if not np.isfinite(loss) or not np.isfinite(progress.grad_norm):
             kept = f"the last checkpoint is as it was: {checkpoint}" if checkpoint.exists() else "nothing was saved yet"
             raise TrainingError(
-                f"the loss is no number at step {progress.step}: lower learning_rate, or give more text; {kept}"
+                f"the loss is not finite at step {progress.step}: lower learning_rate, or give more text; {kept}"
             )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         mixing = max(0.03, 1 / (progress.step + 1))
-        progress.loss = value if progress.step == 0 else progress.loss + mixing * (value - progress.loss)
+        progress.loss = loss if progress.step == 0 else progress.loss + mixing * (loss - progress.loss)
         progress.step += 1
         progress.tokens += sum(len(examples[row].tokens) for row in rows)
         progress.seconds += time.monotonic() - began
-        is_last = progress.step == config.num_steps
-        if is_last or time.monotonic() - last_save > config.save_every:
+        if progress.step == config.num_steps or time.monotonic() - last_save > config.save_every:
             if accelerator.is_main_process:
                 _save(checkpoint, model, optimizers, progress, config)
             last_save = time.monotonic()
         yield replace(progress)
     accelerator.wait_for_everyone()
+
+
+def _optimize(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Batch,
+    weights: torch.Tensor | None,
+    rate: float,
+) -> tuple[float, float]:
+    """Run one optimizer step, unless the loss or the gradient is not finite, and return the loss and gradient norm."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    with accelerator.autocast():
+        logits = model(batch)
+    loss = distillation_loss(logits, batch.top_ids, batch.top_logprobs, weights)
+    accelerator.backward(loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+    mean = float(accelerator.reduce(loss.detach(), reduction="mean"))
+    grad_norm = float(norm) if norm is not None else 0.0
+    if np.isfinite(mean) and np.isfinite(grad_norm):
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return mean, grad_norm
 
 
 def _optimizers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
@@ -211,7 +223,7 @@ class _Order:
 
 
 def _example_batch(
-    examples: Sequence[TrainingExample], before: Sequence[Sequence[Marks]], rows: Sequence[int], depth: int
+    examples: Sequence[TrainingExample], before: Sequence[Sequence[Predictions]], rows: Sequence[int], depth: int
 ) -> tuple[Batch, torch.Tensor | None]:
     batch = collate([examples[row] for row in rows])
     if not before:

@@ -1,12 +1,12 @@
-"""Training of the learned scheduler: it collects or reads steps, compares predictors, and writes the best one.
+"""Training of a speculation policy: steps are collected or read, networks compared, and the best one is written.
 
 Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1), whose open question
-was how large the predictor should be.
+was how large the network should be.
 """
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,22 +22,22 @@ from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepLog, read_log, write_log
+from specinfer.tuning.config import DEMO_DATA
 from specinfer.tuning.corpus import read_prompts
-from specinfer.tuning.fit import ARCHITECTURES, Sample, fit, fixed_rates, judge
-from specinfer.tuning.plan import DEMO_DATA
+from specinfer.tuning.network_training import ARCHITECTURES, LoggedSteps, evaluate_network, fixed_rates, train_network
 from specinfer.tuning.policy_report import PolicyReport, Row
-from specinfer.tuning.steps import collect_steps, make_tasks
-from specinfer.tuning.yields import Yields, yields_of
+from specinfer.tuning.step_collection import collect_steps, make_tasks
+from specinfer.tuning.tree_outcomes import TreeOutcomes, outcomes_of
 
 LEAST_STEPS = 200  # steps that show all configurations; fewer are not enough to learn from
-_LEAST_CHANCE = 0.01  # lowest probability of a token in the large trees
+_MIN_PATH_PROB = 0.01  # lowest probability of a token in the large trees
 _TABLE = "2x32"  # the architecture that groups of features are left out of
 _HELD_OUT_ONE_IN = 5  # one step in this many, for logs
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """The scheduler's training data and settings.
+    """Training data and settings of a speculation policy.
 
     Attributes:
         target: A local folder, a hub name, or "demo".
@@ -53,7 +53,7 @@ class PolicyConfig:
         temperatures: The temperatures that prompts take in turn; 0 is greedy.
         nodes, depth: The limits of the large trees.
         num_steps: The number of training steps, for each architecture.
-        architectures: The names to compare, from `fit.ARCHITECTURES`; the best is written.
+        architectures: The names to compare, from `network_training.ARCHITECTURES`; the best is written.
         pass_costs: (rows, seconds) of the target that the choices are evaluated for, or None to measure them. With it,
             `level_seconds` is the cost of a model's draft level.
         keep_log: A file for the steps that were collected.
@@ -66,7 +66,7 @@ class PolicyConfig:
     drafters: str | tuple[str, ...] = "auto"
     data: tuple[str | Path, ...] = ()
     logs: tuple[str | Path, ...] = ()
-    out: str | Path = "scheduler.safetensors"
+    out: str | Path = "speculation-policy.safetensors"
     num_prompts: int = 192
     num_held_out: int = 32
     prompt_tokens: int = 160
@@ -108,7 +108,7 @@ class PolicyConfig:
 
 
 def train_policy(config: PolicyConfig, console: Console | None = None) -> PolicyReport:
-    """Collect or read steps, train and evaluate predictors, and write the best one.
+    """Collect or read steps, train and evaluate networks, and write the best one.
 
     Args:
         console: The console that shows progress if it is a terminal.
@@ -132,37 +132,34 @@ def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> Polic
         training, held_out, costs = _read_steps(config)
     else:
         training, held_out, costs = _collect(config, note)
-    menu = make_configurations(training.slots)
-    learning, judging = Sample(training, yields_of(training, menu)), Sample(held_out, yields_of(held_out, menu))
-    _check_enough(learning.yields, judging.yields)
-    fixed = dict(zip(map(str, menu), fixed_rates(judging, costs), strict=True))
-    about = {"target": Path(config.target).name, "steps": len(training.entries), "seed": config.seed}
+    configurations = make_configurations(training.slots)
+    learning, evaluation = (LoggedSteps(log, outcomes_of(log, configurations)) for log in (training, held_out))
+    _check_enough(learning.outcomes, evaluation.outcomes)
     groups = list(dict.fromkeys(name.split(".")[0] for name in training.names))
-    total = len(config.architectures) + len(groups)
-    made: dict[str, PolicyNetwork] = {}
-    rows, without = [], []
-    for i, name in enumerate(config.architectures):
-        note("training", i, total)
-        made[name] = fit(
-            learning,
-            menu,
-            ARCHITECTURES[name],
-            seed=config.seed,
-            num_steps=config.num_steps,
-            about=about | {"architecture": name},
-        )
-        rows.append(Row(name, judge(made[name], judging, costs)))
+    about = {"target": Path(config.target).name, "steps": len(training.entries), "seed": config.seed}
+    networks: dict[str, PolicyNetwork] = {}
+
+    def train(name: str, architecture: str, left_out: Sequence[str] = ()) -> Row:
+        note("training", len(networks), len(config.architectures) + len(groups))
+        networks[name] = train_network(
+            learning, configurations, ARCHITECTURES[architecture], seed=config.seed, num_steps=config.num_steps,
+            left_out=left_out, about=about | {"architecture": name},
+        )  # fmt: skip
+        return Row(name, evaluate_network(networks[name], evaluation, costs))
+
+    rows = [train(name, name) for name in config.architectures]
     table = _TABLE if _TABLE in config.architectures else config.architectures[-1]
-    for i, group in enumerate(groups, len(rows)):
-        note("training", i, total)
-        predictor = fit(
-            learning, menu, ARCHITECTURES[table], seed=config.seed, num_steps=config.num_steps, left_out=(group,)
-        )
-        without.append(Row(f"{table} without {group}", judge(predictor, judging, costs)))
-    best = max(rows, key=lambda row: row.worth.rate).name
-    _save(made[best], Path(config.out))
+    without = [train(f"{table} without {group}", table, (group,)) for group in groups]
+    best = max(rows, key=lambda row: row.quality.rate).name
+    _save(networks[best], Path(config.out))
     return PolicyReport(
-        tuple(rows), tuple(without), fixed, best, len(training.entries), len(held_out.entries), str(config.out)
+        architectures=tuple(rows),
+        left_out=tuple(without),
+        fixed=dict(zip(map(str, configurations), fixed_rates(evaluation, costs), strict=True)),
+        chosen=best,
+        num_steps=len(training.entries),
+        num_held_out=len(held_out.entries),
+        out=str(config.out),
     )
 
 
@@ -186,7 +183,7 @@ def _load(config: PolicyConfig) -> LLM:
         seed=config.seed,
     )
     if llm.drafter is None:
-        raise ValueError("drafters: none given; a scheduler chooses among at least one")
+        raise ValueError("drafters: none given; a speculation policy chooses among at least one")
     return llm
 
 
@@ -220,7 +217,7 @@ def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tup
                 collect_steps(
                     llm,
                     part,
-                    large=Configuration((), config.nodes, config.depth, _LEAST_CHANCE),
+                    large=Configuration((), config.nodes, config.depth, _MIN_PATH_PROB),
                     seed=config.seed + number,
                     note=lambda n, done=done: note("collecting", done + n, total),  # type: ignore[misc]
                 )
@@ -248,18 +245,18 @@ def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, CostModel]:
         return first, last, _costs(config, llm)
 
 
-def _check_enough(learning: Yields, judging: Yields) -> None:
-    full = int(learning.known.all(axis=1).sum()), int(judging.known.all(axis=1).sum())
+def _check_enough(learning: TreeOutcomes, evaluation: TreeOutcomes) -> None:
+    full = int(learning.known.all(axis=1).sum()), int(evaluation.known.all(axis=1).sum())
     if full[0] < LEAST_STEPS or not full[1]:
         raise ValueError(
-            f"data: {full[0]} steps to learn from and {full[1]} to judge by had trees large enough to tell what every "
+            f"data: {full[0]} steps to train on and {full[1]} to evaluate on had trees large enough to show what every "
             f"configuration yields, and {LEAST_STEPS} are needed; give more prompts or tokens, or log a server that "
             "runs with --tree best-first:64:48"
         )
 
 
 def _save(predictor: PolicyNetwork, path: Path) -> None:
-    """Write the predictor atomically, so that no reader sees a partial file."""
+    """Write the network atomically, so that no reader sees a partial file."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     try:

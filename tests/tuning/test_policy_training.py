@@ -1,4 +1,4 @@
-"""Training of the scheduler: step logs, what smaller trees would have yielded, and that the network learns it."""
+"""Training of a speculation policy: step logs, the outcomes of smaller trees, and what the network learns."""
 
 import json
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepEntry, StepLog, read_log, write_log
-from specinfer.tuning.fit import Sample, fit, fixed_rates, judge, rate_of
-from specinfer.tuning.policy import PolicyConfig, train_policy
-from specinfer.tuning.steps import collect_steps, make_tasks
-from specinfer.tuning.yields import _count, yields_of
+from specinfer.tuning.network_training import LoggedSteps, evaluate_network, fixed_rates, rate_of, train_network
+from specinfer.tuning.policy_training import PolicyConfig, train_policy
+from specinfer.tuning.step_collection import collect_steps, make_tasks
+from specinfer.tuning.tree_outcomes import _count, outcomes_of
 from tiny import random_prompts, save_model, save_tokenizer
 
 SLOTS = ("model", "suffix")
@@ -72,19 +72,19 @@ def test_yields_are_those_of_trees_grown_node_by_node(made: list[StepEntry]) -> 
         ),
     )
     log = StepLog(SLOTS, NAMES, tuple(made))
-    yields = yields_of(log, menu)
-    assert yields.known.all()
+    outcomes = outcomes_of(log, menu)
+    assert outcomes.known.all()
     for i, one in enumerate(made):
         makers = [frozenset(slot for node, slot, _ in one.draws if node == n) for n in range(1, len(one.parents) + 1)]
         for j, configuration in enumerate(menu):
             asked = frozenset(map(SLOTS.index, configuration.slots))
-            worth = _worth(log, one, asked)
+            quality = _worth(log, one, asked)
             accepted, nodes = reference.subtree_yield(
-                one.parents, makers, worth, one.path, asked,
+                one.parents, makers, quality, one.path, asked,
                 configuration.max_nodes, configuration.max_depth, configuration.min_path_prob,
             )  # fmt: skip
-            assert (yields.accepted[i, j], yields.nodes[i, j]) == (accepted, nodes)
-            assert bool(yields.levels[i, j]) is configuration.uses_model
+            assert (outcomes.accepted[i, j], outcomes.nodes[i, j]) == (accepted, nodes)
+            assert bool(outcomes.levels[i, j]) is configuration.uses_model
 
 
 def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
@@ -92,7 +92,7 @@ def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
     calibration = Calibration()
     for other in log.entries:
         _count(calibration, other, True)
-    worth = [1.0]
+    quality = [1.0]
     seen: dict[tuple[int, int], int] = {}
     missed = [1.0] * (len(one.parents) + 1)
     for node, slot, sure in one.draws:
@@ -101,14 +101,14 @@ def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
         if slot in asked:
             missed[node] *= 1.0 - float(calibration.acceptance_prob(f"{slot} greedy", [rank], [sure])[0])
     for node, parent in enumerate(one.parents, 1):
-        worth.append((1.0 - missed[node]) * worth[parent])
-    return worth[1:]
+        quality.append((1.0 - missed[node]) * quality[parent])
+    return quality[1:]
 
 
 def test_a_small_tree_tells_nothing_of_a_larger_one() -> None:
     small = replace(entry([0, 1], [(1, 0, 0.9), (2, 0, 0.9)], [1]), asked=(0,), max_nodes=7, max_depth=6)
     menu = make_configurations(SLOTS)
-    (known,) = yields_of(StepLog(SLOTS, NAMES, (small,)), menu).known
+    (known,) = outcomes_of(StepLog(SLOTS, NAMES, (small,)), menu).known
     assert {str(one) for one, is_known in zip(menu, known, strict=True) if is_known} == {
         "off",
         "model 3:3",
@@ -178,28 +178,28 @@ def _made_up(count: int, seed: int) -> StepLog:
 @pytest.mark.slow
 def test_every_architecture_learns_what_a_feature_tells() -> None:
     menu = make_configurations(SLOTS)
-    learning, judging = _made_up(600, 0), _made_up(200, 1)
-    learned, judged = (Sample(log, yields_of(log, menu)) for log in (learning, judging))
+    learning, evaluation = _made_up(600, 0), _made_up(200, 1)
+    learned, judged = (LoggedSteps(log, outcomes_of(log, menu)) for log in (learning, evaluation))
     best = max(fixed_rates(judged, COSTS))
     for hidden in ((), (16,)):
-        predictor = fit(learned, menu, hidden, seed=0, num_steps=1500)
-        worth = judge(predictor, judged, COSTS)
-        assert worth.rate > 1.15 * best
-        assert worth.num_weights == sum(w.size + b.size for w, b in predictor.layers)
-        again = fit(learned, menu, hidden, seed=0, num_steps=1500)
+        predictor = train_network(learned, menu, hidden, seed=0, num_steps=1500)
+        quality = evaluate_network(predictor, judged, COSTS)
+        assert quality.rate > 1.15 * best
+        assert quality.num_weights == sum(w.size + b.size for w, b in predictor.layers)
+        again = train_network(learned, menu, hidden, seed=0, num_steps=1500)
         assert all((w == v).all() for (w, _), (v, _) in zip(predictor.layers, again.layers, strict=True)), "seeded"
-    blind = fit(learned, menu, (), seed=0, num_steps=1500, left_out=("suffix",))
-    assert judge(blind, judged, COSTS).rate < 1.05 * best
+    blind = train_network(learned, menu, (), seed=0, num_steps=1500, left_out=("suffix",))
+    assert evaluate_network(blind, judged, COSTS).rate < 1.05 * best
 
 
 def test_rates_are_tokens_over_seconds() -> None:
     menu = (Configuration(), Configuration(("model",), 7, 6, 0.0))
     made = _made_up(4, 0)
-    sample = Sample(made, yields_of(made, menu))
+    sample = LoggedSteps(made, outcomes_of(made, menu))
     assert fixed_rates(sample, COSTS)[0] == pytest.approx(1.0)
-    said = 1.0 + sample.yields.accepted[:, 1]
-    seconds = COSTS.step(1, sample.yields.nodes[:, 1], sample.yields.levels[:, 1])
-    assert rate_of(sample, np.ones(4, dtype=np.int64), COSTS) == pytest.approx(said.sum() / seconds.sum())
+    emitted = 1.0 + sample.outcomes.accepted[:, 1]
+    seconds = COSTS.step(1, sample.outcomes.nodes[:, 1], sample.outcomes.levels[:, 1])
+    assert rate_of(sample, np.ones(4, dtype=np.int64), COSTS) == pytest.approx(emitted.sum() / seconds.sum())
 
 
 # -------------------------------------------------------------------------------------------- the whole
@@ -213,7 +213,7 @@ def test_prompts_become_tasks_that_fit() -> None:
     assert all(len(task.prompt_ids) + task.max_tokens <= 50 for task in make_tasks([[1] * 10] * 6, (0.0,), [2], 20, 50))
 
 
-def test_a_scheduler_is_trained_from_prompts_and_from_logs(tmp_path: Path) -> None:
+def test_a_speculation_policy_is_trained_from_prompts_and_from_logs(tmp_path: Path) -> None:
     target, small = save_model(tmp_path / "target"), save_model(tmp_path / "small", noise=0.2)
     save_tokenizer(target)
     data = tmp_path / "data.jsonl"
@@ -253,7 +253,7 @@ def test_collected_steps_tell_all_configurations_half_of_the_time(tmp_path: Path
             llm, tasks, large=Configuration((), 96, 48, 0.01), seed=0, note=done.append
         )  # fmt: skip
     assert done == list(range(1, len(tasks) + 1))
-    known = yields_of(log, make_configurations(log.slots)).known
+    known = outcomes_of(log, make_configurations(log.slots)).known
     assert known[:, 0].all()
     large = np.asarray([one.max_nodes == 96 for one in log.entries])
     assert 0.3 < large.mean() < 0.8
@@ -286,6 +286,6 @@ def test_options_that_cannot_be_used_are_refused(changes: dict[str, Any], messag
 def test_too_few_steps_are_refused(tmp_path: Path) -> None:
     write_log(tmp_path / "few.jsonl", _log(20))
     config = PolicyConfig(logs=(tmp_path / "few.jsonl",), out=tmp_path / "it", pass_costs=((1, 1.0),))
-    with pytest.raises(ValueError, match=r"16 steps to learn from .* give more prompts"):
+    with pytest.raises(ValueError, match=r"16 steps to train on .* give more prompts"):
         train_policy(config)
     assert not (tmp_path / "it").exists()

@@ -1,4 +1,4 @@
-"""Files of marks, stored next to the examples that they belong to."""
+"""Files of predictions, stored next to the examples that they belong to."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,22 +8,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specinfer.learning.training_examples import DamagedError, TrainingExample, write_atomically
-from specinfer.tuning.boosting import Marks
+from specinfer.tuning.boosting import Predictions
 
 
-def save_marks(marks: Sequence[Marks], path: Path) -> None:
+def save_predictions(predictions: Sequence[Predictions], path: Path) -> None:
     """Write one file, atomically."""
     arrays = {
-        "lengths": np.asarray([len(mark.ranks) for mark in marks], dtype=np.int64),
-        "ranks": np.concatenate([mark.ranks for mark in marks]),
-        "accepted": np.concatenate([mark.accepted for mark in marks]),
-        "top_probs": np.concatenate([mark.top_probs for mark in marks]),
+        "lengths": np.asarray([len(prediction.ranks) for prediction in predictions], dtype=np.int64),
+        "ranks": np.concatenate([prediction.ranks for prediction in predictions]),
+        "accepted": np.concatenate([prediction.accepted for prediction in predictions]),
+        "top_probs": np.concatenate([prediction.top_probs for prediction in predictions]),
     }
     write_atomically(path, lambda partial: save_file(arrays, partial))
 
 
-def load_marks(path: Path, examples: Sequence[TrainingExample]) -> list[Marks]:
-    """Load the marks of these examples.
+def load_predictions(path: Path, examples: Sequence[TrainingExample]) -> list[Predictions]:
+    """Load the predictions on these examples.
 
     Raises:
         DamagedError: The file is damaged, or belongs to other examples.
@@ -34,9 +34,9 @@ def load_marks(path: Path, examples: Sequence[TrainingExample]) -> list[Marks]:
         ends = arrays["lengths"].cumsum()[:-1]
         parts = [np.split(arrays[name], ends) for name in ("ranks", "accepted", "top_probs")]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DamagedError(f"{path} cannot be read as marks ({type(error).__name__}); delete it") from error
-    marks = [Marks(*arrays) for arrays in zip(*parts, strict=True)]
+        raise DamagedError(f"{path} cannot be read as predictions ({type(error).__name__}); delete it") from error
+    predictions = [Predictions(*arrays) for arrays in zip(*parts, strict=True)]
     wanted = [(example.num_output,) * 3 for example in examples]
-    if [(len(one.ranks), len(one.accepted), len(one.top_probs)) for one in marks] != wanted:
+    if [(len(one.ranks), len(one.accepted), len(one.top_probs)) for one in predictions] != wanted:
         raise DamagedError(f"{path} is about other examples than those of the run; delete it")
-    return marks
+    return predictions

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.tuning.starts import Start, build, check_vocabulary, export, parse_start
+from specinfer.tuning.initial_weights import InitialWeights, build, check_vocabulary, export, parse_initial_weights
 from tiny import VOCAB, random_prompts, save_model
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "phi3", "opt", "falcon", "gpt_neox", "qwen3_moe"]
@@ -29,7 +29,7 @@ def loaded(folder: Path) -> Any:
 
 
 def made(name: str, target: Path, seed: int = 0) -> Any:
-    return build(parse_start(name), target, seed)
+    return build(parse_initial_weights(name), target, seed)
 
 
 # --------------------------------------------------------------------------------- layers of the target
@@ -103,14 +103,14 @@ def test_what_is_written_drafts_and_leaves_the_output_alone(
         assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever reads one may read all
     params = [SamplingParams(temperature=t, max_tokens=12, seed=4) for t in (0.0, 1.0)]
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9])]
-    said = []
+    emitted = []
     for llm in (LLM(target, tree="off"), LLM(target, drafters=folders, tree="1,1,1")):
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        said.append([output.outputs[0].token_ids for output in outputs])
+        emitted.append([output.outputs[0].token_ids for output in outputs])
     stats = outputs[0].metrics.speculative_decoding
     assert stats is not None
     assert int(str(stats["num_draft_tokens"])) > 0
-    assert said[0] == said[1]
+    assert emitted[0] == emitted[1]
 
 
 def test_a_folder_that_is_there_is_replaced_in_one_move(model_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_drafter_with_fewer_padded_tokens_than_the_target_gets_its_number(
     model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     target, start = model_folder(tokenizer=True, vocab_size=VOCAB + 32), model_folder(noise=0.2, tokenizer=True)
-    check_vocabulary(parse_start(str(start)), target)
+    check_vocabulary(parse_initial_weights(str(start)), target)
     model = made(str(start), target)
     assert model.config.vocab_size == VOCAB + 32
     assert logits(model)[..., :VOCAB] == pytest.approx(logits(loaded(start)), abs=1e-5)
@@ -172,7 +172,7 @@ def test_another_vocabulary_is_refused_with_the_remedy(
         (other / "tokenizer.json").write_text(json.dumps(tokens))
     target = model_folder(tokenizer=with_tokenizers)
     with pytest.raises(ValueError, match=r'drafter: .*other has other tokens .*"layers:N" or "new:N"'):
-        check_vocabulary(parse_start(str(other)), target)
+        check_vocabulary(parse_initial_weights(str(other)), target)
 
 
 def test_broken_weights_are_met_before_the_work_begins(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
@@ -180,7 +180,7 @@ def test_broken_weights_are_met_before_the_work_begins(tmp_path: Path, model_fol
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
     model.save_pretrained(tmp_path / "broken")
-    with pytest.raises(ValueError, match=r"drafter: .*broken has weights that are no numbers"):
+    with pytest.raises(ValueError, match=r"drafter: .*broken has weights that are not finite"):
         made(str(tmp_path / "broken"), model_folder())
 
 
@@ -205,7 +205,7 @@ def test_broken_weights_are_met_before_the_work_begins(tmp_path: Path, model_fol
 )
 def test_wrong_names_are_refused_with_the_forms_there_are(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        parse_start(name)
+        parse_initial_weights(name)
     assert '"layers:N" cut out of the target' in str(caught.value)
     assert str(caught.value).startswith("drafter: ")
 
@@ -227,6 +227,6 @@ def test_sizes_that_the_target_does_not_allow_are_refused(
 def test_layers_that_cannot_be_told_apart_are_refused(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specinfer.tuning.starts._LAYER_LISTS", ())
+    monkeypatch.setattr("specinfer.tuning.initial_weights._LAYER_LISTS", ())
     with pytest.raises(ValueError, match="cannot be told apart; start from a checkpoint"):
-        build(Start("layers:1", num_layers=1, is_cut=True), model_folder(), 0)
+        build(InitialWeights("layers:1", num_layers=1, is_cut=True), model_folder(), 0)

@@ -1,4 +1,4 @@
-"""TensorBoard curves of a tuning run."""
+"""TensorBoard curves of a tuning run: loss, learning rate, gradient norm, tokens per second."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 from specinfer.tuning.training import Progress
 
 
-class Board:
+class TensorBoardLog:
     """The curves of one drafter.
 
     Files are made at its first step, so a drafter that was already finished leaves none.
@@ -42,11 +42,11 @@ class Board:
 
 
 @contextmanager
-def open_board(folder: Path | None) -> Iterator[Board | None]:
-    """Open a board in that folder, or yield None without a folder."""
-    board = None if folder is None else Board(folder)
+def open_tensorboard(folder: Path | None) -> Iterator[TensorBoardLog | None]:
+    """Open a log in that folder, or yield None without a folder."""
+    tensorboard_log = None if folder is None else TensorBoardLog(folder)
     try:
-        yield board
+        yield tensorboard_log
     finally:
-        if board is not None:
-            board.close()
+        if tensorboard_log is not None:
+            tensorboard_log.close()

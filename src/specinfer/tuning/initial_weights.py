@@ -1,4 +1,4 @@
-"""Starting points of a drafter: an ordinary checkpoint, a few layers cut out of the target, or a new model."""
+"""Initial weights of a drafter: an ordinary checkpoint, a few layers of the target, or a new random model."""
 
 import copy
 import json
@@ -38,8 +38,8 @@ _TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """One starting point of a drafter.
+class InitialWeights:
+    """The initial weights of a drafter, as named by `--drafter`.
 
     Attributes:
         folder: The folder of a checkpoint; None for the other two kinds.
@@ -55,21 +55,21 @@ class Start:
     is_cut: bool = False
 
 
-def parse_start(name: str) -> Start:
-    """Return the starting point that a `--drafter` option of `specinfer tune` names.
+def parse_initial_weights(name: str) -> InitialWeights:
+    """Return the initial weights that a `--drafter` option of `specinfer tune` names.
 
     Raises:
         ValueError: The name has none of the forms, or there is no such folder.
     """
     if cut := _CUT.fullmatch(name):
-        return Start(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
+        return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
     if new := _NEW.fullmatch(name):
         hidden = None if new[2] is None else _count("drafter", int(new[2]), _MAX_HIDDEN)
-        return Start(name, num_layers=_count("drafter", int(new[1]), _MAX_LAYERS), hidden_size=hidden)
+        return InitialWeights(name, num_layers=_count("drafter", int(new[1]), _MAX_LAYERS), hidden_size=hidden)
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     try:
-        return Start(name, find_drafter(name))
+        return InitialWeights(name, find_drafter(name))
     except ModelError as error:
         raise ValueError(f"drafter: {str(error).removeprefix('model: ')}; or give {_FORMS}") from error
 
@@ -80,7 +80,7 @@ def _count(field: str, value: int, most: int) -> int:
     return value
 
 
-def check_vocabulary(start: Start, target: Path) -> None:
+def check_vocabulary(start: InitialWeights, target: Path) -> None:
     """Check that a drafter can be tuned to this target: distributions are compared token by token.
 
     Raises:
@@ -111,7 +111,7 @@ def _num_used(token_ids: dict[str, int] | None, vocab_size: int) -> int:
     return vocab_size if not token_ids else min(max(token_ids.values()) + 1, vocab_size)
 
 
-def build(start: Start, target: Path, seed: int) -> Any:
+def build(start: InitialWeights, target: Path, seed: int) -> Any:
     """Return the drafter before tuning, in float32.
 
     Raises:
@@ -123,7 +123,7 @@ def build(start: Start, target: Path, seed: int) -> Any:
     else:
         model = _cut(start, target) if start.is_cut else _make(start, target)
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
-        raise ValueError(f"drafter: {start.name} has weights that are no numbers; start from another")
+        raise ValueError(f"drafter: {start.name} has weights that are not finite; start from another")
     return model
 
 
@@ -147,7 +147,7 @@ def _load(folder: Path) -> Any:
         raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
 
 
-def _cut(start: Start, target: Path) -> Any:
+def _cut(start: InitialWeights, target: Path) -> Any:
     """Return the target with a few of its layers, evenly spread from the first to the last."""
     model = _load(target)
     owner, name = _layer_list(model)
@@ -179,7 +179,7 @@ def _set_layers(config: Any, count: int, kept: Sequence[int]) -> None:
         config.layer_types = [kinds[i] for i in kept]
 
 
-def _make(start: Start, target: Path) -> Any:
+def _make(start: InitialWeights, target: Path) -> Any:
     """Return a new, narrower model of the target's family."""
     config = copy.deepcopy(load_config(target).get_text_config())
     heads = config.num_attention_heads

@@ -13,10 +13,10 @@ from specinfer.demo import corpus
 from specinfer.learning.training_examples import TOP, write_atomically
 from specinfer.model.device import DTYPES
 from specinfer.setup.model_names import find_target
-from specinfer.tuning.boosting import SCHEMES
-from specinfer.tuning.starts import Start, check_vocabulary, parse_start
+from specinfer.tuning.initial_weights import InitialWeights, check_vocabulary, parse_initial_weights
 
 DEMO_DATA = "demo"  # the embedded pair's own text: its training files and its held-out files
+SCHEMES = ("tokens", "prompts", "none")
 MAX_DRAFTERS = 16
 _PRECISIONS = ("auto", "no", "bf16")
 _RUN_FILE = "run.json"
@@ -30,8 +30,8 @@ class TuneConfig:
 
     Attributes:
         target: A folder, a hub name or "demo".
-        drafters: The starting point of each drafter: a folder or hub name, "layers:N" cut out of the target, "new:N" or
-            "new:NxHIDDEN" made from nothing, or "demo".
+        drafters: The initial weights of each drafter: a folder or hub name, "layers:N" (layers of the target), "new:N"
+            or "new:NxHIDDEN" (random), or "demo".
         beside: Drafters that are not tuned: the tuned ones learn what these do not predict.
         data: Text files, JSON lines of prompts or chats, traces of a server, or folders of them; or "demo".
         out: The folder of the run; an interrupted run resumes there.
@@ -138,21 +138,21 @@ class TuneConfig:
     def held_out_files(self) -> list[Path]:
         return corpus.heldout_files() if self.data == (DEMO_DATA,) else [Path(name) for name in self.held_out]
 
-    def find(self) -> tuple[Path, tuple[Start, ...], tuple[Start, ...]]:
-        """Return the target's folder, the starting points of the drafters, and those of the drafters in `beside`.
+    def find(self) -> tuple[Path, tuple[InitialWeights, ...], tuple[InitialWeights, ...]]:
+        """Return the target's folder, the initial weights of the drafters, and those of the drafters in `beside`.
 
         Raises:
             ModelError: The target cannot be found.
             ValueError: A drafter cannot be used with it.
         """
         target = find_target(self.target)
-        starts = tuple(parse_start(name) for name in self.drafters)
-        beside = tuple(parse_start(name) for name in self.beside)
+        starts = tuple(parse_initial_weights(name) for name in self.drafters)
+        beside = tuple(parse_initial_weights(name) for name in self.beside)
         for start in (*starts, *beside):
             check_vocabulary(start, target)
         made = next((start for start in beside if start.folder is None), None)
         if made is not None:
-            raise ValueError(f"beside: {made.name} is no drafter yet; name a folder or hub name")
+            raise ValueError(f"beside: {made.name} has no weights yet; name a folder or hub name")
         return target, starts, beside
 
 
@@ -167,37 +167,37 @@ def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> P
         ValueError: The folder contains another run or something else, or cannot be written.
     """
     folder = Path(config.out)
-    noted = folder / _RUN_FILE
-    asked = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in _FREE}))
-    asked["content of the data"] = content
-    if noted.is_file():
+    path = folder / _RUN_FILE
+    options = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in _FREE}))
+    options["content of the data"] = content
+    if path.is_file():
         try:
-            known: dict[str, Any] = json.loads(noted.read_text())
+            known: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"out: {noted} cannot be read; name another folder") from error
-        if known != asked:
-            names = [name for name in asked if not isinstance(known, dict) or known.get(name) != asked[name]]
+            raise ValueError(f"out: {path} cannot be read; name another folder") from error
+        if known != options:
+            names = [name for name in options if not isinstance(known, dict) or known.get(name) != options[name]]
             raise ValueError(
-                f"out: {folder} holds a run with another {', '.join(names) or 'version'}; name another folder"
+                f"out: {folder} has a run with another {', '.join(names) or 'version'}; name another folder"
             )
         return folder
     # A run that was killed at once may have left a partial file.
     if folder.exists() and (not folder.is_dir() or any(not file.name.startswith(".") for file in folder.iterdir())):
-        raise ValueError(f"out: {folder} is there and holds no run; name a folder that is new or empty")
+        raise ValueError(f"out: {folder} exists and has no run; name a folder that is new or empty")
     if writes:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(noted, lambda partial: write_json(partial, asked))
+            write_atomically(path, lambda partial: write_json(partial, options))
         except OSError as error:
             raise ValueError(f"out: {folder} cannot be written ({error.strerror}); name another folder") from error
     return folder
 
 
-def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
-    """Check that the disk has room for examples, checkpoints and drafters.
+def check_disk_space(config: TuneConfig, folder: Path, parameters: int) -> None:
+    """Check that the disk has space for examples, checkpoints and drafters.
 
     Raises:
-        ValueError: It has not enough room.
+        ValueError: It has not enough space.
     """
     num_output = (config.num_prompts + config.num_held_out) * config.max_tokens + config.num_texts * config.text_tokens
     number = len(config.beside) + len(config.drafters) * (2 if config.control else 1)
@@ -207,6 +207,6 @@ def check_room(config: TuneConfig, folder: Path, parameters: int) -> None:
     free = shutil.disk_usage(folder).free + written
     if wanted > free:
         raise ValueError(
-            f"out: the run may need {wanted / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB left; make room, or "
+            f"out: the run may need {wanted / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB left; free some, or "
             "name another folder, with fewer prompts if need be"
         )

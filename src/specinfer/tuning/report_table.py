@@ -9,31 +9,26 @@ from specinfer.tuning.report import TuneReport
 
 
 def print_report(report: TuneReport, console: Console) -> None:
-    """Print what each drafter predicts, what it adds to those before, and passes with one, two, ... of them."""
+    """Print the hit rates of each drafter, what it adds to those before, and passes with one, two, ... of them."""
     print_models(report, console)
-    cut = f"; {report.num_cut} prompts were too long and lost their beginnings" if report.num_cut else ""
+    cut = f"; {report.num_cut} prompts were too long and were cut to their ends" if report.num_cut else ""
     console.print(
-        f"{report.num_examples} examples with {report.num_tokens / 1e6:.2f} M tokens of the target, made in "
-        f"{report.collecting_seconds:.0f} s; examples learned from, by drafter: "
+        f"{report.num_examples} examples with {report.num_tokens / 1e6:.2f} M tokens of the target, generated in "
+        f"{report.collecting_seconds:.0f} s; examples trained on, by drafter: "
         + ", ".join(map(str, report.num_left))
         + cut
     )
     print_table(console, "Training", _training_table(report))
     for mode in MODES:
-        if any(one.mode == mode for one in report.foresight):
-            print_table(
-                console,
-                f"{mode.capitalize()} text, held out: how often the best k guesses hold what the target says",
-                _foresight_table(report, mode),
-            )
-        if any(one.mode == mode for one in report.shares):
-            print_table(console, f"{mode.capitalize()} text: first guesses, by set", _share_table(report, mode))
-        if any(one.mode == mode for one in report.passes):
-            print_table(
-                console,
-                f"{mode.capitalize()} text: tokens per pass of the target (nodes guessed in a pass, after merging)",
-                _passes_table(report, mode),
-            )
+        tables = (
+            (report.hit_rates, "target tokens among the k best tokens of the drafter", _hit_rate_table),
+            (report.coverage, "target tokens predicted by the drafters of a set", _coverage_table),
+            (report.passes, "tokens per target pass (draft tokens per pass, after merging)", _passes_table),
+        )
+        for values, title, make_table in tables:
+            if any(one.mode == mode for one in values):
+                heading = f"{mode.capitalize()} held-out text: {title}"
+                print_table(console, heading, make_table(report, mode))
     console.print()
     for name, folder in report.folders.items():
         console.print(f"{name}: {folder}", soft_wrap=True)
@@ -53,17 +48,17 @@ def _training_table(report: TuneReport) -> Table:
     return table
 
 
-def _foresight_table(report: TuneReport, mode: str) -> Table:
+def _hit_rate_table(report: TuneReport, mode: str) -> Table:
     table = new_table("drafter", *(f"k={k}" for k in range(1, RANKS + 1)))
-    for one in report.foresight:
+    for one in report.hit_rates:
         if one.mode == mode:
             table.add_row(one.drafter, *(f"{rate:.1%}" for rate in one.hit_rates))
     return table
 
 
-def _share_table(report: TuneReport, mode: str) -> Table:
-    table = new_table("drafter", "alone", "adds", "of its own known before")
-    for one in report.shares:
+def _coverage_table(report: TuneReport, mode: str) -> Table:
+    table = new_table("drafter", "alone", "added", "overlap")
+    for one in report.coverage:
         if one.mode == mode:
             table.add_row(one.drafter, f"{one.alone:.1%}", f"{one.added:.1%}", f"{one.overlap:.1%}")
     return table

@@ -1,4 +1,4 @@
-"""Training of the predictor, a small network on logged steps, and evaluation of its choices.
+"""Training of the network of a speculation policy on logged steps, and evaluation of its choices.
 
 Accepted tokens, nodes and levels are counts, so the network outputs the logarithms of their means. It is trained with
 the Poisson deviance, where the logged tree was large enough to show them.
@@ -18,7 +18,7 @@ from specinfer.policy.batch_optimizer import rates_alone
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.network import SMALL_NODES, Configuration, PolicyNetwork, token_weight
 from specinfer.policy.step_log import StepLog
-from specinfer.tuning.yields import Yields
+from specinfer.tuning.tree_outcomes import TreeOutcomes
 
 Floats = npt.NDArray[np.float64]
 ARCHITECTURES: dict[str, tuple[int, ...]] = {"linear": (), "1x16": (16,), "2x32": (32, 32), "3x64": (64, 64, 64)}
@@ -30,15 +30,15 @@ _LEAST_SCALE = 0.05  # a feature that hardly varied must not be scaled up
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LoggedSteps:
     """Logged steps and what every configuration would have yielded in them."""
 
     log: StepLog
-    yields: Yields
+    outcomes: TreeOutcomes
 
 
-def fit(
-    sample: Sample,
+def train_network(
+    sample: LoggedSteps,
     menu: Sequence[Configuration],
     hidden: Sequence[int],
     *,
@@ -47,7 +47,7 @@ def fit(
     left_out: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> PolicyNetwork:
-    """Return a trained predictor with hidden layers of these sizes.
+    """Return a trained network with hidden layers of these sizes.
 
     Args:
         num_steps: The largest number of training steps; the weights that did best on the steps kept aside are returned.
@@ -60,10 +60,10 @@ def fit(
     mean, scale = np.nanmean(features, axis=0), np.maximum(np.nanstd(features, axis=0), _LEAST_SCALE)
     seen = np.asarray([name.split(".")[0] not in left_out for name in log.names], dtype=np.float64)
     inputs = np.where(unknown, 0.0, (features - mean) / scale) * seen
-    yields = sample.yields
-    goals = np.stack([yields.accepted, yields.nodes, yields.levels], axis=1)  # [steps, 3, configurations]
-    weights = np.repeat(yields.known[:, None, :].astype(np.float64), 3, axis=1)
-    weights[:, 0] *= token_weight(small_accepted(yields, menu))[:, None]
+    outcomes = sample.outcomes
+    goals = np.stack([outcomes.accepted, outcomes.nodes, outcomes.levels], axis=1)  # [steps, 3, configurations]
+    weights = np.repeat(outcomes.known[:, None, :].astype(np.float64), 3, axis=1)
+    weights[:, 0] *= token_weight(small_accepted(outcomes, menu))[:, None]
     layers = _train(
         torch.tensor(inputs, dtype=torch.float32),
         torch.tensor(goals, dtype=torch.float32),
@@ -77,10 +77,10 @@ def fit(
     return PolicyNetwork(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
 
 
-def small_accepted(yields: Yields, menu: Sequence[Configuration]) -> Floats:
+def small_accepted(outcomes: TreeOutcomes, menu: Sequence[Configuration]) -> Floats:
     """Return the number of accepted tokens of the best of the small trees, [steps]."""
     small = [one.max_nodes <= SMALL_NODES for one in menu]
-    return np.asarray(yields.accepted[:, small].max(axis=1))
+    return np.asarray(outcomes.accepted[:, small].max(axis=1))
 
 
 def _train(
@@ -134,8 +134,8 @@ def _deviance(logs: Tensor, goals: Tensor, known: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """The quality of a predictor on steps that it was not trained on.
+class NetworkQuality:
+    """The quality of a network on steps that it was not trained on.
 
     Attributes:
         error: The mean absolute error of expected tokens, over steps and configurations.
@@ -148,31 +148,31 @@ class Worth:
     num_weights: int
 
 
-def judge(predictor: PolicyNetwork, sample: Sample, costs: CostModel) -> Worth:
-    """Evaluate a predictor on steps whose trees were large enough to show all configurations."""
-    expected = predictor.expect(sample.log.features)
+def evaluate_network(network: PolicyNetwork, sample: LoggedSteps, costs: CostModel) -> NetworkQuality:
+    """Evaluate a network on steps whose trees were large enough to show all configurations."""
+    expected = network.expect(sample.log.features)
     chosen = rates_alone(expected, costs).argmax(axis=1)
-    error = np.abs(expected.tokens - 1.0 - sample.yields.accepted)[sample.yields.known].mean()
-    num_weights = sum(weight.size + bias.size for weight, bias in predictor.layers)
-    return Worth(float(error), rate_of(sample, chosen, costs), num_weights)
+    error = np.abs(expected.tokens - 1.0 - sample.outcomes.accepted)[sample.outcomes.known].mean()
+    num_weights = sum(weight.size + bias.size for weight, bias in network.layers)
+    return NetworkQuality(float(error), rate_of(sample, chosen, costs), num_weights)
 
 
-def rate_of(sample: Sample, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:
+def rate_of(sample: LoggedSteps, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:
     """Return the tokens per second if these configurations had been chosen, `chosen` [steps].
 
     Each step that shows all configurations stands for as many tokens of text as its large tree emitted. Smaller trees
     emit them in several steps, and each of these is assumed to have the same cost and yield.
     """
-    yields = sample.yields
-    full = yields.known.all(axis=1)
+    outcomes = sample.outcomes
+    full = outcomes.known.all(axis=1)
     each = np.arange(len(chosen))
-    tokens = 1.0 + yields.accepted[each, chosen]
-    seconds = costs.step(1, yields.nodes[each, chosen], yields.levels[each, chosen])
-    said = 1.0 + yields.accepted.max(axis=1)
-    return float(said[full].sum() / (said * seconds / tokens)[full].sum())
+    tokens = 1.0 + outcomes.accepted[each, chosen]
+    seconds = costs.step(1, outcomes.nodes[each, chosen], outcomes.levels[each, chosen])
+    emitted = 1.0 + outcomes.accepted.max(axis=1)
+    return float(emitted[full].sum() / (emitted * seconds / tokens)[full].sum())
 
 
-def fixed_rates(sample: Sample, costs: CostModel) -> list[float]:
+def fixed_rates(sample: LoggedSteps, costs: CostModel) -> list[float]:
     """Return the tokens per second of each configuration if chosen in every step."""
-    num_steps, num_configurations = sample.yields.accepted.shape
+    num_steps, num_configurations = sample.outcomes.accepted.shape
     return [rate_of(sample, np.full(num_steps, one), costs) for one in range(num_configurations)]

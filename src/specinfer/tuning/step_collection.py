@@ -59,7 +59,7 @@ def make_tasks(
     return tasks
 
 
-class _Turns:
+class _AlternatingPolicy:
     """A policy that alternates between the large tree and those of the menu, in a seeded random order."""
 
     reads_logits = False
@@ -112,7 +112,7 @@ def collect_steps(
     ]
     budget = TreeBudget(large.max_nodes, large.max_depth, min_path_prob=large.min_path_prob)
     entries: list[StepEntry] = []
-    policy = LoggedPolicy(_Turns(budget, menu, seed), llm.drafter, entries.append)
+    policy = LoggedPolicy(_AlternatingPolicy(budget, menu, seed), llm.drafter, entries.append)
     before, llm.engine.policy = llm.engine.policy, policy
     try:
         for i, task in enumerate(tasks):

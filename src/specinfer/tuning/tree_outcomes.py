@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Yields:
+class TreeOutcomes:
     """The yield of each step with each configuration; all arrays are [steps, configurations].
 
     Attributes:
@@ -41,7 +41,7 @@ def _levels(tree: "_Tree", taken: Ints, models: frozenset[int]) -> int:
     return max(1, int(tree.depths[taken][tree.made_by(models)[taken]].max(initial=0)))
 
 
-def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
+def outcomes_of(log: StepLog, menu: Sequence[Configuration]) -> TreeOutcomes:
     """Return what every configuration would have yielded in every step of a log."""
     greedy = log.names.index("request.greedy")
     calibration = Calibration()
@@ -63,14 +63,14 @@ def yields_of(log: StepLog, menu: Sequence[Configuration]) -> Yields:
                 and one.max_depth <= entry.max_depth
                 and (not asked or one.min_path_prob >= entry.min_path_prob)
             )
-            order, worth = parts[one.slots]
-            fits = (tree.depths[order] <= one.max_depth) & (worth >= one.min_path_prob)
+            order, quality = parts[one.slots]
+            fits = (tree.depths[order] <= one.max_depth) & (quality >= one.min_path_prob)
             taken = order[fits][: one.max_nodes]
             accepted[i, j] = tree.is_accepted[taken].sum()
             nodes[i, j] = len(taken)
             if one.uses_model:
                 levels[i, j] = _levels(tree, taken, models)
-    return Yields(accepted, nodes, levels, known)
+    return TreeOutcomes(accepted, nodes, levels, known)
 
 
 def _sources(slot: int, greedy: bool) -> str:
@@ -128,11 +128,11 @@ class _Tree:
         of = np.isin(self._slots, list(slots))
         missed = np.ones(len(self._parents))
         np.multiply.at(missed, self._draws[of], 1.0 - self._chances[of])
-        worth = (1.0 - missed).tolist()
-        worth[0] = 1.0
-        for node in range(1, len(worth)):
-            worth[node] *= worth[self._parents[node]]
-        values = np.asarray(worth)
+        quality = (1.0 - missed).tolist()
+        quality[0] = 1.0
+        for node in range(1, len(quality)):
+            quality[node] *= quality[self._parents[node]]
+        values = np.asarray(quality)
         nodes = self.made_by(slots).nonzero()[0]
         # The sort is stable and parents have lower numbers, so on a tie the parent comes first.
         order = nodes[np.argsort(-values[nodes], kind="stable")]

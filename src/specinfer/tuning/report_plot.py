@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specinfer.bench.plot import SERIES_COLOURS, check_plot, new_figure
 from specinfer.tuning.evaluation import MODES, RANKS
 from specinfer.tuning.report import TuneReport
-from specinfer.tuning.table import shown_tree
+from specinfer.tuning.report_table import shown_tree
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
@@ -23,19 +23,19 @@ def plot_report(report: TuneReport, path: str | Path) -> None:
         ValueError: matplotlib is missing, or the suffix is unknown.
     """
     check_plot(path)
-    modes = [mode for mode in MODES if any(one.mode == mode for one in report.foresight)]
+    modes = [mode for mode in MODES if any(one.mode == mode for one in report.hit_rates)]
     figure = new_figure(11, 3.6 * len(modes))
-    figure.suptitle(f"{report.options['target']}: {len(report.folders)} drafters, tuned; held-out text")
+    figure.suptitle(f"{report.options['target']}: {len(report.folders)} tuned drafters; held-out text")
     panels = figure.subplots(len(modes), 2, squeeze=False)
     for mode, (left, right) in zip(modes, panels, strict=True):
-        _draw_foresight(left, report, mode)
+        _draw_hit_rates(left, report, mode)
         _draw_passes(right, report, mode)
     figure.savefig(path, dpi=150)
 
 
-def _draw_foresight(axes: Axes, report: TuneReport, mode: str) -> None:
-    names = list(dict.fromkeys(one.drafter for one in report.foresight))
-    for one in report.foresight:
+def _draw_hit_rates(axes: Axes, report: TuneReport, mode: str) -> None:
+    names = list(dict.fromkeys(one.drafter for one in report.hit_rates))
+    for one in report.hit_rates:
         if one.mode == mode:
             kind = {"start": "start", "control": "independent"}.get(one.drafter.split("-")[0], "boosted")
             colour = SERIES_COLOURS[names.index(one.drafter) % len(SERIES_COLOURS)]
@@ -44,8 +44,8 @@ def _draw_foresight(axes: Axes, report: TuneReport, mode: str) -> None:
                 _LINES[kind], marker="o", markersize=3, color=colour, label=one.drafter,
             )  # fmt: skip
     axes.set_xticks(range(1, RANKS + 1))
-    axes.set_xlabel("best k guesses")
-    axes.set_ylabel("hold what the target says, %")
+    axes.set_xlabel("k best tokens of the drafter")
+    axes.set_ylabel("include the target's token, %")
     axes.set_title(f"{mode} text: hit rate by rank", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
@@ -71,6 +71,6 @@ def _draw_passes(axes: Axes, report: TuneReport, mode: str) -> None:
     axes.set_xticks(range(1, len(report.folders) + 1))
     axes.set_xlabel("drafters, merged")
     axes.set_ylabel("tokens per pass")
-    axes.set_title(f"{mode} text: tokens per pass of the target", fontsize=10)
+    axes.set_title(f"{mode} text: tokens per target pass", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
