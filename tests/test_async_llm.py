@@ -197,7 +197,7 @@ def test_a_cancelled_call_ends_its_request(llm: LLM) -> None:
     serve(llm, use)
 
 
-def test_neighbours_of_one_that_leaves_say_the_same(llm: LLM) -> None:
+def test_neighbours_of_one_that_leaves_generate_the_same_tokens(llm: LLM) -> None:
     wanted = llm.generate("the story of", GREEDY)[0].outputs[0].token_ids
 
     async def use(engine: AsyncLLM) -> list[int]:
@@ -284,7 +284,7 @@ def _break(buffer: Any, push: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def test_who_is_told_of_an_end_and_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_of_ends_that_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     def failing(_: Any) -> None:
         raise RuntimeError("no more room for numbers")
 
@@ -300,7 +300,7 @@ def test_who_is_told_of_an_end_and_fails_harms_nobody(llm: LLM, caplog: pytest.L
     assert "no more room for numbers" in caplog.text
 
 
-def test_who_looks_on_and_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_of_steps_that_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         def on_tokens(self, *_: Any) -> None:
             raise RuntimeError("no more room for trees")

@@ -170,7 +170,7 @@ def test_07_bad_words(server: Attacked) -> None:
 
 
 # 7: where nothing is left to say only this request ends
-def test_07_bad_words_that_leave_nothing_to_say(server: Attacked) -> None:
+def test_07_bad_words_that_leave_no_token(server: Attacked) -> None:
     (token,) = server.llm.tokenizer.encode("a")
     server.beside(asks({"bad_words": ["a"], "allowed_token_ids": [token]}, "bad_words"))
 

@@ -63,7 +63,7 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_an_image_runs_as_nobody_and_tells_its_health(name: str) -> None:
+def test_an_image_runs_as_nobody_and_reports_its_health(name: str) -> None:
     made = instructions(name)
     last = dict(made[max(i for i, (word, _) in enumerate(made) if word == "FROM") :])
     assert last["USER"] == "10001"

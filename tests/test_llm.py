@@ -106,7 +106,7 @@ def test_outputs_come_in_the_order_of_prompts(llm: LLM, plain: LLM) -> None:
     assert _tokens(outputs) == _tokens(plain.generate(PROMPTS, params))
 
 
-def test_no_room_for_an_answer_to_no_limit(folder: Path) -> None:
+def test_capacity_for_answers_without_a_limit(folder: Path) -> None:
     llm = _llm(folder, max_model_len=24)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     (output,) = llm.generate([random_prompts([10])[0]], params)
@@ -148,7 +148,7 @@ def test_target_only_gives_the_same_text_too(folder: Path, small: Path, plain: L
 
 @pytest.mark.parametrize("tree", ["2,1,1", "best-first:8:4", "auto"])
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-def test_rules_that_toss_coins(folder: Path, small: Path, plain: LLM, rule: str, tree: str) -> None:
+def test_rules_that_use_random_numbers(folder: Path, small: Path, plain: LLM, rule: str, tree: str) -> None:
     llm = _llm(folder, drafters=[str(small), "ngram"], tree=tree, verification=rule)
     assert _tokens(llm.generate(PROMPTS, GREEDY)) == _tokens(plain.generate(PROMPTS, GREEDY))
     params = SamplingParams(n=3, seed=4, max_tokens=15, ignore_eos=True)
@@ -201,7 +201,7 @@ def test_each_request_may_ask_for_its_own_tree(folder: Path, small: Path, plain:
     assert 0 < stats[3]["num_spec_tokens"] <= 4
 
 
-def test_a_tree_asked_for_where_nobody_guesses_is_refused(plain: LLM) -> None:
+def test_a_tree_without_a_drafter_is_refused(plain: LLM) -> None:
     wanted = _tokens(plain.generate(PROMPTS, GREEDY))
     for tree in ("off", "auto"):  # plain decoding is what they may mean
         params = SamplingParams(temperature=0.0, max_tokens=12, tree=tree)
@@ -367,7 +367,7 @@ def test_a_stream_left_early_is_over(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_a_stream_beside_other_work(llm: LLM) -> None:
+def test_a_stream_next_to_other_work(llm: LLM) -> None:
     """Work done for others moves a stream's request on as well; nothing of it may be lost."""
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     (wanted,) = llm.generate("the cat", params)
@@ -614,7 +614,7 @@ def test_trees_that_are_fine(folder: Path, plain: LLM, tree: str) -> None:
     assert _tokens(_llm(folder, tree=tree).generate("the cat", GREEDY)) == _tokens(plain.generate("the cat", GREEDY))
 
 
-def test_a_pool_too_small_for_one_request_says_what_to_change(folder: Path) -> None:
+def test_a_pool_too_small_for_one_request_is_refused_with_a_remedy(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"lower max_model_len to \d+, or raise kv_cache_memory_bytes"):
         _llm(folder, kv_cache_memory_bytes=10_000)
     llm = _llm(folder, kv_cache_memory_bytes=10_000, max_model_len=30)
@@ -735,7 +735,7 @@ def test_nan_in_a_batch_is_one_requests_error(llm: LLM, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("tree", ["off", "2,1,1"])
-def test_a_stream_goes_on_after_an_interrupt_beside_it(
+def test_a_stream_goes_on_after_an_interrupt_of_another(
     folder: Path, plain: LLM, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that comes between the cache's taking of slots and the request's."""

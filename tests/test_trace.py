@@ -79,7 +79,7 @@ def test_without_a_tokenizer_tokens_have_no_text() -> None:
     assert TokenDecoder(None)(3) == TokenDecoder(None).text([3, 4]) == ""
 
 
-def test_only_changed_parameters_are_told() -> None:
+def test_only_changed_parameters_are_shown() -> None:
     params = SamplingParams(max_tokens=9, structured_outputs={"regex": "a+"}, stop=["x"])
     told = changed_params(params)
     assert set(told) == {"max_tokens", "structured_outputs", "stop"}

@@ -281,7 +281,7 @@ def test_bad_input_is_refused_before_the_long_work(
         run_kernels(make_config(folders, **changes))
 
 
-def test_the_command_takes_what_it_is_told(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_the_command_takes_its_options(folders: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = ["bench", "kernels", folders[0], "--drafter", folders[1], "--dtype", "bfloat16", "--rows", "2", "--rows",
              "5", "--context", "8", "--repeats", "1", "--busy", "1", "--json", str(file)]  # fmt: skip

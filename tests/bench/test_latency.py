@@ -156,7 +156,7 @@ def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, 
 
 
 @pytest.mark.distributed
-def test_a_target_over_two_processes_says_the_same(report: LatencyReport, folders: tuple[str, str]) -> None:
+def test_a_target_over_two_processes_generates_the_same_tokens(report: LatencyReport, folders: tuple[str, str]) -> None:
     split = run_latency(make_config(folders, repeats=1, warmup=0, tensor_parallel_size=2))
     assert [run.token_ids for run in split.plain.runs] == [run.token_ids for run in report.plain.runs[:2]]
     assert split.environment.target_parameters == report.environment.target_parameters
@@ -222,7 +222,7 @@ def test_bad_input_is_refused_before_the_long_work(
     assert not list(tmp_path.glob("specinfer/*"))
 
 
-def test_grown_models_say_the_same_at_a_larger_size(
+def test_grown_models_generate_the_same_tokens_at_a_larger_size(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

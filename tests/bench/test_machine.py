@@ -107,7 +107,7 @@ def test_a_scope_where_systemd_runs(
     assert cap_memory(LIMIT).method == "none"
 
 
-def test_a_worker_that_its_cap_ends_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_its_memory_limit_ends_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "group"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
@@ -141,7 +141,7 @@ def test_what_a_process_holds() -> None:
     assert not reset_peak(process.pid)
 
 
-def test_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_reports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "PROC", tmp_path)
     assert peak_resident(1) == 0
     assert not reset_peak(1)
@@ -208,7 +208,7 @@ def test_an_error_of_the_disk_is_raised(files: list[Path], monkeypatch: pytest.M
     bandwidth.close()
 
 
-def test_without_direct_reads_it_says_so(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_direct_reads_it_is_reported(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     open_file = os.open
 
     def refuse(path: Any, flags: int, *args: Any) -> int:

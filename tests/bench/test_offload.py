@@ -220,7 +220,7 @@ def run_turns(own: FakeArms, config: OffloadBenchConfig, rates: Iterator[float] 
     return turns
 
 
-def test_a_run_is_held_against_what_the_disk_gave_just_before_and_after(folders: tuple[str, str]) -> None:
+def test_a_run_is_compared_with_the_speed_of_the_disk_before_and_after(folders: tuple[str, str]) -> None:
     config = make_config(folders, trees=("1",), batch_sizes=(3,), temperatures=(0.0,), repeats=1, warmup=0)
     (result,) = run_turns(FakeArms(), config, map(float, itertools.count())).results()
     assert [[run.disk_rate for run in arm.runs] for arm in result.arms] == [[0.5], [1.5]]
@@ -234,7 +234,9 @@ def test_a_changed_output_is_an_error_in_float32_and_counted_in_other_types(fold
         assert result.batches.partings(result.batches.trees[0]) == [3]
 
 
-def test_what_the_target_says_in_memory_is_compared(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_the_target_in_memory_is_compared(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, prompts = make_config(folders, trees=("1",)), [list(prompt) for prompt in PROMPTS]
     results, job = run_turns(FakeArms(), config).results(), OwnSetup("", {}, ["1"], [], 0, {})
     monkeypatch.setattr(offload_turns, "OwnArms", lambda job: FakeArms())
@@ -522,9 +524,7 @@ def test_what_must_be_written_first(folders: tuple[str, str], tmp_path: Path, mo
     assert needs["peers"].num_bytes == pytest.approx(weight_bytes(made.target, "auto", None) + drafter, rel=0.05)
 
 
-def test_a_disk_without_room_is_refused_by_the_option_that_fills_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_by_the_option_that_needs_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 * 10**9}))
     check_room([Need("grow", tmp_path / "a" / "b", 4 * 10**9)])
     with pytest.raises(ValueError, match=r"peers: 2\.0 GB would be written to .*c, and 0\.7 GB are to be had there"):

@@ -126,7 +126,7 @@ def _exists(name: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_hosts_go_with_who_made_them(hosts: Namespaces, number: signal.Signals) -> None:
+def test_hosts_end_with_the_process_that_made_them(hosts: Namespaces, number: signal.Signals) -> None:
     program = (
         "import signal, subprocess, sys, time\n"
         "from specinfer.bench.namespaces import Namespaces\n"
@@ -278,7 +278,7 @@ def test_numbers_follow_from_what_was_counted(report: ParallelReport) -> None:
     )
 
 
-def test_outputs_that_part_are_told(report: ParallelReport) -> None:
+def test_outputs_that_differ_are_reported(report: ParallelReport) -> None:
     result = report.split_results[0]
     run = result.plain.runs[0]
     other = replace(run, batch=replace(run.batch, outputs=((*run.batch.outputs[0][:3], -1),)))
@@ -439,7 +439,7 @@ def test_the_command_refuses_in_one_line(
 
 
 @pytest.mark.distributed
-def test_a_split_over_two_hosts_says_what_one_process_says(hosts: Namespaces, folders: tuple[str, str]) -> None:
+def test_a_split_over_two_hosts_generates_what_one_process_does(hosts: Namespaces, folders: tuple[str, str]) -> None:
     config = make_config(folders, namespaces=True, link_latencies=("2ms",), splits=("2x1",), batch_sizes=(3,),
                          temperatures=(0.8,), trees=("1,1,1",))  # fmt: skip
     report = run_parallel(config)

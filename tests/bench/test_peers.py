@@ -159,7 +159,7 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------ measurement
 
 
-def test_peers_are_measured_beside_our_arms(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     report = measure(folders, "fake", "fake-draft", "fake:q8_0", "fake:f32", "absent", json=file)
     assert report.peers is not None
@@ -240,7 +240,7 @@ def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path, monkeyp
         assert "on the CPU only" in peers.report().skipped["fake:f32"]
 
 
-def test_without_peers_the_report_says_nothing_of_them(folders: tuple[str, str]) -> None:
+def test_without_peers_the_report_does_not_mention_them(folders: tuple[str, str]) -> None:
     report = measure(folders, trees=("1",), repeats=1)
     assert "peers" not in report.as_dict()
     assert shown(report) == ""
@@ -285,7 +285,7 @@ def _usual_verbosity() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_usual_verbosity")
-def test_transformers_says_the_text(folders: tuple[str, str]) -> None:
+def test_transformers_generates_the_text(folders: tuple[str, str]) -> None:
     from specinfer.bench.peers.transformers_engine import create
 
     text = expected(Path(folders[0]), PROMPTS[1], 24)
@@ -293,7 +293,7 @@ def test_transformers_says_the_text(folders: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_compiled_says_the_text(folders: tuple[str, str]) -> None:
+def test_transformers_compiled_generates_the_text(folders: tuple[str, str]) -> None:
     """In a process of its own: what is compiled, and how, is settled for a whole process."""
     process = PeerProcess("specinfer.bench.peers.transformers_compiled_engine", 1)
     try:
@@ -309,7 +309,7 @@ def test_transformers_compiled_says_the_text(folders: tuple[str, str]) -> None:
 
 @pytest.mark.usefixtures("_usual_verbosity")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_accelerate_says_the_text_with_every_layer_on_the_disk(tmp_path: Path, family: str) -> None:
+def test_accelerate_generates_the_text_with_every_layer_on_the_disk(tmp_path: Path, family: str) -> None:
     pytest.importorskip("accelerate")
     from specinfer.bench.peers.accelerate_engine import create
 
@@ -326,7 +326,7 @@ def test_accelerate_says_the_text_with_every_layer_on_the_disk(tmp_path: Path, f
 
 @pytest.mark.peer
 @pytest.mark.parametrize("weights", ["f32", "f16"])
-def test_llama_cpp_says_the_text_of_the_embedded_pair(tmp_path: Path, weights: str) -> None:
+def test_llama_cpp_generates_the_text_of_the_embedded_pair(tmp_path: Path, weights: str) -> None:
     pytest.importorskip("llama_cpp")
     from specinfer.bench.peers.llama_cpp_engine import create
 
@@ -352,7 +352,7 @@ def test_llama_cpp_says_the_text_of_the_embedded_pair(tmp_path: Path, weights: s
         ("qwen3", {}),
     ],
 )
-def test_llama_cpp_says_the_text_of_each_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_llama_cpp_generates_the_text_of_each_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     pytest.importorskip("llama_cpp")
     from specinfer.bench.peers.llama_cpp_engine import create
 
@@ -363,7 +363,7 @@ def test_llama_cpp_says_the_text_of_each_family(tmp_path: Path, family: str, cha
 
 
 @pytest.mark.peer
-def test_openvino_says_the_text_of_the_embedded_pair(tmp_path: Path) -> None:
+def test_openvino_generates_the_text_of_the_embedded_pair(tmp_path: Path) -> None:
     pytest.importorskip("openvino_genai")
     from specinfer.bench.peers.openvino_engine import converted, create
 
@@ -431,7 +431,7 @@ def test_a_gguf_file_rounds_matrices_only(tmp_path: Path, weights: str, toleranc
         ("llama", {"intermediate_size": 40}, "q8_0", "cannot be written as Q8_0"),
     ],
 )
-def test_what_a_gguf_file_cannot_say_is_refused(
+def test_what_a_gguf_file_cannot_express_is_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], weights: str, message: str
 ) -> None:
     folder = save_model(tmp_path / "model", family, **changes)

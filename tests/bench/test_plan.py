@@ -176,7 +176,7 @@ def test_remeasuring(folders: tuple[str, str]) -> None:
     assert len(MEASURED) == 2
 
 
-def test_assumed_acceptance_leaves_room_for_doubt() -> None:
+def test_assumed_acceptance_has_bounds() -> None:
     assert AcceptanceModel.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
     assert AcceptanceModel.assumed((1.0,)).by_rank().tolist() == [0.98]
 
@@ -265,7 +265,7 @@ def test_the_command_prints_the_plan(folders: tuple[str, str], capsys: pytest.Ca
 # ------------------------------------------------------------------------------------ targets that are streamed
 
 
-def test_what_a_pass_of_a_streamed_target_reads_is_told(
+def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curve = StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 2.0)])

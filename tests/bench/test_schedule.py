@@ -56,7 +56,7 @@ def make_config(folders: Sequence[str], **changes: Any) -> ScheduleConfig:
     return ScheduleConfig(**(options | changes))
 
 
-def test_every_arm_runs_every_part_and_says_the_same(folders: tuple[str, str, str], tmp_path: Path) -> None:
+def test_every_arm_runs_every_part_with_the_same_tokens(folders: tuple[str, str, str], tmp_path: Path) -> None:
     config = make_config(folders, json=tmp_path / "it.json")
     report = run_schedule(config)
     assert [arm.name for arm in report.arms] == [OFF_NAME, *ARMS, AUTO, LEARNED]
@@ -108,7 +108,7 @@ def test_arms_take_turns_in_an_order_that_rotates(folders: tuple[str, str, str])
     assert len(set(firsts)) > 4
 
 
-def test_who_guesses_stands_after_an_at() -> None:
+def test_the_drafter_is_named_after_an_at_sign() -> None:
     assert split_arm("best-first:7:7") == ("best-first:7:7", "all")
     assert split_arm("1,1@models") == ("1,1", "models")
     assert len(set(FIXED)) == len(FIXED)

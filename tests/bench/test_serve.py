@@ -292,7 +292,7 @@ def test_one_arm_on_another_server_sends_nothing_special(server: FakeServer) -> 
     assert report.results[0].plain is None
 
 
-def test_the_screen_says_what_failed_and_how_arms_compare(server: FakeServer) -> None:
+def test_the_screen_shows_failures_and_how_arms_compare(server: FakeServer) -> None:
     output = io.StringIO()
     print_serve(run_serve(make_config(server)), Console(file=output, width=100))
     assert output.getvalue().count("Serving Benchmark Result") == 2
@@ -310,7 +310,7 @@ def test_a_run_without_any_answer_fails(server: FakeServer) -> None:
         run_serve(make_config(server, base_url="http://127.0.0.1:1"))
 
 
-def test_overhead_is_told() -> None:
+def test_overhead_is_reported() -> None:
     overhead = Overhead(Spread.of([0.5, 0.7]), Spread.of([2.0]), Spread.of([4.0]), 2)
     assert "0.600 ms a token (0.550 to 0.650) and 2.00 ms to the first token" in overhead_line(overhead)
     assert overhead.as_dict()["num_pairs"] == 2
@@ -327,7 +327,7 @@ def test_the_command_reads_its_options(server: FakeServer) -> None:
     assert "goodput: 'ttft' cannot be read" in result.stderr
 
 
-def test_a_server_that_does_not_start_is_told() -> None:
+def test_a_server_that_does_not_start_is_reported() -> None:
     started = time.monotonic()
     with (
         pytest.raises(RuntimeError, match=r"the server did not start: .*/no/such/model"),

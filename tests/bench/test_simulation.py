@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_split() -> None:
         plan_machines(SimulationConfig(device_memory="1MiB"), SHAPE, measured, BY_RANK.tolist())
 
 
-def test_other_machines_are_faster_by_what_is_told() -> None:
+def test_other_machines_are_faster_by_the_given_factors() -> None:
     measured = make_costs(rest=0.02, draft=0.01).step
     twice = SimulationConfig(scale=2.0).costs(measured, SHAPE).step
     assert twice.target.seconds == pytest.approx(measured.target.seconds / 2)

@@ -66,7 +66,7 @@ def test_every_arm_runs_every_batch_in_every_repeat(report: ThroughputReport) ->
         assert result.num_outputs == sum(map(len, batches[result.size])) * 2
 
 
-def test_a_prompt_says_the_same_in_every_batch(report: ThroughputReport) -> None:
+def test_a_prompt_gets_the_same_tokens_in_every_batch(report: ThroughputReport) -> None:
     said: dict[int, set[tuple[int, ...]]] = {}
     for result in report.results:
         for run in result.plain.runs:
@@ -288,7 +288,7 @@ def test_batches_that_memory_cannot_hold_are_refused(folders: tuple[str, str], m
         run_throughput(make_config(folders))
 
 
-def test_the_command_takes_what_it_is_told(tmp_path: Path, folders: tuple[str, str]) -> None:
+def test_the_command_takes_its_options(tmp_path: Path, folders: tuple[str, str]) -> None:
     target = str(save_tokenizer(save_model(tmp_path / "target", max_position_embeddings=1024)))
     file = tmp_path / "numbers.json"
     words = ["bench", "throughput", target, "--drafter", "ngram", "--tree", "1", "--batch", "1", "--batch", "2",

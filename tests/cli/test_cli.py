@@ -307,7 +307,7 @@ def test_a_missing_model_or_prompt_is_named(target: str, tmp_path: Path) -> None
     assert "UTF-8" in refusal("generate", target, "--file", str(tmp_path / "d.txt"))
 
 
-def test_speculative_config_says_what_the_flags_say(target: str, drafter: str) -> None:
+def test_speculative_config_is_equivalent_to_the_flags(target: str, drafter: str) -> None:
     words = (target, "the", *GREEDY)
     chain = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
     as_config = records(*words, "--speculative-config", json.dumps(chain))
@@ -505,7 +505,7 @@ def test_an_interrupt_ends_one_answer_of_a_chat(
 # ------------------------------------------------------------------------------------ how things end
 
 
-def test_what_nobody_foresaw_is_one_line_or_with_debug_a_traceback(
+def test_an_unexpected_error_is_one_line_or_with_debug_a_traceback(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind: type[Exception]
@@ -619,7 +619,7 @@ def _pair_of_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")
-def test_demo_streams_measures_and_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_streams_measures_and_suggests_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FIND_CHAT_MODEL, lambda: None)
     result = run("demo", env=TERMINAL)
     shown = ANSI.sub("", result.stdout)
@@ -691,7 +691,7 @@ def approx_records(records: list[dict[str, Any]]) -> Any:
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")
-def test_without_the_chat_models_package_the_code_pair_is_used_and_a_line_says_so(
+def test_without_the_chat_models_package_the_code_pair_is_used_with_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FIND_CHAT_MODEL, lambda: None)
@@ -722,7 +722,7 @@ def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
 
 
 @pytest.mark.usefixtures("_tiny_chat_model")
-def test_a_drafter_of_the_chat_model_stays_as_it_is_beside_a_grown_target(
+def test_a_drafter_of_the_chat_model_stays_as_it_is_next_to_a_grown_target(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)

@@ -42,14 +42,14 @@ def llm(model_folder: Callable[..., Path], told: Told, tmp_path_factory: pytest.
             yield loaded
 
 
-def test_loading_tells_how_much_of_the_layers_was_read(llm: LLM, told: Told) -> None:
+def test_loading_reports_how_much_of_the_layers_was_read(llm: LLM, told: Told) -> None:
     reading = [(done, total) for name, done, total in told if name.startswith("reading layers")]
     assert len(reading) >= llm.target.loaded.stream.num_layers
     assert [done for done, _ in reading] == sorted({done for done, _ in reading})
     assert reading[-1][0] == reading[-1][1] > 0
 
 
-def test_timing_slow_passes_is_told_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_slow_passes_is_logged(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_measurement, "_NUM_QUICK", 1e9)
     told: Told = []
     cost_measurement.measure_costs(llm.target, llm.drafter, progress=lambda *now: told.append(now))
@@ -83,7 +83,7 @@ def test_a_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture, monkeyp
     ]
 
 
-def test_a_log_tells_of_sizes_that_are_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_sizes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     log = LoadingLog(logging.getLogger("specinfer"))
     with caplog.at_level(logging.INFO, "specinfer"):
         for done in range(4):
@@ -91,7 +91,7 @@ def test_a_log_tells_of_sizes_that_are_captured(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["capturing passes of m: 3 of 3 sizes"]
 
 
-def test_until_the_first_token_comes_it_is_told_what_was_read(llm: LLM) -> None:
+def test_progress_of_reading_is_reported_until_the_first_token(llm: LLM) -> None:
     shown = FirstToken(llm)
     seen = []
     for _ in llm.stream("the", GREEDY):
@@ -99,7 +99,7 @@ def test_until_the_first_token_comes_it_is_told_what_was_read(llm: LLM) -> None:
     assert re.fullmatch(r"reading the prompt: \d+ of \d+ tokens · \d+\.\d GB at \d+\.\d\d GB/s", seen[0])
 
 
-def test_numbers_tell_what_was_read_since_the_last(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_report_the_bytes_read_since_the_last_line(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(stats=True)
     screen.watch(llm)
     answer = screen.stream(llm, "the", GREEDY, stoppable=False)
@@ -113,7 +113,7 @@ def test_numbers_tell_what_was_read_since_the_last(llm: LLM, capsys: pytest.Capt
     assert not capsys.readouterr().err
 
 
-def test_a_model_that_is_held_reads_nothing(model_folder: Callable[..., Path]) -> None:
+def test_a_model_in_memory_reads_nothing(model_folder: Callable[..., Path]) -> None:
     screen = Screen(stats=True)
     with LLM(model_folder("llama", tokenizer=True), drafters=[]) as llm:
         screen.watch(llm)

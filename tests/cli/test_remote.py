@@ -99,7 +99,7 @@ def test_numbers_are_shown_if_asked_for(server: FakeServer) -> None:
     assert "1.50 a pass" in talk.stderr
 
 
-def test_text_is_coloured_by_who_guessed_it(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_coloured_by_its_drafter(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"text": "de", "accepted": True}, {"text": "no", "accepted": False}, {"text": "f x", "accepted": True}]
     steps = [{"nodes": nodes, "path": [1, 3], "next": {"text": "()", "token": 3}}]
     server.events = [
@@ -167,17 +167,17 @@ def test_a_refusal_is_one_line_and_the_next_line_is_answered(server: FakeServer)
         ([b"[1]"], "no object"),
     ],
 )
-def test_a_failure_in_mid_stream_is_told(server: FakeServer, events: list[Any], told: str) -> None:
+def test_a_failure_in_mid_stream_is_reported(server: FakeServer, events: list[Any], told: str) -> None:
     server.events = events
     assert told in run("complete", "--url", server.url, "-q", "hi", code=2).stderr
 
 
-def test_a_stream_that_was_cut_off_is_told(server: FakeServer) -> None:
+def test_a_stream_that_was_cut_off_is_reported(server: FakeServer) -> None:
     server.broken = True
     assert "before it was whole" in run("complete", "--url", server.url, "-q", "hi", code=2).stderr
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_a_missing_server_is_reported() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -186,7 +186,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
     assert "specinfer serve" in result.stderr
 
 
-def test_a_key_is_sent_and_its_lack_is_told(server: FakeServer) -> None:
+def test_a_key_is_sent_and_a_missing_one_is_reported(server: FakeServer) -> None:
     server.key = "secret"
     words = ("complete", "--url", server.url, "-q", "hi")
     assert (
@@ -213,7 +213,7 @@ def test_a_model_the_server_does_not_have_is_refused(server: FakeServer) -> None
         (("--temperature", "-1"), "temperature"),
     ],
 )
-def test_options_of_the_engine_are_refused_beside_an_address(
+def test_options_of_the_engine_are_refused_together_with_an_address(
     server: FakeServer, words: tuple[str, ...], told: str
 ) -> None:
     assert told in run("complete", "--url", server.url, *words, code=2).stderr
@@ -284,7 +284,7 @@ def test_asking_a_server_needs_no_torch(server: FakeServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_servers_model_says_what_it_says_in_process() -> None:
+def test_a_servers_model_generates_what_it_does_in_process() -> None:
     words = ("--temperature", "0", "--max-tokens", "40", "-q", "import os\nimport ", "--stats")
     engine = ("--tree", "2,1,1", "--dtype", "float32")
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}

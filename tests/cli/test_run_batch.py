@@ -75,7 +75,7 @@ def run_all(
         (request_line("a", body={"stream": True}), "stream: a batch has whole responses"),
     ],
 )
-def test_a_bad_line_becomes_a_line_that_says_so(line: bytes, told: str) -> None:
+def test_a_bad_line_becomes_an_error_line(line: bytes, told: str) -> None:
     (before, record, after), counts = run_all([request_line("x"), line, request_line("y")])
     assert record["response"] is None
     assert record["error"]["code"] == "invalid_line"

@@ -111,7 +111,7 @@ def test_one_step_of_one_request(written: Path) -> None:
     assert "class A" in shown
 
 
-def test_what_a_model_said_cannot_move_the_cursor(save: Callable[[Lines], str]) -> None:
+def test_output_of_a_model_cannot_move_the_cursor(save: Callable[[Lines], str]) -> None:
     lines = small()
     evil = "\x1b[2J\x07"
     lines[1]["prompt"], lines[1]["params"], lines[3]["error"] = evil, {"prediction": evil}, evil
@@ -153,7 +153,7 @@ def test_the_reader_knows_what_the_writer_writes() -> None:
     assert NEWEST_VERSION == VERSION
 
 
-def test_requests_that_did_not_end_and_lines_left_out_are_told(save: Callable[[Lines], str]) -> None:
+def test_requests_that_did_not_end_and_lines_left_out_are_reported(save: Callable[[Lines], str]) -> None:
     shown = run(save([*small()[:3], {"type": "left_out", "lines": 4}]))
     assert "the trace ends before this request does" in shown
     assert "4 lines were left out" in shown

@@ -155,7 +155,7 @@ def test_unknown_drawings(rule: str, drawing: Any) -> None:
 
 
 @pytest.mark.parametrize("tree", ["1,1", "best-first:4"])
-def test_a_tree_needs_somebody_who_guesses(tree: str) -> None:
+def test_a_tree_needs_a_drafter(tree: str) -> None:
     with pytest.raises(ValueError, match="needs a drafter and drafters is empty"):
         SpeculativeConfig(drafters=(), tree=tree)
     for fine in ("off", "auto"):

@@ -57,9 +57,7 @@ def test_limits_of_the_first_version_count(groups: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"GOMP_SPINCOUNT": "77"}, False)])
-def test_openmp_is_loaded_with_threads_that_spin_shortly_unless_the_user_has_said_how_long(
-    given: dict[str, str], expected: bool
-) -> None:
+def test_openmp_threads_spin_shortly_unless_the_user_has_set_how_long(given: dict[str, str], expected: bool) -> None:
     code = (
         "import os; from specinfer.core.cpus import load_openmp; load_openmp(); print(os.environ.get('GOMP_SPINCOUNT'))"
     )

@@ -449,7 +449,7 @@ def test_a_grammar_ends_an_output_that_ignores_end_tokens(pair: tuple[LLM, LLM])
         assert output.outputs[0].finish_reason == "stop"
 
 
-def test_with_penalties_and_bad_words_and_the_engines_own_requests_beside(pair: tuple[LLM, LLM]) -> None:
+def test_with_penalties_bad_words_and_other_requests_of_the_engine(pair: tuple[LLM, LLM]) -> None:
     params = [
         SamplingParams(max_tokens=12, seed=1),
         SamplingParams(max_tokens=12, seed=1, structured_outputs={"regex": "[a-z ]*"}, bad_words=["the", "ab", "e"]),

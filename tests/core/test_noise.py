@@ -73,7 +73,7 @@ def test_every_hash_gives_finite_noise(bits: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
-def test_coins_are_splitmix64_of_a_stream_of_their_own(seed: int) -> None:
+def test_uniform_numbers_are_splitmix64_of_a_stream_of_their_own(seed: int) -> None:
     uniforms, state = UniformStream(seed), derive_seed(seed, 2**62)
     for _ in range(20):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -82,7 +82,7 @@ def test_coins_are_splitmix64_of_a_stream_of_their_own(seed: int) -> None:
         assert 0 <= toss < 1
 
 
-def test_coins_of_a_seed_are_always_the_same_and_of_others_not() -> None:
+def test_uniform_numbers_depend_on_the_seed_alone() -> None:
     tossed = {
         seed: tuple(uniforms.next_uniform() for _ in range(3))
         for seed in range(50)

@@ -43,7 +43,7 @@ def test_a_file_edited_twice_takes_few_passes(tmp_path: Path, drafters: list[str
     assert min(passes) >= 5, passes
 
 
-def test_a_salt_keeps_what_was_said_apart(tmp_path: Path) -> None:
+def test_a_salt_keeps_generated_tokens_apart(tmp_path: Path) -> None:
     """Guesses from another salt's text would show that it had been said."""
     folder = save_tokenizer(save_model(tmp_path, max_position_embeddings=2048))
     says = SamplingParams(temperature=0, max_tokens=None, structured_outputs=StructuredOutputsParams(choice=[FILE]))

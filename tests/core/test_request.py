@@ -97,7 +97,7 @@ def test_the_end_token_is_not_in_the_text() -> None:
     assert request.output_ids[-1] == 1
 
 
-def test_origins_stand_beside_tokens() -> None:
+def test_every_token_has_an_origin() -> None:
     request = make_request("0", [1], SamplingParams(max_tokens=9))
     request.append(3, "ngram")
     request.append(4, None)
@@ -133,7 +133,7 @@ def test_counters_by_hand() -> None:
     assert one.acceptance_histogram == {2: 1, 0: 1}
 
 
-def test_counters_of_a_request_that_said_nothing() -> None:
+def test_counters_of_a_request_without_output() -> None:
     empty = SpeculationStats().as_dict()
     assert (empty["tokens_per_pass"], empty["mean_acceptance_length"]) == (0.0, 1.0)
     assert empty["draft_acceptance_rate"] == 0.0
@@ -184,6 +184,6 @@ def test_plain_greedy_is_the_argmax_of_bare_logits() -> None:
     assert not make_request("0", [5], greedy, grammar=Counted(3)).is_plain_greedy
 
 
-def test_coins_are_those_of_the_seed() -> None:
+def test_random_numbers_are_those_of_the_seed() -> None:
     one, same, other = (make_request("0", [5], seed=seed) for seed in (4, 4, 5))
     assert one.uniforms.next_uniform() == same.uniforms.next_uniform() != other.uniforms.next_uniform()

@@ -168,7 +168,7 @@ def test_top_p_and_top_k_do_not_change_the_argmax() -> None:
     assert SamplingParams(temperature=0.0, top_p=0.1, top_k=3, min_p=0.5, seed=3).is_plain_greedy
 
 
-def test_schemas_stand_beside_a_grammar_alone() -> None:
+def test_schemas_go_only_with_a_grammar() -> None:
     asked = StructuredOutputsParams(grammar="start: @a", schemas={"a": {"type": "null"}})
     assert (asked.kind, asked.text) == ("grammars", '["start: @a", ["a", "{\\"type\\": \\"null\\"}"]]')
     for wrong in ({"regex": "a", "schemas": {}}, {"grammar": "start: @a", "schemas": ["a"]}):

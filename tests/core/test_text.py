@@ -58,7 +58,7 @@ def test_spaces_between_tokens_are_kept(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("character", ["\u00e9", "\u20ac", "\U0001f642"])
-def test_half_a_character_is_held_back(character: str) -> None:
+def test_half_a_character_is_not_emitted(character: str) -> None:
     buffer = TextBuffer(_decode)
     seen = []
     for token in TOKENIZER.encode(f"a{character}b"):
@@ -153,7 +153,7 @@ def test_settled_holds_back_the_longest_beginning_of_a_stop_string(text: str, st
     assert buffer.settled() == text[: len(text) - max(held, default=0)]
 
 
-def test_many_long_stop_strings_are_quickly_told_from_the_text() -> None:
+def test_many_long_stop_strings_are_searched_quickly() -> None:
     buffer = TextBuffer(lambda _: "", [f"a{i}" + "b" * 1000 for i in range(64)])
     buffer.text = "b" * 2000
     start = time.process_time()

@@ -89,7 +89,7 @@ def test_a_tree_of_fewer_nodes_keeps_their_draws(tree: TokenTree, data: st.DataO
     assert tree.keep(range(len(tree))) == tree
 
 
-def test_a_draw_with_a_law_may_not_be_left_out() -> None:
+def test_a_draw_with_a_distribution_may_not_be_left_out() -> None:
     """What a rejected draw leaves to others is part of the distribution: without it the output would be another."""
     tree = TokenTree((7, 1, 2), (-1, 0, 0), (Draw(1, "a", DISTRIBUTION), Draw(2, "a")))
     assert tree.keep([0, 1]).draws == (Draw(1, "a", DISTRIBUTION),)
@@ -97,7 +97,7 @@ def test_a_draw_with_a_law_may_not_be_left_out() -> None:
         tree.keep([0, 2])
 
 
-def test_laws_without_what_was_drawn_before() -> None:
+def test_distributions_without_the_tokens_drawn_before() -> None:
     assert DISTRIBUTION.weights().tolist() == [0.5, 0.25, 0.25]
     assert DISTRIBUTION._replace(removed=(0,)).weights().tolist() == [0, 0.5, 0.5]
     assert DISTRIBUTION._replace(removed=(0, 2)).weights().tolist() == [0, 1, 0]
@@ -105,7 +105,7 @@ def test_laws_without_what_was_drawn_before() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_merged_nodes_belong_to_who_guessed_first(order: int) -> None:
+def test_merged_nodes_belong_to_the_first_drafter(order: int) -> None:
     """The largest tree keeps the numbers of its nodes; draws stay in the order of the trees."""
     one, two = TokenTree.chain(7, [1, 2], "one"), TokenTree.chain(7, [1, 3, 4], "two")
     merged = TokenTree.merge([one, two][::order])

@@ -155,7 +155,7 @@ def test_small_model_grows_the_expansion(
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mpt", "gpt2"])
 @pytest.mark.parametrize("widths", [(2, 1, 1), (1, 1), (2, 2)])
-def test_small_model_keeps_up_whatever_was_said(
+def test_small_model_keeps_up_with_any_output(
     family: str, widths: tuple[int, ...], runner_of: Callable[..., ModelRunner]
 ) -> None:
     """Its cache follows accepted paths, rejected ones, steps it slept through and steps without a budget."""
@@ -188,7 +188,7 @@ def test_small_model_reads_long_prompts_in_chunks(
     drafter.forget("0")
 
 
-def test_small_model_without_room_guesses_less(runner_of: Callable[..., ModelRunner]) -> None:
+def test_small_model_without_free_slots_drafts_less(runner_of: Callable[..., ModelRunner]) -> None:
     runner = resized(runner_of("llama"), 11)  # one too few for the prompt and a level to go on from
     drafter = SmallModelDrafter(runner, VOCAB)
     request = make_request("0", random_prompts([10])[0])
@@ -200,7 +200,7 @@ def test_small_model_without_room_guesses_less(runner_of: Callable[..., ModelRun
     assert _draft(drafter, long, 1).num_guessed == 0
 
 
-def test_room_does_not_choose_among_draws(runner_of: Callable[..., ModelRunner]) -> None:
+def test_free_slots_do_not_choose_among_draws(runner_of: Callable[..., ModelRunner]) -> None:
     """Two equal draws take one slot and two different ones two: what was drawn is kept either way."""
     runner = resized(runner_of("llama"), 3)  # two for the prompt, one for the tree
     drafter = SmallModelDrafter(runner, VOCAB, draft_sampling="iid")
@@ -243,7 +243,7 @@ def test_a_token_the_drafter_lacks_costs_that_request_its_guesses_only(runner_of
     drafter.forget("b")
 
 
-def test_small_model_never_guesses_what_cannot_be_said(runner_of: Callable[..., ModelRunner]) -> None:
+def test_small_model_never_drafts_tokens_that_cannot_be_emitted(runner_of: Callable[..., ModelRunner]) -> None:
     drafter = SmallModelDrafter(runner_of("llama"), VOCAB)
     params = SamplingParams(temperature=1.0, allowed_token_ids=[3, 60])
     tree = _draft(drafter, make_request("0", [1, 2], params), 4, 3)
@@ -445,7 +445,7 @@ class Sulking(Script):
     forget = observe
 
 
-def test_a_drafter_that_cannot_be_told_anything_ends_no_step(runner_of: Callable[..., ModelRunner]) -> None:
+def test_a_drafter_that_fails_to_observe_and_forget_ends_no_step(runner_of: Callable[..., ModelRunner]) -> None:
     runner = runner_of("llama")
     (plain,) = run(make_engine(runner), [make_request("0", [3, 1, 4], SamplingParams(temperature=0, max_tokens=8))])
     merged = MergedDrafter([Sulking("bad", _chain(7)), Script("b", _chain(9, 9))])

@@ -74,7 +74,7 @@ def test_a_step_without_work_does_nothing(runner_of: Runners) -> None:
     assert engine.metrics.num_steps == 0
 
 
-def test_a_step_returns_who_said_something(runner_of: Runners) -> None:
+def test_a_step_returns_the_requests_that_got_tokens(runner_of: Runners) -> None:
     engine = _engine(runner_of, max_num_batched_tokens=20)
     short, long = make_request("s", PROMPTS[0], GREEDY), make_request("l", PROMPTS[3], GREEDY)
     engine.add(long)
@@ -234,7 +234,7 @@ def _tossing(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid", "top-k"])
 @pytest.mark.parametrize("rule", TOSSING)
-def test_rules_that_toss_coins_serve_all_kinds_of_requests(
+def test_rules_that_use_random_numbers_serve_all_kinds_of_requests(
     rule: str, drawing: str, shape: str, runner_of: Runners
 ) -> None:
     engine, requests = _tossing(runner_of, rule, shape, drawing, max_num_batched_tokens=24), _requests()
@@ -257,7 +257,7 @@ def _sampled(count: int = 8, max_tokens: int = 20) -> list[Request]:
 
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid", "top-k"])
 @pytest.mark.parametrize("rule", TOSSING)
-def test_the_same_seed_says_the_same_in_any_batch(rule: str, drawing: str, runner_of: Runners) -> None:
+def test_the_same_seed_generates_the_same_tokens_in_any_batch(rule: str, drawing: str, runner_of: Runners) -> None:
     """With the same drafters and a fixed tree: coins and draws are a request's own."""
     together = _sampled()
     run(_tossing(runner_of, rule, drawing=drawing), together)
@@ -300,7 +300,9 @@ def test_requests_that_want_no_guesses_are_decoded_plainly_under_any_rule(rule: 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", TOSSING)
-def test_an_end_inside_an_accepted_path_under_rules_that_toss_coins(rule: str, shape: str, runner_of: Runners) -> None:
+def test_an_end_inside_an_accepted_path_under_rules_that_use_random_numbers(
+    rule: str, shape: str, runner_of: Runners
+) -> None:
     """A copy of the target: of the guesses drawn for it nearly all are accepted."""
     inside = 0
     for fields in ({"stop": ["e", "ti"]}, {"stop_token_ids": list(range(20, 40))}, {"logit_bias": {EOS: 3.0}}):
@@ -325,7 +327,9 @@ def test_an_end_inside_an_accepted_path_under_rules_that_toss_coins(rule: str, s
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", TOSSING)
-def test_preempted_requests_go_on_under_rules_that_toss_coins(rule: str, shape: str, runner_of: Runners) -> None:
+def test_preempted_requests_go_on_under_rules_that_use_random_numbers(
+    rule: str, shape: str, runner_of: Runners
+) -> None:
     engine, requests = _tossing(runner_of, rule, shape, num_slots=75, max_num_batched_tokens=16), _sampled(8, 30)
     run(engine, requests)
     assert engine.metrics.num_preempted > 3
@@ -598,7 +602,7 @@ def test_nan_ends_only_the_request_it_belongs_to(
 @pytest.mark.parametrize("rule", TOSSING)
 @pytest.mark.parametrize("victim", [0, 5])
 @pytest.mark.parametrize("after", [0, 2])
-def test_nan_under_rules_that_toss_coins(
+def test_nan_under_rules_that_use_random_numbers(
     rule: str, victim: int, after: int, runner_of: Runners, spoil: Callable[..., None]
 ) -> None:
     fine, requests = _sampled(), _sampled()
@@ -740,13 +744,13 @@ def test_trees_never_reach_past_the_end(runner_of: Runners, monkeypatch: pytest.
     assert {depth for _, depth in seen} >= {1, 2, 3}
 
 
-def test_trees_leave_room_for_every_request(runner_of: Runners, plain: list[list[int]]) -> None:
+def test_trees_leave_slots_for_every_request(runner_of: Runners, plain: list[list[int]]) -> None:
     """Few free slots: budgets shrink, and no reservation fails."""
     for num_slots in range(55, 130, 5):
         assert run(_engine(runner_of, num_slots), _requests()) == plain
 
 
-def test_drafters_forget_who_is_put_back(runner_of: Runners, plain: list[list[int]]) -> None:
+def test_drafters_forget_preempted_requests(runner_of: Runners, plain: list[list[int]]) -> None:
     """A waiting request holds nothing, in the target's cache or in a drafter's."""
     target, small = resized(runner_of("llama"), 70), resized(runner_of("llama", 0, 0.15), 600)
     engine = make_engine(target, SmallModelDrafter(small, VOCAB), (2, 1))

@@ -77,7 +77,7 @@ def test_the_same_tokens(max_in_flight: int, guesses: bool, runner_of: Runners, 
 
 
 @pytest.mark.parametrize("rule", [rule for rule in DRAFT_SAMPLINGS if rule != "coupled"])
-def test_seeded_requests_under_rules_that_toss_coins(rule: str, runner_of: Runners) -> None:
+def test_seeded_requests_under_rules_that_use_random_numbers(rule: str, runner_of: Runners) -> None:
     wanted = run(_engine(runner_of, 1, rule=rule)[0], _requests())
     assert run(_engine(runner_of, 3, rule=rule)[0], _requests()) == wanted
 
@@ -348,7 +348,7 @@ def test_everybody_gets_turns(outputs: list[int], num_groups: int, num_slots: in
 
 
 @given(num_slots=st.integers(25, 120), num_waiting=st.integers(0, 2), num_passes=st.integers(1, 3))
-def test_guesses_leave_room_for_who_is_not_in_the_pass(num_slots: int, num_waiting: int, num_passes: int) -> None:
+def test_drafts_leave_slots_for_requests_outside_the_pass(num_slots: int, num_waiting: int, num_passes: int) -> None:
     cache = KVCache(num_slots)
     scheduler = Scheduler(cache, 6, 500)
     for i in range(4):

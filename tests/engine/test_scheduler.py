@@ -32,7 +32,7 @@ def _compute(cache: KVCache, spans: list[Span]) -> None:
             request.append(1, None)
 
 
-def test_a_long_prompt_is_read_in_chunks_beside_others() -> None:
+def test_a_long_prompt_is_read_in_chunks_together_with_others() -> None:
     cache = KVCache(100)
     scheduler = Scheduler(cache, 8, 10)
     for name, length in (("a", 4), ("b", 23), ("c", 3)):

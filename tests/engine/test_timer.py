@@ -66,7 +66,7 @@ def test_what_comes_after_the_launch_puts_no_marks() -> None:
 
 
 @pytest.mark.usefixtures("ticks")
-def test_one_step_in_so_many_is_marked_and_those_given_up_are_left_out() -> None:
+def test_every_nth_step_is_timed_and_abandoned_steps_are_left_out() -> None:
     timer = DeviceTimer(CPU, every=3)
     sampled = []
     for number in range(1, 10):

@@ -126,7 +126,7 @@ def test_short_prompts_do_not_wait_for_a_long_one_to_be_read() -> None:
     assert long.num_computed >= 4 * 32, "half of each step at least is the long one's"
 
 
-def test_a_long_prompt_gets_on_beside_short_ones_without_end() -> None:
+def test_a_long_prompt_progresses_next_to_endless_short_ones() -> None:
     cache = KVCache(100_000)
     scheduler = Scheduler(cache, 8, 64)
     long = _request("long", length=1000)

@@ -48,7 +48,7 @@ def _step(timer: DeviceTimer, target: int) -> None:
         clock.marks.record = StepRecord(1, 1, 0, 0, 1, 0, 0.0, 1.0, 0.0)
 
 
-def test_the_device_tells_its_own_time() -> None:
+def test_the_device_measures_its_own_time() -> None:
     """Launching takes microseconds; the products are what takes time."""
     timer = DeviceTimer(CUDA, every=1)
     for count in (50, 50, 100, 50):
@@ -96,7 +96,7 @@ def test_growth_on_the_gpu_computes_the_same(tmp_path: Path, monkeypatch: pytest
     assert said[0] == said[1] == said[2]
 
 
-def test_a_compiled_peer_says_the_text(folders: tuple[str, str]) -> None:
+def test_a_compiled_peer_generates_the_text(folders: tuple[str, str]) -> None:
     process = PeerProcess("specinfer.bench.peers.transformers_compiled_engine", 4)
     plain = PeerProcess("specinfer.bench.peers.transformers_engine", 4)
     try:

@@ -38,7 +38,7 @@ def _tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_of_the_device_say_what_plain_decoding_says(family: str, model_folder: Callable[..., Path]) -> None:
+def test_steps_of_the_device_generate_what_plain_decoding_does(family: str, model_folder: Callable[..., Path]) -> None:
     folder, small = model_folder(family), model_folder(family, noise=0.02)
     wanted = _tokens(_llm(folder, small, "off", enforce_eager=True))
     for tree in ("off", "1,1,1", "2,2,1", "best-first:16:6"):
@@ -82,6 +82,6 @@ def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monke
         llm.engine.step()
 
 
-def test_auto_and_half_precision_say_as_many_tokens(model_folder: Callable[..., Path]) -> None:
+def test_auto_and_half_precision_generate_as_many_tokens(model_folder: Callable[..., Path]) -> None:
     llm = _llm(model_folder("llama"), model_folder("llama", noise=0.02), "auto", dtype="bfloat16")
     assert [len(tokens) for tokens in _tokens(llm)] == [40, 33, 24, 40, 12]

@@ -47,7 +47,7 @@ def step(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 REPORTING = "import sys\nprint('first\\n\\nlast')\nopen(sys.argv[-1], 'w').write('{\"speedup\": 3.5}')"
 
 
-def test_a_step_says_how_it_went(tool: Any, step: Any) -> None:
+def test_a_step_reports_its_outcome(tool: Any, step: Any) -> None:
     made = tool.run(step("good", REPORTING), 60)
     assert (made["state"], made["report"], made["said"]) == ("done", {"speedup": 3.5}, ["first", "last"])
     assert 0 < made["seconds"] < 60

@@ -53,7 +53,9 @@ def test_half_precision_says_as_many_tokens(dtype: str, model_folder: Callable[.
 
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first:8:4"])
 @pytest.mark.parametrize("drawing", ["top-k", "without-replacement", "iid", "hybrid"])
-def test_target_only_says_what_plain_decoding_says(drawing: str, tree: str, model_folder: Callable[..., Path]) -> None:
+def test_target_only_generates_what_plain_decoding_does(
+    drawing: str, tree: str, model_folder: Callable[..., Path]
+) -> None:
     folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
     wanted = _tokens(folder, small, "cpu", "off")
     assert _tokens(folder, small, "cuda", tree, verification="target-only", draft_sampling=drawing) == wanted
@@ -61,7 +63,7 @@ def test_target_only_says_what_plain_decoding_says(drawing: str, tree: str, mode
 
 @pytest.mark.parametrize("drawing", ["top-k", "without-replacement", "iid", "hybrid"])
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-def test_rules_that_toss_coins_say_what_they_say_on_the_cpu(
+def test_rules_that_use_random_numbers_generate_what_they_do_on_the_cpu(
     rule: str, drawing: str, model_folder: Callable[..., Path]
 ) -> None:
     """Of a fixed tree: coins, draws and distributions are the same."""
@@ -106,7 +108,7 @@ def test_the_fused_decoder_computes_what_the_definition_does(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantized_families_say_as_many_tokens(
+def test_quantized_families_generate_as_many_tokens(
     family: str, quantization: str, model_folder: Callable[..., Path]
 ) -> None:
     folder, small = model_folder(family), model_folder(family, noise=0.02)

@@ -41,7 +41,7 @@ def _tokens(folder: Path, small: Path, tree: str, **options: Any) -> tuple[list[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_passes_say_what_others_say(
+def test_captured_passes_compute_what_others_do(
     family: str, model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, small = model_folder(family), model_folder(family, noise=0.02)

@@ -56,7 +56,7 @@ def _said(
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_say_the_same_from_host_memory(
+def test_families_generate_the_same_tokens_from_host_memory(
     family: str, quantization: str | None, model_folder: Callable[..., Path]
 ) -> None:
     folder = _deep(model_folder, family)
@@ -66,7 +66,9 @@ def test_families_say_the_same_from_host_memory(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_say_the_same_from_the_disk(family: str, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_families_generate_the_same_tokens_from_the_disk(
+    family: str, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = _deep(model_folder, family)
     assert _said(folder, None, OffloadConfig("disk", None, tmp_path), 1) == _said(folder, None, None)
 

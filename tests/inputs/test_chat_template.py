@@ -163,7 +163,7 @@ def test_calls_and_results_reach_the_template(template: str) -> None:
     assert find_format(template).trigger in text
 
 
-def test_tools_are_told_to_a_template_that_knows_none() -> None:
+def test_tools_are_described_to_a_template_without_them() -> None:
     reader = READERS["plain"]
     text = _text(reader, [USER, CALLING, RESULT, CALLING | {"content": "Again."}], tools=TOOLS)
     assert text.startswith("<|im_start|>system\nYou may call functions")
@@ -323,6 +323,6 @@ def test_the_operators_template_stands_in_for_the_models() -> None:
     "template",
     ["{{ messages[0].nothing.at_all }}", "{{ 1 / 0 }}", "{{ ''.__class__.mro() }}", "{% if %}", "{{ messages.x() }}"],
 )
-def test_a_template_that_fails_is_told_of(template: str) -> None:
+def test_a_template_that_fails_is_reported(template: str) -> None:
     with pytest.raises(RequestError, match=r"^messages: .*chat.template"):
         _reader(template).read_chat([USER])

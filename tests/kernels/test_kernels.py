@@ -91,7 +91,7 @@ def test_equal_to_the_product(
 
 @pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize("kind", [*DTYPES, 8, 4], ids=str)
-def test_a_call_keeps_to_its_room(isa: str, kind: torch.dtype | int, dots: bool) -> None:
+def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: bool) -> None:
     """Behind it lies somebody else's memory."""
     weight = _random((70, 131), torch.float32)
     if isinstance(kind, torch.dtype):

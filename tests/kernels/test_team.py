@@ -105,7 +105,7 @@ def test_a_norm_is_the_same_to_the_bit_with_any_number_of_threads(threads: Threa
     assert torch.equal(results[0], results[2])
 
 
-def test_passes_beside_busy_neighbours_end_and_are_the_same(threads: Threads) -> None:
+def test_passes_next_to_busy_processes_end_and_are_the_same(threads: Threads) -> None:
     threads(1)
     alone = layer_pass(5)
     with busy_neighbours(2) as neighbours:
@@ -232,5 +232,5 @@ def test_fewer_threads_are_used_where_they_are_faster_and_all_again_when_it_is_q
     assert work.go_on(10, 4, quiet.__getitem__)[4] > 9.7
 
 
-def test_a_start_beside_a_neighbour_is_found_out_too(work: SimulatedWork) -> None:
+def test_a_start_next_to_a_busy_process_is_noticed_too(work: SimulatedWork) -> None:
     assert work.go_on(3, 2, {1: 1.0, 2: 0.3}.__getitem__)[1] > 2.5

@@ -84,7 +84,7 @@ def test_near_ties_are_decided_by_the_precise_noise(spread: float) -> None:
         assert tokens.tolist() == best.indices.tolist()
 
 
-def test_the_rough_noise_is_as_good_as_it_says() -> None:
+def test_the_rough_noise_has_its_stated_accuracy() -> None:
     """Of all numbers that matter: the tails, the places where formulas change, and between."""
     import triton
     import triton.language as tl
@@ -125,7 +125,7 @@ def test_rows_that_name_no_token(run: Choose, temperature: float) -> None:
 
 
 @CHOOSES
-def test_of_equals_the_first_is_said(run: Choose) -> None:
+def test_of_equal_tokens_the_first_is_chosen(run: Choose) -> None:
     logits = torch.zeros((2, 4500))
     logits[0, [2047, 2048, 4400]] = 1.0
     assert run(logits, *_rows([1, 1], [1, 1], [0.0, 0.0])).tolist() == [2047, 0]
@@ -181,7 +181,7 @@ def test_walks_of_large_trees(run: Any) -> None:
 
 
 @WALKS
-def test_no_tree_and_no_room(run: Any) -> None:
+def test_no_tree_and_no_capacity(run: Any) -> None:
     """A request of padding; and a path is cut at the greatest depth, where the token said is still right."""
     tokens, parents, sizes = _packed([TokenTree.chain(0, [5, 6, 7]), TokenTree.root(0)], 4)
     sizes[1] = 0

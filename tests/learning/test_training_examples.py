@@ -65,7 +65,7 @@ def requests_of(num: int = 4) -> list[Request]:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_examples_are_transformers_laws_of_the_same_text(
+def test_examples_are_transformers_distributions_of_the_same_text(
     runner_of: Callable[..., ModelRunner], tree: tuple[int, ...]
 ) -> None:
     drafter = SmallModelDrafter(runner_of(noise=0.1), VOCAB) if tree else None
@@ -157,7 +157,7 @@ def collected(llm: Any, folder: Path, **changes: Any) -> TrainingExamples:
     return load(folder)
 
 
-def test_collecting_keeps_what_the_target_says_after_each_prompt(llm: Any, tmp_path: Path) -> None:
+def test_collecting_keeps_the_targets_output_after_each_prompt(llm: Any, tmp_path: Path) -> None:
     notes: list[int] = []
     examples = collected(llm, tmp_path, note=notes.append)
     assert notes == [64, 70]
@@ -278,7 +278,7 @@ def test_a_write_that_fails_leaves_the_file_before_and_no_litter(
 # ------------------------------------------------------------------------------------------ batches
 
 
-def test_a_batch_says_where_each_token_that_was_said_is_foreseen() -> None:
+def test_a_batch_has_the_place_where_each_output_token_is_predicted() -> None:
     examples = some_examples()
     batch = collate(examples)
     number = 0

@@ -118,7 +118,7 @@ def test_equals_attention_over_the_path(name: str, parts: list[tuple[int, int, T
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_long_chunks_beside_short_ones(name: str) -> None:
+def test_long_chunks_next_to_short_ones(name: str) -> None:
     tree = TokenTree((1, 2, 3), (-1, 0, 0))
     rig = Rig([(3, 2, tree), (2, 131, TokenTree.root(1)), (0, 1, tree)])
     torch.testing.assert_close(rig.run(**FEATURES[name]), rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)

@@ -124,7 +124,7 @@ PARAMS = (
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_engines_say_what_they_say_of_transformers(
+def test_engines_generate_what_they_generate_with_transformers(
     family: str, quantization: str | None, model_folder: Folders
 ) -> None:
     """Plainly and with trees, of a drafter that is such a decoder, too; in batches, and padded as captures are."""

@@ -115,7 +115,7 @@ def test_a_layer_computed_otherwise_is_noticed(
     assert "native fused layers" in caplog.text
 
 
-def test_float32_weights_of_a_bfloat16_checkpoint_are_held_in_half_the_bytes(
+def test_float32_weights_of_a_bfloat16_checkpoint_take_half_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And multiplied as before, to the last bit."""
@@ -164,7 +164,7 @@ def test_positions_beyond_the_table(model_folder: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_tied_embeddings_are_held_once(quantization: str | None, model_folder: Callable[..., Path]) -> None:
+def test_tied_embeddings_are_in_memory_once(quantization: str | None, model_folder: Callable[..., Path]) -> None:
     folder = model_folder("llama", tie_word_embeddings=True)
     loaded = load_model(folder, torch.float32, CPU, quantization)
     assert isinstance(loaded.model, FusedDecoder)

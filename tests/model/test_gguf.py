@@ -91,7 +91,7 @@ def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_llama_3_scales_its_positions_as_the_factors_in_the_file_say(tmp_path: Path) -> None:
+def test_llama_3_scales_its_positions_by_the_factors_in_the_file(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
     folder = save_model(tmp_path / "m", rope_parameters=rope)
@@ -204,7 +204,7 @@ def test_sentencepiece_merges_what_scores_best_and_falls_back_to_bytes(tmp_path:
     assert load(tmp_path / "m.gguf").eos_token_ids == (2, len(PIECES) - 1)
 
 
-def test_a_space_comes_before_the_text_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_a_space_comes_before_the_text_unless_the_file_turns_it_off(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf", **sentencepiece(add_bos_token=False))
     tokenizer = load_tokenizer(find_folder(tmp_path / "m.gguf"))
     ids = tokenizer.encode("ab")

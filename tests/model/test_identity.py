@@ -143,7 +143,7 @@ def test_greedy_under_every_rule(
 
 
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-def test_other_rules_say_something_else(rule: str, runner_of: Runners) -> None:
+def test_other_rules_generate_other_tokens(rule: str, runner_of: Runners) -> None:
     """Guards the tests above: the comparison sees rules that keep only the distribution."""
     batch = [(i, 5, SamplingParams(max_tokens=14)) for i in range(4)]
     engine = _engine(runner_of, [0.15], "2,2", rule, "without-replacement", 4)

@@ -249,7 +249,7 @@ def test_rounded_layers_are_judged_too(
         assert not _verdict(folder, torch.bfloat16, kind, _change_rotation, quantization).is_right
 
 
-def test_whole_passes_could_not_tell(trained: Callable[[str], Path]) -> None:
+def test_whole_passes_would_not_show_the_difference(trained: Callable[[str], Path]) -> None:
     """Of these weights PyTorch's own pass in bfloat16 is far from float32, and the layers are right all the same."""
     folder = trained("llama")
     exact, rounded = (_first_logits(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -292,7 +292,7 @@ def test_the_message_names_both_errors_and_what_it_means_for_speed(
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_streamed_layers_are_judged_as_held_ones_are(
+def test_streamed_layers_are_checked_like_resident_ones(
     quantization: str | None, trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = None if quantization is None else str(tmp_path)

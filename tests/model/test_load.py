@@ -111,7 +111,7 @@ def test_pickled_weights_are_not_read(folder: Path, name: str) -> None:
         _load(folder)
 
 
-def test_pickled_weights_are_not_read_beside_other_safetensors(folder: Path) -> None:
+def test_pickled_weights_are_not_read_next_to_safetensors(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "adapter.safetensors")
     torch.save(make_model("llama").state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(ModelError):
@@ -220,7 +220,7 @@ def test_missing_weights(folder: Path) -> None:
         _load(folder)
 
 
-def test_weights_of_fewer_layers_than_the_config_says(folder: Path) -> None:
+def test_weights_of_fewer_layers_than_the_config_has(folder: Path) -> None:
     _edit(folder, num_hidden_layers=3)
     with pytest.raises(ModelError, match="9 missing weights"):
         _load(folder)

@@ -152,7 +152,7 @@ def test_equal_to_the_plainest_product(
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_row_does_not_depend_on_the_rows_beside_it(bits: Bits) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(bits: Bits) -> None:
     x, weight = _random((300, 200), 0), quantize(_random((150, 200), 1), bits)
     y = linear(x, weight, None)
     for rows in (slice(0, 1), slice(7, 9), slice(250, 300), slice(0, 257), slice(1, 300, 3)):
@@ -403,7 +403,7 @@ TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 
 @pytest.mark.parametrize("quantization", WHOLE_NUMBERS)
 @pytest.mark.parametrize("family", ["llama", "opt", "falcon-rw", "mpt", "gpt2", "gemma2", "gemma3_text"])
-def test_a_node_says_what_its_path_says_alone(family: str, quantization: str, runner_of: Runners) -> None:
+def test_a_node_has_the_logits_of_its_path_alone(family: str, quantization: str, runner_of: Runners) -> None:
     """To the last bit: a step of a rounded activation is far more than one."""
     # PyTorch computes the last numbers of a tensor, where they fill no vector, by other functions.
     changes = {"intermediate_size": 64} if "intermediate_size" in FAMILIES[family] else {}
@@ -522,7 +522,7 @@ def test_latency_names_the_quantization(model_folder: Folders) -> None:
 PERPLEXITY_PROMPTS = ((1, 2, 3, 4, 5, 6, 7), (5, 6), (8, 7, 9, 3, 4))
 
 
-def test_perplexity_is_what_the_logits_say(
+def test_perplexity_is_that_of_the_logits(
     model_folder: Folders, runner_of: Runners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(perplexity, "_AT_ONCE", 3)

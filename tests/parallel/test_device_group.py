@@ -116,7 +116,7 @@ def test_what_is_handed_on_comes_in_order_and_is_counted(as_gpus: None) -> None:
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 3), (2, 2)], ids=["tp2", "pp3", "tp2-pp2"])
-def test_a_split_model_says_what_it_says_over_gloo_to_the_bit(
+def test_a_split_model_generates_what_it_does_over_gloo_to_the_bit(
     split: tuple[int, int], tmp_path: Path, as_gpus: None
 ) -> None:
     folder = save_model(tmp_path, "llama", num_hidden_layers=3)
@@ -164,7 +164,7 @@ class _Asked:
         ([1, 0, 1], "cuda:0", False, False),
     ],
 )
-def test_who_connects_gpus(other: list[int], name: str, is_available: bool, expected: bool) -> None:
+def test_the_backend_that_connects_gpus(other: list[int], name: str, is_available: bool, expected: bool) -> None:
     world: Group = _Asked(other)  # type: ignore[assignment]
     assert each_has_a_gpu(world, Place(0, 2, 0, 2), torch.device(name), is_available=is_available) == expected
 

@@ -46,7 +46,7 @@ _MORE_SPLITS = [
     [*_SPLITS, *(pytest.param(*split, marks=pytest.mark.distributed) for split in _MORE_SPLITS)],
     ids=lambda one: one if isinstance(one, str) else f"tp{one[0]}-pp{one[1]}",
 )
-def test_several_processes_say_what_one_says(family: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_several_processes_generate_what_one_does(family: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """Greedy, seeded, trees, a grammar and several outputs in one batch; prompts in chunks."""
     folder = _folder(tmp_path, family)
     drafter = str(save_model(tmp_path / "drafter", family, noise=0.2))
@@ -101,7 +101,7 @@ def test_two_machines_serve_one_target_and_end_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_workers_end_when_nobody_holds_the_model(tmp_path: Path) -> None:
+def test_workers_end_when_the_model_is_released(tmp_path: Path) -> None:
     llm = LLM(_folder(tmp_path, "llama"), **SETTINGS, pipeline_parallel_size=2)
     ids = workers(llm)
     assert all(map(is_alive, ids))

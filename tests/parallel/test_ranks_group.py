@@ -160,7 +160,7 @@ _TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_
 _TORCHRUN |= {"MASTER_ADDR": "host", "MASTER_PORT": "1234", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def test_torchrun_says_where_a_rank_is() -> None:
+def test_torchrun_gives_a_rank_its_place() -> None:
     place = find_place(ParallelConfig(2, 2), _TORCHRUN)
     assert place == Place(3, 4, 1, 2, "host", 1234, is_hosted=True, num_started=0)
 

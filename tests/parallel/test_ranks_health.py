@@ -137,7 +137,7 @@ def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-def test_nothing_is_computed_after_a_pass_that_failed_here_and_nobody_waited_for(
+def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
     sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the other ranks sent for it would be taken for the next one's."""

@@ -97,7 +97,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(ranked: LLM, monkeypat
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_requests_that_take_slots_from_each_other_say_the_same(
+def test_requests_that_take_slots_from_each_other_generate_the_same_tokens(
     folders: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
@@ -113,7 +113,7 @@ def test_requests_that_take_slots_from_each_other_say_the_same(
         _check_idle(llm)
 
 
-def test_drafters_learn_beside_ranks(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_learn_while_ranks_serve(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     quick = AdaptationConfig(
         learning_rate=3e-3, window=64, steps_between=16, eval_tokens=512, min_eval_tokens=64, max_tokens=20_000
     )

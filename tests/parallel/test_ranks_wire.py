@@ -77,7 +77,7 @@ def test_requests_that_grow_shrink_and_share_come_through(data: st.DataObject) -
         assert all(map(_same, reader.read(writer.write(pieces)), pieces))
 
 
-def test_more_requests_than_lanes_come_through() -> None:
+def test_more_requests_than_rows_come_through() -> None:
     writer, reader = PieceWriter(), PieceReader()
     for step in range(3):
         pieces = [_chain(range(1000 * i, 1000 * i + 5 + step), 2) for i in range(2 * NUM_LISTS)]
@@ -85,14 +85,14 @@ def test_more_requests_than_lanes_come_through() -> None:
 
 
 @pytest.mark.parametrize("prefix", [0, 5000])
-def test_a_step_of_one_token_is_told_in_few_numbers(prefix: int) -> None:
+def test_a_step_of_one_token_is_sent_in_few_numbers(prefix: int) -> None:
     """However long the text before it is."""
     writer = PieceWriter()
     writer.write([_chain(range(prefix), 1)])
     assert len(writer.write([_chain(range(prefix + 1), 1)])) < 20
 
 
-def test_a_chunk_of_a_prompt_is_told_without_what_each_token_sees() -> None:
+def test_a_chunk_of_a_prompt_is_sent_without_its_mask() -> None:
     assert len(PieceWriter().write([_chain(range(0), 512)])) < 4 * 512
 
 

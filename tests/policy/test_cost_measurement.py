@@ -28,7 +28,7 @@ def test_measuring_leaves_everything_as_it_was(kinds: list[str], runner_of: Call
         assert costs.read_token > 0
 
 
-def test_sizes_for_which_there_is_no_room_or_time_are_left_out(
+def test_sizes_for_which_there_is_no_memory_or_time_are_left_out(
     runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make_drafter(["ngram"], VOCAB)

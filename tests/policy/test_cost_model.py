@@ -164,7 +164,7 @@ def test_the_rest_is_learned() -> None:
     assert costs.draft_level.seconds.tolist() == [0.1] * len(FEW), "nothing was drafted"
 
 
-def test_reading_is_told_apart_from_levels() -> None:
+def test_the_time_of_reading_is_distinguished_from_that_of_levels() -> None:
     costs = CostModel(flat(1.0), flat(0.3))
     for _ in range(300):
         costs.observe(record(5, 4, 1.0, draft=0.4 + 100 * 0.02, read=100))

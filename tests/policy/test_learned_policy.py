@@ -111,7 +111,7 @@ class Scripted:
     def forget(self, request_id: str) -> None: ...
 
 
-def test_features_follow_what_the_target_said() -> None:
+def test_features_follow_the_output_of_the_target() -> None:
     tracker = FeatureTracker(MergedDrafter([Scripted(), SuffixDrafter()]))
     assert tracker.slots == SLOTS
     request = make_request("a", [1, 2, 3, 1, 2])
@@ -167,7 +167,7 @@ def test_requests_that_are_gone_are_forgotten() -> None:
 # ------------------------------------------------------------------------------------------ the choice
 
 
-def test_the_menu_begins_with_plain_decoding_and_names_only_who_is_there() -> None:
+def test_the_menu_begins_with_plain_decoding_and_names_only_present_drafters() -> None:
     for slots in (("suffix",), ("model",), SLOTS, ("ngram", "model", "suffix", "model-2")):
         menu = make_configurations(slots)
         assert menu[0] == Configuration()
@@ -216,7 +216,7 @@ def _drafter() -> MergedDrafter:
     return MergedDrafter([Scripted(), SuffixDrafter()])
 
 
-def test_budgets_ask_those_who_are_expected_to_yield_most() -> None:
+def test_budgets_ask_the_drafters_with_the_highest_expected_yield() -> None:
     menu = make_configurations(SLOTS)
     for wanted in (0, 4, menu.index(Configuration(("model",), 7, 6, 0.02)), len(menu) - 1):
         gains = [30.0 if i == wanted else 0.01 for i in range(len(menu))]
@@ -282,7 +282,7 @@ def test_what_was_tried_in_vain_does_not_make_another_size_seem_better() -> None
         _tell(policy, request, 2)
 
 
-def test_it_falls_back_when_nothing_comes_as_expected_and_says_why() -> None:
+def test_it_falls_back_with_a_reason_when_predictions_fail() -> None:
     menu = make_configurations(SLOTS)
     policy = LearnedPolicy(predictor(gains=[0.0, *[20.0] * (len(menu) - 1)]), costs(), _drafter())
     for i in range(400):  # many requests: what is learned of one must not hide it
@@ -421,7 +421,7 @@ class Recorded:
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None: ...
 
 
-def test_with_rules_that_toss_coins_the_choice_depends_on_earlier_steps_only(
+def test_with_rules_that_use_random_numbers_the_choice_depends_on_earlier_steps_only(
     pair: tuple[ModelRunner, ModelRunner],
 ) -> None:
     """Told nothing but what earlier steps showed, with no model to guess, another policy answers the same."""

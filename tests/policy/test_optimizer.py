@@ -108,7 +108,7 @@ def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:
     assert budget.min_path_prob == pytest.approx(rate * 0.005 / 15, rel=0.5)
 
 
-def test_a_price_that_grows_steadily_leaves_room_for_easy_requests() -> None:
+def test_a_price_that_grows_steadily_leaves_nodes_for_easy_requests() -> None:
     rows = (1, 64, 256, 1024)
     costs = CostModel(Curve(rows, [4.0 + 0.01 * n for n in rows]), Curve((1, 64), [0.02] * 2))
     optimizer = _optimizer(costs)

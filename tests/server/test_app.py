@@ -101,7 +101,7 @@ def test_a_field_that_cannot_be_used_is_named(llm: LLM, content: bytes, param: s
     assert error["message"].startswith(param)
 
 
-def test_an_empty_body_and_a_field_too_many_are_told_in_words(llm: LLM) -> None:
+def test_an_empty_body_and_an_unknown_field_are_explained(llm: LLM) -> None:
     empty = post(llm, b"")
     assert empty.status_code == 400
     assert error_of(empty)["message"] == "body: is empty; send a JSON object, {...}"
@@ -229,7 +229,7 @@ def test_unknown_paths_and_methods_have_the_shape_of_errors(llm: LLM) -> None:
     serve(llm, body)
 
 
-def test_what_nobody_foresaw_is_told_by_its_id_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_reported_by_its_id_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> httpx.Response:
         app = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("tiny",)))
 
@@ -283,7 +283,7 @@ def test_requests_are_logged_with_their_ids_but_not_those_that_only_look(
     assert not [record for record in caplog.records if record.name == "specinfer.access"]
 
 
-def test_the_schema_is_served_unless_told(llm: LLM) -> None:
+def test_the_schema_is_served_unless_turned_off(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> tuple[int, int]:
         return (await client.get("/openapi.json")).status_code, (await client.get("/docs")).status_code
 
@@ -339,7 +339,7 @@ def test_a_server_that_ends_is_alive_but_not_ready(llm: LLM) -> None:
     serve(llm, body)
 
 
-def test_a_dead_engine_is_told_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_is_reported_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         def fail() -> None:
             raise MemoryError("no more")
@@ -372,7 +372,7 @@ def test_more_requests_than_allowed_at_once_are_refused(llm: LLM) -> None:
     serve(llm, body, max_connections=2)
 
 
-def test_a_queue_that_is_full_is_told_by_429(llm: LLM) -> None:
+def test_a_full_queue_is_answered_with_429(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         asked = {"prompt": "a", "max_tokens": 40, "ignore_eos": True}
         answers = await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(9)))

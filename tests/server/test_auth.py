@@ -132,7 +132,7 @@ def test_all_keys_are_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatc
         assert all(len(digest) == 32 for pair in compared for digest in pair)  # never the keys themselves
 
 
-def test_metrics_are_open_only_if_told(llm: LLM) -> None:
+def test_metrics_are_public_only_if_configured(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> int:
         return (await client.get("/metrics")).status_code
 

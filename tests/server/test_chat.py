@@ -72,7 +72,7 @@ def calls_of(deltas: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(name, arguments) for name, arguments in calls.values()]
 
 
-def test_whole_and_streamed_answers_are_what_chat_says(llm: LLM) -> None:
+def test_whole_and_streamed_answers_are_the_output_of_chat(llm: LLM) -> None:
     params = SamplingParams(seed=5, max_tokens=25, n=2)
     said = [output.text for output in llm.chat(MESSAGES, params)[0].outputs]
     body = {"max_tokens": 25, "n": 2}
@@ -130,7 +130,7 @@ def test_logprobs_list_every_token(llm: LLM) -> None:
     assert choices_of(bare)[0]["logprobs"] is None
 
 
-def test_tokens_asked_for_by_their_ids_are_told(llm: LLM) -> None:
+def test_logprobs_of_requested_token_ids_are_returned(llm: LLM) -> None:
     (answer,) = ask(llm, {"max_tokens": 3, "logprobs": True, "logprob_token_ids": [40, 41], "ignore_eos": True})
     for entry in choices_of(answer)[0]["logprobs"]["content"]:
         assert [top["token"] for top in entry["top_logprobs"]] == [llm.tokenizer.decode([i]) for i in (40, 41)]
@@ -212,7 +212,7 @@ def test_refusals_name_the_field(llm: LLM, fields: dict[str, Any], param: str | 
     assert param is None or answer.json()["error"]["param"] == param
 
 
-def test_a_model_without_a_template_says_so(model_folder: Callable[..., Path]) -> None:
+def test_a_model_without_a_template_is_reported(model_folder: Callable[..., Path]) -> None:
     (answer,) = ask(LLM(model_folder("llama", tokenizer=True), drafters=[]), {})
     assert answer.status_code == 400
     assert "chat template" in answer.json()["error"]["message"]

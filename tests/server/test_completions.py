@@ -46,7 +46,7 @@ def joined(events: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(c["text"] for event in events for c in event["choices"] if c["index"] == index)
 
 
-def test_whole_and_streamed_text_are_what_generate_says(llm: LLM) -> None:
+def test_whole_and_streamed_text_are_the_output_of_generate(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=40, temperature=0.8, n=2)
     said = [output.text for output in llm.generate(TEXT, params)[0].outputs]
     body = {"prompt": TEXT, "seed": 3, "max_tokens": 40, "temperature": 0.8, "n": 2}
@@ -147,7 +147,7 @@ def test_logprobs_of_a_stream_are_those_of_a_whole_answer(llm: LLM) -> None:
     assert all(3 <= len(top) <= 5 or len(top) == 2 for top in told["top_logprobs"])
 
 
-def test_tokens_can_be_told_by_their_ids(llm: LLM) -> None:
+def test_tokens_can_be_shown_by_their_ids(llm: LLM) -> None:
     body = {"prompt": TEXT, "temperature": 0, "max_tokens": 4, "logprobs": 0}
     (answer,) = ask(llm, body | {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1})
     (choice,) = choices_of(answer)
@@ -158,7 +158,7 @@ def test_tokens_can_be_told_by_their_ids(llm: LLM) -> None:
     assert all(entry["rank"] in (1, None) for told in known[1:] for entry in told.values())
 
 
-def test_parts_of_a_character_are_told_as_bytes(llm: LLM) -> None:
+def test_parts_of_a_character_are_shown_as_bytes(llm: LLM) -> None:
     emoji = llm.tokenizer.encode("\U0001f642")
     assert len(emoji) == 4
     body = {"prompt": [emoji], "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -237,7 +237,7 @@ def test_usage_adds_up(llm: LLM) -> None:
     assert counts[-1] == 28
 
 
-def test_cached_tokens_are_told_and_salts_keep_them_apart(llm: LLM) -> None:
+def test_cached_tokens_are_reported_and_salts_keep_them_apart(llm: LLM) -> None:
     body = {"prompt": TEXT * 4, "max_tokens": 2, "cache_salt": "mine"}
     answers = ask(llm, body, body, body | {"cache_salt": "other"}, body | {"echo": True, "logprobs": 0})
     cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
@@ -283,7 +283,7 @@ def test_a_prediction_is_counted(llm: LLM) -> None:
     assert "completion_tokens_details" not in first.json()["usage"]
 
 
-def test_traces_are_told_to_those_who_ask(llm: LLM) -> None:
+def test_traces_are_sent_to_those_who_ask(llm: LLM) -> None:
     body = {"prompt": TEXT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     plain, whole, stream = ask(llm, body, body | {"trace": True}, body | {"trace": True, "stream": True})
     assert "specinfer" not in choices_of(plain)[0]
@@ -297,7 +297,7 @@ def test_traces_are_told_to_those_who_ask(llm: LLM) -> None:
     assert [step["position"] for step in steps] == [step["position"] for step in told["steps"]]
 
 
-def test_a_whole_answer_holds_so_many_trees_at_most(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_has_a_limited_number_of_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 20)
     body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True}
     whole, stream = ask(llm, body, body | {"stream": True})
@@ -350,7 +350,7 @@ def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, A
     assert answer.json()["error"]["param"] == param
 
 
-def test_the_schema_tells_of_streams_and_refusals(llm: LLM) -> None:
+def test_the_schema_has_streams_and_refusals(llm: LLM) -> None:
     async def run() -> Any:
         async with served(llm) as (client, _):
             return (await client.get("/openapi.json")).json()
@@ -388,7 +388,7 @@ def test_too_much_at_once_is_refused_before_the_stream(llm: LLM) -> None:
     asyncio.run(run())
 
 
-def test_a_failure_in_a_stream_is_told_in_it(llm: LLM) -> None:
+def test_a_failure_in_a_stream_is_sent_in_it(llm: LLM) -> None:
     async def run() -> None:
         async with served(llm, QueueLimits(request_timeout=1.0)) as (client, engine):
             slow_down(engine)

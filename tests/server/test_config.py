@@ -100,7 +100,7 @@ def test_variables_that_are_no_settings_are_named_without_their_values(served: l
     assert "left aside" not in start("demo", env={"SPECINFER_NATIVE": "0", "SPECINFER_TREE": "off"} | links).stderr
 
 
-def test_a_port_that_kubernetes_sets_is_told_apart(served: list[Service]) -> None:
+def test_a_variable_that_kubernetes_sets_is_not_taken_for_the_port(served: list[Service]) -> None:
     env = {"SPECINFER_PORT": "tcp://10.0.0.1:8000"}
     assert "enableServiceLinks: false" in start("demo", env=env, code=2).stderr
     start("demo", "--port", "8000", env=env)
@@ -285,7 +285,7 @@ def test_other_machines_need_a_key_or_a_word() -> None:
         ServerConfig(host="0.0.0.0", **more)  # type: ignore[arg-type]
 
 
-def test_a_server_that_is_open_to_all_says_so(served: list[Service]) -> None:
+def test_a_server_that_is_open_to_all_logs_a_warning(served: list[Service]) -> None:
     assert "no key is asked for" in start("demo", "--host", "0.0.0.0", "--insecure").stderr
     for words in (["--insecure"], ["--host", "0.0.0.0", "--api-key", KEY]):
         assert "no key is asked for" not in start("demo", *words).stderr

@@ -49,7 +49,7 @@ def test_values_of_another_type_are_refused(name: str, value: Any) -> None:
         {"logit_bias": {str(i): "1" for i in range(20_000)}},
     ],
 )
-def test_of_many_wrong_values_one_is_told(fields: dict[str, Any]) -> None:
+def test_of_many_wrong_values_one_is_reported(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         ResponsesFields.model_validate({"input": "a"} | fields)
     assert caught.value.error_count() == 1

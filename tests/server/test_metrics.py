@@ -73,7 +73,7 @@ async def finish(state: ServerState, count: int = 5, **params: object) -> list[G
     return generations
 
 
-def test_metrics_are_what_the_requests_say(llm: LLM) -> None:
+def test_metrics_agree_with_the_requests(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         async with Observation(state.engine, state):
             generations = await finish(state, n=2)
@@ -204,7 +204,7 @@ def test_labels_are_bounded(llm: LLM) -> None:
     serve(llm, body)
 
 
-def test_every_code_of_the_server_is_told_apart() -> None:
+def test_every_error_code_of_the_server_has_its_own_class() -> None:
     folder = Path(telemetry.__file__).parent
     sources = "".join((folder / f"{name}.py").read_text() for name in ("app", "auth", "errors", "json_body", "limits"))
     codes = set(re.findall(r'code = "([a-z_]+)"|code="([a-z_]+)"', sources + (folder / "state.py").read_text()))
@@ -288,7 +288,7 @@ def test_log_lines_name_their_request(capsys: pytest.CaptureFixture[str]) -> Non
 # -------------------------------------------------------------------------------------------- spans
 
 
-def test_a_span_tells_of_each_prompt(llm: LLM) -> None:
+def test_each_prompt_has_a_span(llm: LLM) -> None:
     exporter = InMemorySpanExporter()
 
     async def body(client: httpx.AsyncClient, state: ServerState) -> list[Generation]:

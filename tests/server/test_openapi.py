@@ -136,7 +136,7 @@ def test_paths_that_are_only_asked(server: Attacked) -> None:
                 check(server.run(server.client.get(path.replace("{name}", name))))
 
 
-def test_the_schema_tells_of_refusals_as_they_are() -> None:
+def test_the_schema_has_refusals_as_they_are() -> None:
     for methods in SCHEMA["paths"].values():
         for described in methods.values():
             assert "422" not in described["responses"]

@@ -102,7 +102,7 @@ def test_all_that_is_named_is_there() -> None:
     assert named == set(page.assets()) - {"index.html"}
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_other_sites() -> None:
     for name, text in _read(lambda name: True).items():
         text = text.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
         assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\(", text), name

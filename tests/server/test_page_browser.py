@@ -189,7 +189,7 @@ def texts(browser: Browser, selector: str) -> list[str]:
     return found
 
 
-def test_text_is_marked_by_who_said_it(browser: Browser, api: Api) -> None:
+def test_text_is_marked_by_its_origin(browser: Browser, api: Api) -> None:
     send(browser)
     finish(browser)
     assert texts(browser, "#transcript")[0] == "def f(" + "".join(TEXTS)
@@ -266,7 +266,7 @@ def test_a_node_and_a_token_lead_to_their_particulars(browser: Browser) -> None:
     assert names["p, the target\u2019s probability"] == "0.5000 (50%)"
 
 
-def test_what_a_model_says_is_text(browser: Browser, api: Api) -> None:
+def test_output_of_a_model_is_shown_as_text(browser: Browser, api: Api) -> None:
     evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
     made = step("(", [guess(evil, accepted=True), guess("\u202eabc"), guess("\x00\x1b[2J")], [1], "🙂")
     api.say = lambda body: [chunk(evil + "🙂", [made], 6, reason="stop")]
@@ -287,7 +287,7 @@ def test_a_character_made_of_several_tokens_is_shown_once(browser: Browser, api:
     assert texts(browser, ".token[data-step]") == ["🙂", " ok"]
 
 
-def test_an_answer_without_a_word_is_told(browser: Browser, api: Api) -> None:
+def test_an_empty_answer_is_reported(browser: Browser, api: Api) -> None:
     own = step("(", [], [], "<end>")
     api.say = lambda body: [chunk("", [own], 1, reason="stop")]
     send(browser)
@@ -346,7 +346,7 @@ def refusal(status: int, message: str) -> JSONResponse:
         (500, "", "The server answered with status 500."),
     ],
 )
-def test_refusals_are_told_in_words(browser: Browser, api: Api, status: int, message: str, shown: str) -> None:
+def test_refusals_are_shown_in_words(browser: Browser, api: Api, status: int, message: str, shown: str) -> None:
     api.say = lambda body: refusal(status, message)
     send(browser)
     browser.wait("!document.getElementById('error').hidden")
@@ -356,7 +356,7 @@ def test_refusals_are_told_in_words(browser: Browser, api: Api, status: int, mes
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_a_failure_in_the_middle_is_told(browser: Browser, api: Api, is_cut: bool) -> None:
+def test_a_failure_in_the_middle_is_reported(browser: Browser, api: Api, is_cut: bool) -> None:
     api.is_cut = is_cut
     failed = {"error": {"message": "the engine failed", "code": "c"}}
     api.say = lambda body: answer()[:2] + ([] if is_cut else [failed])
@@ -451,7 +451,7 @@ def test_a_refused_message_is_given_back(browser: Browser, api: Api) -> None:
     browser.complaints = [line for line in browser.complaints if "400" not in line]
 
 
-def test_without_a_tokenizer_the_page_says_so(chromium: Browser, api: Api) -> None:
+def test_without_a_tokenizer_the_page_reports_it(chromium: Browser, api: Api) -> None:
     api.has_tokenizer = False
     chromium.go(api.url)
     chromium.wait("!document.getElementById('error').hidden")
@@ -461,7 +461,7 @@ def test_without_a_tokenizer_the_page_says_so(chromium: Browser, api: Api) -> No
     assert chromium.run("document.getElementById('send').disabled") is True
 
 
-def test_without_a_template_chat_is_off_and_says_why(chromium: Browser, api: Api) -> None:
+def test_without_a_template_chat_is_off_with_a_reason(chromium: Browser, api: Api) -> None:
     api.template = None
     chromium.go(api.url)
     chromium.wait("!document.getElementById('chat-reason').hidden")
@@ -487,7 +487,7 @@ def test_a_race_asks_twice_for_the_same_and_compares(browser: Browser, api: Api)
     assert texts(browser, ".lanes .said") == ["".join(TEXTS)] * 2
 
 
-def test_texts_of_a_race_that_part_are_told(browser: Browser, api: Api) -> None:
+def test_texts_of_a_race_that_differ_are_reported(browser: Browser, api: Api) -> None:
     api.say = lambda body: [chunk("one" if body["speculative"]["tree"] == "off" else "onto", [], 3, reason="stop")]
     browser.click("#race")
     send(browser)
@@ -590,7 +590,7 @@ def test_a_long_answer_stays_quick(browser: Browser, api: Api) -> None:
     assert "step 599 of 600" in texts(browser, "#step-words")[0]
 
 
-def test_the_server_itself_says_what_the_library_does(chromium: Browser) -> None:
+def test_the_server_generates_what_the_library_does(chromium: Browser) -> None:
     prompt, params = "class Stack:\n", SamplingParams(max_tokens=40, temperature=0.7, seed=3, tree="3,2,1")
     with LLM("demo") as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].text

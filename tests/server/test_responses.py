@@ -83,7 +83,7 @@ def events_of(body: str) -> list[dict[str, Any]]:
     return events
 
 
-def test_an_answer_is_what_generate_says(llm: LLM) -> None:
+def test_an_answer_is_the_output_of_generate(llm: LLM) -> None:
     ids = llm.reader.read_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}])
     params = SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, seed=5)
     (wanted,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
@@ -322,7 +322,7 @@ def test_refusals_name_the_field(llm: LLM, body: dict[str, Any], param: str, sta
         assert error["message"].startswith(param) or param == "input"
 
 
-def test_places_in_the_input_are_told_as_the_client_counts_them(llm: LLM) -> None:
+def test_places_in_the_input_are_reported_as_the_client_counts_them(llm: LLM) -> None:
     items = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},

@@ -100,7 +100,7 @@ def streams(client: httpx.Client, count: int, pool: ThreadPoolExecutor) -> Calla
 
 
 @pytest.mark.usefixtures("slow")
-def test_streams_end_in_time_or_with_an_error_when_the_server_is_told_to_end(llm: LLM) -> None:
+def test_streams_end_in_time_or_with_an_error_when_the_server_is_stopped(llm: LLM) -> None:
     def work(client: httpx.Client) -> list[httpx.Response]:
         wait_until(lambda: is_up(client))
         with ThreadPoolExecutor(8) as pool:
@@ -343,7 +343,7 @@ def test_connections_that_keep_others_waiting_are_closed(llm: LLM) -> None:
     assert run(lambda: llm, work, body_timeout=0.3, keep_alive_timeout=1.0)[0] == 0
 
 
-def test_what_is_no_http_or_too_large_is_told_in_the_shape_of_errors(llm: LLM) -> None:
+def test_what_is_no_http_or_too_large_is_answered_with_an_openai_error(llm: LLM) -> None:
     def said(client: httpx.Client, sent: bytes) -> tuple[int, Any]:
         with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):

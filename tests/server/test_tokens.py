@@ -89,7 +89,7 @@ def test_another_model_is_not_here(llm: LLM) -> None:
         assert ask(llm, path, model="tiny", **asked).status_code == 200
 
 
-def test_a_model_without_a_tokenizer_says_so(model_folder: Callable[..., Path]) -> None:
+def test_a_model_without_a_tokenizer_is_reported(model_folder: Callable[..., Path]) -> None:
     answer = ask(LLM(model_folder(), tree="off"), "/tokenize", prompt="a")
     assert answer.status_code == 400
     assert "no tokenizer" in error_of(answer)["message"]

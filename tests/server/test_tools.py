@@ -158,7 +158,7 @@ def test_llama_calls_only_at_the_start() -> None:
     assert _parsed(ToolParser(LLAMA), '{"nab": 1}') == ('{"nab": 1}', [])
 
 
-def test_arguments_come_as_they_are_said_and_may_hold_anything() -> None:
+def test_arguments_are_streamed_as_generated_and_may_contain_anything() -> None:
     arguments = json.dumps({"a": '}\\"{</tool_call>', "b": [{"c": {}}, "\\"], "d": "\n\u20ac"}, ensure_ascii=False)
     said = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     parser = ToolParser(HERMES)
@@ -213,7 +213,7 @@ def test_the_work_grows_with_the_text_alone(flood: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "bare"])
-def test_required_says_nothing_but_calls(kind: str) -> None:
+def test_required_generates_nothing_but_calls(kind: str) -> None:
     plan, reader = _plan(kind, "required")
     assert _fits(reader, plan.structured_outputs, CALL[kind]) is True
     assert _fits(reader, plan.structured_outputs, "I would rather not") is False
@@ -228,7 +228,7 @@ def test_required_says_nothing_but_calls(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "bare"])
-def test_auto_says_anything_and_a_call_once_begun_is_whole(kind: str) -> None:
+def test_auto_generates_anything_and_a_call_once_begun_is_whole(kind: str) -> None:
     plan, reader = _plan(kind)
     asked = plan.structured_outputs
     for text in ("", "Hello!", "a < b <tool_cal> [TOOL] \n\n"):

@@ -74,7 +74,7 @@ def test_the_loss_is_the_divergence_over_the_tokens_kept_and_all_others(seed: in
     assert float(found) == pytest.approx(wanted, abs=1e-4)
 
 
-def test_the_loss_is_least_where_the_laws_are_the_same() -> None:
+def test_the_loss_is_least_where_the_distributions_are_the_same() -> None:
     logits = torch.randn((4, 9), generator=torch.Generator().manual_seed(1), requires_grad=True)
     best = logits.detach().log_softmax(-1).topk(3, dim=-1)
     loss = distillation_loss(logits, best.indices, best.values)
@@ -84,7 +84,7 @@ def test_the_loss_is_least_where_the_laws_are_the_same() -> None:
     assert float(logits.grad.abs().max()) < 1e-6
 
 
-def test_a_token_that_the_target_never_says_makes_no_infinity() -> None:
+def test_a_token_that_the_target_never_emits_makes_no_infinity() -> None:
     logits = torch.zeros((1, 4), requires_grad=True)
     loss = distillation_loss(logits, torch.tensor([[0, 1]]), torch.tensor([[0.0, -torch.inf]]))
     loss.backward()
@@ -238,7 +238,7 @@ def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
     assert places == set(range(width + 1))  # all came up
 
 
-def test_marks_hold_the_drafters_law_and_the_chance_of_acceptance(
+def test_marks_have_the_drafters_distribution_and_the_acceptance_probability(
     model_folder: Callable[..., Path], runner_of: Callable[..., ModelRunner]
 ) -> None:
     target, drafter = runner_of(), runner_of(noise=0.4)

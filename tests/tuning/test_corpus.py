@@ -194,7 +194,7 @@ def test_stretches_that_are_read_come_from_what_is_learned_from(tmp_path: Path) 
         )
 
 
-def test_the_digest_tells_other_data(tmp_path: Path) -> None:
+def test_the_digest_differs_for_other_data(tmp_path: Path) -> None:
     first, same, other = (
         read(lines(tmp_path / f"{i}.jsonl", [numbered(j) for j in range(9 + i // 2)])).digest for i in range(3)
     )

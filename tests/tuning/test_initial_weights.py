@@ -36,7 +36,7 @@ def made(name: str, target: Path, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_layers_of_the_target_say_what_the_target_says(model_folder: Callable[..., Path], family: str) -> None:
+def test_all_layers_of_the_target_generate_what_the_target_does(model_folder: Callable[..., Path], family: str) -> None:
     target = model_folder(family)
     count = loaded(target).config.num_hidden_layers
     assert logits(made(f"layers:{count}", target)) == pytest.approx(logits(loaded(target)), abs=1e-4)
@@ -224,7 +224,7 @@ def test_sizes_that_the_target_does_not_allow_are_refused(
         made(name, model_folder())
 
 
-def test_layers_that_cannot_be_told_apart_are_refused(
+def test_layers_that_cannot_be_distinguished_are_refused(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specinfer.tuning.initial_weights._LAYER_LISTS", ())

@@ -105,7 +105,7 @@ def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
     return quality[1:]
 
 
-def test_a_small_tree_tells_nothing_of_a_larger_one() -> None:
+def test_a_small_tree_teaches_nothing_about_a_larger_one() -> None:
     small = replace(entry([0, 1], [(1, 0, 0.9), (2, 0, 0.9)], [1]), asked=(0,), max_nodes=7, max_depth=6)
     menu = make_configurations(SLOTS)
     (known,) = outcomes_of(StepLog(SLOTS, NAMES, (small,)), menu).known
@@ -176,7 +176,7 @@ def _made_up(count: int, seed: int) -> StepLog:
 
 
 @pytest.mark.slow
-def test_every_architecture_learns_what_a_feature_tells() -> None:
+def test_every_architecture_learns_from_a_feature() -> None:
     menu = make_configurations(SLOTS)
     learning, evaluation = _made_up(600, 0), _made_up(200, 1)
     learned, judged = (LoggedSteps(log, outcomes_of(log, menu)) for log in (learning, evaluation))
@@ -244,7 +244,7 @@ def test_a_speculation_policy_is_trained_from_prompts_and_from_logs(tmp_path: Pa
         assert output.error is None
 
 
-def test_collected_steps_tell_all_configurations_half_of_the_time(tmp_path: Path) -> None:
+def test_collected_steps_show_all_configurations_half_of_the_time(tmp_path: Path) -> None:
     target, small = save_model(tmp_path / "target"), save_model(tmp_path / "small", noise=0.2)
     tasks = make_tasks(random_prompts([9] * 4), (0.0, 1.0), [1], 72, 256)
     done: list[int] = []

@@ -243,7 +243,7 @@ def test_a_finished_run_that_is_started_again_reports_the_same(target: str, data
         assert again[part] == known[part]
 
 
-def test_plain_text_and_a_drafter_beside(target: str, done: tuple[Path, Any], tmp_path: Path) -> None:
+def test_plain_text_and_a_second_drafter(target: str, done: tuple[Path, Any], tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text(" ".join(f"the {one}{other} sea" for one in "abcdefghijklm" for other in "nopqrstuvwxyz"))
     folder = str(done[0] / "run" / "drafter-1")
@@ -491,7 +491,7 @@ def test_weights_that_are_no_numbers_are_met_before_any_work(
     "stage",
     ["checkpoint", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("examples", "marks", "model"))],
 )
-def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on_when_there_is_room(
+def test_a_full_disk_ends_the_run_in_one_line_and_it_resumes_when_there_is_space(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     def full(*_: Any, **__: Any) -> None:

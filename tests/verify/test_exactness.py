@@ -120,7 +120,7 @@ class AnyChances:
         return np.array([self._one(rank, 0) for rank in range(3)])
 
 
-def test_a_choice_beside_a_draw_does_not_tell_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_next_to_a_draw_does_not_reveal_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the chosen siblings are depends on the draw. If their worth did, too, it would decide about the draw."""
     monkeypatch.setattr(expansion, "BEST_FIRST_WIDTH", 3)
     # One of few pairs of models that have guesses near the limit of what is taken.
@@ -137,7 +137,7 @@ def test_a_choice_beside_a_draw_does_not_tell_on_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize("drawing", DRAWN)
-def test_no_confidence_tells_what_was_drawn(drawing: str, group: int) -> None:
+def test_no_confidence_reveals_the_token_drawn(drawing: str, group: int) -> None:
     drafter, node = EnumeratedDrafter(Model(387, weights=SURE), drawing), Node(a_span().request, (), 3, group)
 
     def drawn(forks: Forks) -> tuple[Any, Any]:
@@ -253,7 +253,7 @@ def test_a_shared_budget(drawing: str, max_nodes: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("drawing", DRAWN)
-def test_chosen_guesses_beside_drawn_ones(drawing: str) -> None:
+def test_chosen_nodes_next_to_drawn_ones(drawing: str) -> None:
     lookup = Lookup((0, 1), (2, 2, 0))
     for budget in (TreeBudget.expansion((2, 1), 2), TreeBudget(4, 3)):
         for order in (1, -1):

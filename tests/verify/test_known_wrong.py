@@ -71,7 +71,7 @@ WRONG_TREES = {
 
 @pytest.mark.parametrize("rule", RULES, ids=["multi-step", "traversal"])
 @pytest.mark.parametrize("name", WRONG_TREES)
-def test_known_wrong_trees_are_told_apart(name: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_wrong_trees_are_detected(name: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expansion, "BEST_FIRST_WIDTH", 2)
     wrong = WRONG_TREES[name]
     distances = []
@@ -100,7 +100,7 @@ WRONG_RULES: dict[str, tuple[tuple[Rule, ...], str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_RULES)
-def test_known_wrong_rules_are_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_wrong_rules_are_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rules, part, wrong = WRONG_RULES[name]
     for target, q in MODELS:
         trees = every_tree_of(EnumeratedDrafter(q, "without-replacement"), TreeBudget.expansion((2, 1)))
@@ -144,7 +144,7 @@ DISTRIBUTIONS = [Model(seed, 4, (0, 1, 2, 3, 6)).distribution(()) for seed in ra
 TWELFTHS = [distribution for distribution in DISTRIBUTIONS if all(12 % p.denominator == 0 for p in distribution)]
 
 
-def test_coins_do_what_is_asked() -> None:
+def test_random_sources_have_the_stated_probabilities() -> None:
     """The real chance, with every coin: on a grid that the distributions fit, nothing is rounded and nothing is off."""
     assert len(TWELFTHS) > 10
     assert any(distribution[0] == 0 for distribution in TWELFTHS)
@@ -163,7 +163,7 @@ def test_coins_do_what_is_asked() -> None:
         assert accepted == min(1, p / q)
 
 
-def test_careless_coins_are_told_apart() -> None:
+def test_careless_random_sources_are_detected() -> None:
     assert _chances(CarelessSource, lambda chance: chance.accepts(Fraction(0), Fraction(1, 2)))[True] > 0
     distribution = np.array([Fraction(0), Fraction(1, 2), Fraction(1, 2)], dtype=object)
     assert _chances(CarelessSource, lambda chance: chance.sample(distribution))[0] > 0

@@ -112,7 +112,7 @@ def test_each_node_is_the_plain_loop_on_its_own_path(
 @example(params=SamplingParams(), seed=0, temperature=1e-30)
 @example(params=SamplingParams(top_p=0.5), seed=0, temperature=1e-39)
 @example(params=SamplingParams(min_p=0.5, top_k=3), seed=0, temperature=1e-300)
-def test_something_can_always_be_said(params: SamplingParams, seed: int, temperature: float) -> None:
+def test_there_is_always_a_valid_token(params: SamplingParams, seed: int, temperature: float) -> None:
     """Every temperature that is accepted gives a distribution: near 0 all of it is on the greedy token."""
     fields = {name: getattr(params, name) for name in params.__slots__} | {"temperature": temperature}
     (row,) = _process(_rows(1, seed), SamplingParams(**fields), [3], [5], [[]], EOS)
@@ -184,7 +184,7 @@ def test_a_node_counts_its_own_path_only() -> None:
     assert rows.tolist() == [[0, -1, 0, 0], [0, -1, -1, 0], [0, -1, -2, 0]]
 
 
-def test_ends_are_held_back_up_to_min_tokens_along_each_path() -> None:
+def test_ends_are_forbidden_up_to_min_tokens_along_each_path() -> None:
     params = SamplingParams(min_tokens=3, stop_token_ids=[2])
     rows = _process(torch.zeros(3, 4), params, [0], [3], [[], [3], [3, 3]], (1,))
     never = -math.inf
@@ -218,14 +218,14 @@ def test_truncation_knows_nothing_of_the_vocabulary() -> None:
     torch.testing.assert_close(truncate(best.values, params), whole.gather(1, best.indices))
 
 
-def test_a_row_where_nothing_can_be_said_harms_no_other() -> None:
+def test_a_row_without_a_valid_token_harms_no_other() -> None:
     params = SamplingParams(allowed_token_ids=[1], min_tokens=1, top_p=0.5, top_k=2, min_p=0.1)
     dead, alive = _process(torch.zeros(2, 4), params, [0], [], [[], [1]], (1,))
     assert (dead == -torch.inf).all()
     assert not (alive == -torch.inf).all()
 
 
-def test_logprobs_name_the_token_said_and_the_best() -> None:
+def test_logprobs_have_the_emitted_token_and_the_best() -> None:
     row = torch.tensor(FOUR)
     assert top_logprobs(row, 0, 2) == pytest.approx({0: FOUR[0], 1: FOUR[1], 3: FOUR[3]})
     assert list(top_logprobs(row, 0, 2)) == [0, 1, 3]
@@ -233,7 +233,7 @@ def test_logprobs_name_the_token_said_and_the_best() -> None:
     assert len(top_logprobs(row, 1, 9)) == 4
 
 
-def test_a_bad_word_is_held_back_where_the_output_spells_its_start() -> None:
+def test_a_bad_word_is_forbidden_where_the_output_ends_with_its_start() -> None:
     never = -math.inf
     request = _request(SamplingParams(), [1, 2], [0], bad_words_ids=((3,), (1, 2), (0, 1, 0)))
     rows = adjust(torch.zeros(4, 4), request, [[], [1], [1, 0], [2]])

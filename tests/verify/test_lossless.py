@@ -228,7 +228,7 @@ def _size(widths: Sequence[int]) -> int:
      "jobs": JOBS[:8], "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_slots": 600, "drafter_slots": 700,
      "num_asked": 1}
 )  # fmt: skip
-def test_any_engine_says_the_same(
+def test_any_engine_generates_the_same_tokens(
     runner_of: Runners, plain_loop: Callable[[str, int], list[int]], chosen: dict[str, Any]
 ) -> None:
     lookups = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
@@ -274,7 +274,7 @@ def _guessing(runner_of: Runners, rule: str, drawing: str, tree: str, noise: flo
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("drawing", [drawing for rule, drawing in PAIRS if rule == "target-only"])
-def test_target_only_says_what_plain_decoding_says(
+def test_target_only_generates_what_plain_decoding_does(
     drawing: str, tree: str, runner_of: Runners, plain_loop: Callable[[str, int], list[int]]
 ) -> None:
     """However its guesses were drawn, as long as they know nothing of the noise; coupled verification minds nothing."""
@@ -349,7 +349,7 @@ def test_seeds_matter_and_positions_matter(runner_of: Runners) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "tree", "ngram"])
-def test_preempted_requests_say_the_same(
+def test_preempted_requests_generate_the_same_tokens(
     kind: str, runner_of: Runners, plain_loop: Callable[[str, int], list[int]]
 ) -> None:
     """Room for hardly more than one request: others are put back again and again, some of them mid-output."""
@@ -380,7 +380,7 @@ def test_a_pool_of_exactly_one_request(runner_of: Runners, plain_loop: Callable[
 # ------------------------------------------------------------------------------------------ distribution
 
 
-def test_first_two_tokens_follow_the_models_law(runner_of: Runners) -> None:
+def test_first_two_tokens_follow_the_models_distribution(runner_of: Runners) -> None:
     """Through the whole engine, speculating: counts of (first, second) token against the exact joint distribution."""
     family, draws = "llama", 4000
     model, prompt = make_model(family), [5, 9, 2]

@@ -247,11 +247,11 @@ DRAWN: Sequence[str] = ("iid", "without-replacement", "hybrid")
 
 
 @pytest.mark.parametrize("drawing", DRAWN)
-def test_draws_follow_their_laws(drawing: str) -> None:
+def test_draws_follow_their_distributions(drawing: str) -> None:
     assert p_value(_pairs(drawing), _pair_distribution(drawing)) > LEVEL
 
 
-def test_draws_that_do_not_are_told_apart() -> None:
+def test_draws_from_other_distributions_are_detected() -> None:
     """Without replacement is not far from i.i.d. draws that happen to differ: near enough to be mistaken for them."""
     pairs = Counter({pair: seen for pair, seen in _pairs("iid").items() if pair[0] != pair[1]})
     assert p_value(pairs, _pair_distribution("without-replacement")) < 1e-9

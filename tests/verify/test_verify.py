@@ -52,7 +52,7 @@ def test_larger_trees(tree: TokenTree, choices: list[int]) -> None:
     _check(tree, choices[: len(tree)])
 
 
-def test_what_is_said_does_not_depend_on_the_tree() -> None:
+def test_the_output_does_not_depend_on_the_tree() -> None:
     """The target as a function of the path: whatever tree is verified, its tokens begin the same text."""
 
     def says(path: tuple[int, ...]) -> int:
@@ -186,7 +186,7 @@ def test_a_sampled_token_always_has_a_probability(weights: list[float], uniform:
 
 
 @pytest.mark.parametrize("rule", RANDOM_RULES)
-def test_who_asks_for_no_guesses_gets_plain_decoding_under_any_rule(rule: str) -> None:
+def test_requests_without_drafts_get_plain_decoding_under_any_rule(rule: str) -> None:
     logits, params = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), SamplingParams(tree="off")
     wanted = verify("coupled", [logits], [_request(3, params)], [TokenTree.root(2)])
     assert verify(rule, [logits], [_request(3, params)], [TokenTree.root(2)]) == wanted
@@ -213,7 +213,7 @@ def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("rule", ["coupled", "target-only", *RANDOM_RULES])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_may_be_said(rule: str, temperature: float) -> None:
+def test_no_token_is_valid(rule: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, allowed_token_ids=[3])
     logits = torch.zeros(1, 4)
     logits[0, 3] = -math.inf

@@ -66,7 +66,7 @@ SURE = float(MIDDLE[6])  # 0.475: the middle of a bucket
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
-def test_the_truth_is_learned_whatever_the_confidence_says(truth: float) -> None:
+def test_the_accepted_share_is_learned_whatever_the_confidence_is(truth: float) -> None:
     calibration, generator = Calibration(), np.random.default_rng(0)
     for kept in generator.random(2000) < truth:
         calibration.count("x", 0, SURE, kept=bool(kept))

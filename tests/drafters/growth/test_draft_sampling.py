@@ -119,7 +119,7 @@ def test_chosen_guesses_are_the_best_with_the_targets_noise_or_without(name: str
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("way", DRAWN)
-def test_laws_on_record_are_those_of_the_processed_logits(way: str, name: str) -> None:
+def test_recorded_distributions_are_those_of_the_processed_logits(way: str, name: str) -> None:
     request, paths, logits = _request(PARAMS[name]), [(), (7,), (8, 9)], _logits(3, seed=2)
     found = draw(way, logits, [Node(request, path, 6, group=3) for path in paths])
     for row, path in enumerate(paths):
@@ -174,7 +174,7 @@ def test_hybrid_is_one_draw_from_the_tail_and_then_the_best(group: int) -> None:
     assert from_tail > 5, "it is drawn, not chosen"
 
 
-def test_a_law_that_ends_before_its_tail_is_drawn_from_as_a_whole() -> None:
+def test_a_truncated_distribution_is_drawn_from_as_a_whole() -> None:
     request = _request(SamplingParams(temperature=1.0, top_k=2))
     found = draw("hybrid", _logits(20), [Node(request, (), 4, group=4)] * 20)
     for row, scores in enumerate(_logits(20)):
@@ -186,7 +186,7 @@ def test_a_law_that_ends_before_its_tail_is_drawn_from_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("way", DRAWN)
-def test_how_sure_a_draw_is_does_not_tell_what_was_drawn(way: str) -> None:
+def test_the_confidence_of_a_draw_does_not_depend_on_the_token_drawn(way: str) -> None:
     """Guesses are taken by their confidence: one that knew its token would bias what is taken."""
     request, row = _request(), _logits(1)
     found = draw(way, row.expand(50, -1), [Node(request, (), 4)] * 50)
@@ -256,7 +256,7 @@ def test_any_size_of_vocabulary_and_width(way: str, vocab: int, width: int) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_that_cannot_be_said_are_no_candidates(way: str, temperature: float) -> None:
+def test_tokens_that_cannot_be_emitted_are_no_candidates(way: str, temperature: float) -> None:
     logits = _logits(3)
     logits[:, 20:] = -math.inf  # a drafter of a smaller vocabulary
     logits[1, 2:] = -math.inf

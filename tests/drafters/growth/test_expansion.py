@@ -141,7 +141,7 @@ def test_a_fixed_expansion_is_exactly_what_was_asked(widths: tuple[int, ...]) ->
         assert drawn == [(token, pytest.approx(sure)) for token, sure in wide_enough]
 
 
-def test_an_expansion_ends_where_nothing_can_be_said() -> None:
+def test_an_expansion_ends_where_no_token_is_valid() -> None:
     def world(path: Path) -> list[tuple[int, float]]:
         return [] if 3 in path else [(3, 0.5), (4, 0.4)]
 
@@ -185,7 +185,7 @@ def test_best_first_fills_its_budget_and_never_exceeds_it(
 
 @pytest.mark.parametrize("max_depth", [1, 3, 8])
 @pytest.mark.parametrize("max_nodes", [1, 2, 5, 16, 40, 64])
-def test_best_first_is_as_good_as_a_heap_when_the_outlook_is_right(max_nodes: int, max_depth: int) -> None:
+def test_best_first_is_as_good_as_a_heap_if_the_expected_subtree_size_is_right(max_nodes: int, max_depth: int) -> None:
     (tree,), _ = _grow([TreeBudget(max_nodes, max_depth)], [_constant_world])
     assert _total_path_prob(_constant_world, tree) >= 0.97 * _heap(_constant_world, max_nodes, max_depth)
 
@@ -298,7 +298,7 @@ def test_a_level_that_pays_for_one_tree_is_grown_for_all() -> None:
 # ---------------------------------------------------------------------------------------- the outlook
 
 
-def test_bins_halve_worth_every_few() -> None:
+def test_bins_halve_the_path_probability_every_few() -> None:
     assert bins_of(np.array([1.0, 0.5, 0.25, 2.0**-15])).tolist() == [0, 4, 8, 60]
     assert bins_of(np.array([0.0, 1e-30])).tolist() == [NUM_BINS - 1] * 2
 
@@ -312,7 +312,7 @@ def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
 
 @pytest.mark.parametrize("by_rank", [BY_RANK, np.array([1.0, 0.5]), np.array([0.9, 0.0]), np.array([0.3, 0.3, 0.29])])
 @pytest.mark.parametrize("levels", [0, 1, 2, 5])
-def test_the_outlook_counts_what_is_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
+def test_the_expected_subtree_size_counts_the_nodes_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
     subtree_size = SubtreeSize(bins_of(by_rank).tolist())
     table = subtree_size.table(levels)
     steps = bins_of(by_rank[by_rank > 0]).tolist()

@@ -85,7 +85,7 @@ def test_more_agreement_is_more_confidence() -> None:
     assert long.draws[0].confidence > short.draws[1].confidence > short.draws[0].confidence
 
 
-def test_without_a_prediction_nothing_is_said_or_kept() -> None:
+def test_without_a_prediction_nothing_is_drafted_or_kept() -> None:
     drafter = PredictionDrafter()
     assert _guesses(drafter, _request([])) == []
     request = _request([1, 2])

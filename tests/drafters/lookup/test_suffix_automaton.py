@@ -56,7 +56,7 @@ def test_states_are_the_stretches_with_their_counts(texts: list[list[int]]) -> N
 
 
 @given(st.lists(TEXT, min_size=1, max_size=3))
-def test_links_lead_to_the_longest_suffix_that_also_ends_elsewhere(texts: list[list[int]]) -> None:
+def test_links_lead_to_the_longest_suffix_that_also_ends_at_another_place(texts: list[list[int]]) -> None:
     automaton, stretches = _read(texts), _stretches(texts)
     for stretch in stretches:
         state, times = _state(automaton, stretch), stretches[stretch]

@@ -35,7 +35,7 @@ def test_costs_are_losses_too() -> None:
     assert hedge.choose("0", 1, hedge.names) == {"large"}
 
 
-def test_who_is_scored_less_often_is_taken_to_do_as_before() -> None:
+def test_a_drafter_scored_less_often_keeps_its_last_score() -> None:
     hedge = Hedge(["a", "b", "c"], decay=1.0, horizon=100.0)
     hedge.observe("0", {"a": [0.5] * 90, "b": [0.4] * 10})
     weights = hedge.weights("0")
@@ -43,7 +43,7 @@ def test_who_is_scored_less_often_is_taken_to_do_as_before() -> None:
     assert weights["b"] > weights["c"] > weights["a"], "of one that was never scored the usual is expected"
 
 
-def test_the_generalist_is_kept_if_there_is_room_for_two() -> None:
+def test_the_generalist_is_kept_if_two_may_be_asked() -> None:
     hedge = Hedge(["general", "code", "prose"])
     hedge.observe("0", {"general": [0.5] * 9, "code": [0.2] * 9, "prose": [0.3] * 9})
     assert hedge.choose("0", 1, hedge.names) == {"code"}

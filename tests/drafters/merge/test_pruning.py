@@ -68,7 +68,9 @@ def _merged(draw: st.DrawFn) -> TokenTree:
     ),
     st.integers(0, 9),
 )
-def test_what_is_kept_is_worth_most(batch: list[tuple[TokenTree, float, int, float]], seed: int) -> None:
+def test_pruning_keeps_the_nodes_of_highest_path_probability(
+    batch: list[tuple[TokenTree, float, int, float]], seed: int
+) -> None:
     calibration = _trained(seed)
     requests = [_request(i, temperature) for i, (_, temperature, _, _) in enumerate(batch)]
     budgets = [TreeBudget(nodes, 99, min_path_prob=least) for _, _, nodes, least in batch]

@@ -96,7 +96,7 @@ def test_replayed_tokens_score_as_in_plain_passes(
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), TreeBudget(7, 4)], ids=["fixed", "best first"])
-def test_whoever_is_asked_is_scored_once_on_every_token(
+def test_a_drafter_that_is_asked_is_scored_once_on_every_token(
     name: str, drawing: str, budget: TreeBudget, runner_of: Callable[..., ModelRunner]
 ) -> None:
     """On its own accepted nodes, on what it had not guessed, on steps it slept through, on discarded trees."""
@@ -148,7 +148,7 @@ def test_many_requests_share_what_logits_may_take(runner_of: Callable[..., Model
         drafter.forget(request.request_id)
 
 
-def test_without_room_nothing_is_scored_and_nothing_is_kept(runner_of: Callable[..., ModelRunner]) -> None:
+def test_without_free_slots_nothing_is_scored_and_nothing_is_kept(runner_of: Callable[..., ModelRunner]) -> None:
     runner = resized(runner_of("llama"), 8)
     drafter = _scored(runner)
     request = make_request("0", random_prompts([10])[0], PARAMS["greedy"])
@@ -166,7 +166,7 @@ def test_a_text_longer_than_the_drafters_context_is_not_read(runner_of: Callable
         drafter.forget(str(length))
 
 
-def test_who_is_not_scored_asks_for_no_logits_beside(runner_of: Callable[..., ModelRunner]) -> None:
+def test_a_drafter_that_is_not_scored_computes_no_extra_logits(runner_of: Callable[..., ModelRunner]) -> None:
     """The choice is off: one row a request, as ever."""
     runner, rows = runner_of("llama"), []
     drafter = SmallModelDrafter(runner, VOCAB)
@@ -314,7 +314,7 @@ def test_a_shift_is_followed_within_300_tokens_and_back() -> None:
     assert any(2000 < place < 2100 for place in prose.replayed), "an alarm, before it was due"
 
 
-def test_the_generalist_is_asked_beside_the_best() -> None:
+def test_the_generalist_is_asked_together_with_the_best() -> None:
     def is_code(request: Request, place: int) -> bool:
         return place < 1000
 
@@ -383,7 +383,7 @@ def test_a_policys_choice_goes_first() -> None:
     merged.forget("0")
 
 
-def test_who_decodes_plainly_is_not_replayed() -> None:
+def test_requests_that_decode_plainly_are_not_replayed() -> None:
     models = [Expert(name, lambda request, place: True) for name in ("one", "two")]
     merged = _merged(models, 1)
     guessing, plain = _text_request("0"), _text_request("1")
@@ -423,7 +423,7 @@ def test_if_nobody_can_be_scored_guessing_goes_on() -> None:
     assert len(models[0].asked) == 21, "also for one that comes when nobody is scored any more"
 
 
-def test_who_failed_too_often_is_not_chosen() -> None:
+def test_a_drafter_that_failed_too_often_is_not_chosen() -> None:
     best, other = Expert("best", lambda request, place: True), Expert("other", lambda request, place: False)
 
     best.draft = _fail  # type: ignore[method-assign]
@@ -452,7 +452,7 @@ def folders(model_folder: Callable[..., Path]) -> tuple[Path, list[str]]:
     return model_folder(tokenizer=True), [str(model_folder(noise=noise, tokenizer=True)) for noise in (3.0, 0.15)]
 
 
-def test_an_llm_says_the_same_with_a_choice(folders: tuple[Path, list[str]]) -> None:
+def test_an_llm_generates_the_same_tokens_with_a_choice(folders: tuple[Path, list[str]]) -> None:
     target, drafters = folders
     prompts = random_prompts([7, 9, 30])
     params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.8, 1.0))]

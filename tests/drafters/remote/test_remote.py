@@ -209,7 +209,7 @@ def test_a_step_is_one_letter_that_does_not_grow_with_the_text(runner_of: Runner
     world.close()
 
 
-def test_a_drafter_that_fails_elsewhere_costs_its_guesses(
+def test_a_remote_drafter_that_fails_costs_its_drafts_only(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
@@ -297,7 +297,7 @@ def test_a_rank_that_is_gone_ends_the_drafting_and_no_drafter_is_blamed(
     world.close()
 
 
-def test_a_grammar_that_words_cannot_tell_gets_no_guesses_from_elsewhere(runner_of: Runners) -> None:
+def test_a_grammar_that_cannot_be_sent_gets_no_drafts_from_remote_drafters(runner_of: Runners) -> None:
     world = make_world(runner_of, "shared-noise", is_remote=True)
     request = requests()[5]
     request.params = SamplingParams(temperature=0.9)

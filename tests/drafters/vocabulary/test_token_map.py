@@ -104,7 +104,7 @@ def test_the_head_takes_only_its_rows(
 
 @pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal", "target-only"])
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 1, 1)), TreeBudget(12, 5)], ids=["fixed", "best first"])
-def test_an_engine_says_the_same(
+def test_an_engine_generates_the_same_tokens(
     rule: str, budget: TreeBudget, small: Callable[..., SmallModel], model_folder: Callable[..., Path]
 ) -> None:
     """Under the rules that toss coins only greedy requests do, beside sampled ones."""
@@ -232,9 +232,7 @@ def test_a_map_that_cannot_be_used_is_refused_by_name(
         LLM(folder, drafters=[str(mapped(ids))], device="cpu")
 
 
-def test_a_map_beside_another_tokenizer_is_refused(
-    mapped: Callable[..., Path], model_folder: Callable[..., Path]
-) -> None:
+def test_a_map_of_another_tokenizer_is_refused(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> None:
     folder = mapped()
     TOKENIZERS["permuted"]().save_pretrained(folder)
     with pytest.raises(
@@ -243,7 +241,7 @@ def test_a_map_beside_another_tokenizer_is_refused(
         LLM(model_folder("llama", tokenizer=True, eos_token_id=EOS), drafters=[str(folder)], device="cpu")
 
 
-def test_a_drafter_says_itself_how_it_is_quantized_on_cpus(small: Callable[..., SmallModel]) -> None:
+def test_a_drafter_chooses_its_own_quantization_on_cpus(small: Callable[..., SmallModel]) -> None:
     sizes = {"hidden_size": 64, "vocab_size": 96}
     assert small(**sizes).loaded.quantization is None
     assert small(drafter_quantization="int8", **sizes).loaded.quantization == "int8"

@@ -351,7 +351,7 @@ def _paths(tree: TokenTree) -> set[tuple[int, ...]]:
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, VOCAB - 1), st.booleans()), min_size=1, max_size=25),
     st.sampled_from([TreeBudget.expansion((2, 1, 1)), TreeBudget(6, 3)]),
 )
-def test_it_keeps_up_whatever_was_said(
+def test_it_keeps_up_with_any_output(
     runner_of: Callable[..., ModelRunner],
     kind: str,
     prompt: list[int],
@@ -480,7 +480,7 @@ def plain(runner_of: Callable[..., ModelRunner]) -> dict[tuple[int, int], list[i
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 1, 1)), TreeBudget(12, 5)], ids=["fixed", "best first"])
-def test_a_batch_says_the_same(
+def test_a_batch_generates_the_same_tokens(
     kind: str,
     budget: TreeBudget,
     runner_of: Callable[..., ModelRunner],
@@ -503,7 +503,7 @@ def test_a_batch_says_the_same(
     st.sampled_from([60, 200, 900]),
     st.booleans(),
 )
-def test_any_engine_says_the_same(
+def test_any_engine_generates_the_same_tokens(
     runner_of: Callable[..., ModelRunner],
     plain: dict[tuple[int, int], list[int]],
     kind: str,
@@ -578,7 +578,9 @@ def test_a_choice_among_them_changes_nothing(
 
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid"])
 @pytest.mark.parametrize("kind", ["merges", "metaspace", "characters"])
-def test_laws_on_record_are_over_target_tokens(kind: str, drawing: str, runner_of: Callable[..., ModelRunner]) -> None:
+def test_recorded_distributions_are_over_target_tokens(
+    kind: str, drawing: str, runner_of: Callable[..., ModelRunner]
+) -> None:
     drafter = _drafter(kind, runner_of("llama"), 8000, draft_sampling=drawing)
     shared = set(drafter._vocabulary._pairs)  # type: ignore[attr-defined]
     num_distributions, draft = 0, drafter.draft

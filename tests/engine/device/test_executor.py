@@ -102,7 +102,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
     assert sum(one["num_accepted_draft_tokens"] for one in told[0]) > 20
 
 
-def test_what_guesses_are_worth_is_learned_as_in_ordinary_steps(pair: Pair) -> None:
+def test_acceptance_is_learned_as_in_ordinary_steps(pair: Pair) -> None:
     tables = []
     for has_device_executor in (False, True):
         engine = make_device_engine(*pair, TREES["2,2,1"], has_device_executor=has_device_executor)
@@ -214,7 +214,7 @@ ORDINARY = [
 
 
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
-def test_beside_requests_that_take_ordinary_steps(tree: str, pair: Pair) -> None:
+def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pair: Pair) -> None:
     def requests() -> list[Request]:
         params = [one for two in zip(ORDINARY, [*PARAMS, GREEDY], strict=True) for one in two]
         return [make_request(str(i), PROMPTS[i % 5], one, seed=i) for i, one in enumerate(params)]
@@ -338,7 +338,7 @@ def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: 
     _check_left(engine)
 
 
-def test_what_steps_cost_is_told_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_costs_are_reported_as_measured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """All levels of a shape are drafted, whatever is taken of them; captures are no part of any step."""
     captured = Graphs.captured
 
@@ -439,7 +439,7 @@ def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptu
     _check_left(engine)
 
 
-def test_texts_with_stop_strings_beside_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["Once upon a time", "def main(", "# numbers\n", "The "]
     params = [
         SamplingParams(max_tokens=24, seed=1, n=3, stop=["e ", "s."]),
@@ -719,7 +719,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_an_interrupt_between_requests_leaves_nothing_untold(
+def test_an_interrupt_between_requests_loses_no_output(
     at: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a step that was read, some have their tokens and others not: these compute them again."""
@@ -772,7 +772,7 @@ def test_nan_ends_only_the_request_it_belongs_to(
     _check_left(engine)
 
 
-def test_who_reads_logits_gets_ordinary_steps(pair: Pair, plain: list[list[int]]) -> None:
+def test_requests_that_need_logits_get_ordinary_steps(pair: Pair, plain: list[list[int]]) -> None:
     class Reader:
         reads_logits = True
 

@@ -234,7 +234,7 @@ def test_a_fixed_expansion_is_whole() -> None:
         assert parents[1:4] == [0, 0, 0]
 
 
-def test_worth_of_a_level_is_that_of_its_frontier() -> None:
+def test_the_gain_of_a_level_is_that_of_its_frontier() -> None:
     shape = DraftShape((1, 2), (3, 2), 4)
     grown, _, _ = _grown(Toy(1, 1), shape, [Wish(7, 2, 0.0, (2, 1))], 5, [0.0], Calibration())
     assert grown.path_prob.tolist() == [[1.0, 2.0]]

@@ -60,7 +60,7 @@ def test_an_expansion_has_its_own_shape() -> None:
 
 
 @given(st.lists(best_first | expansions, min_size=1, max_size=3), st.integers(0, 40), st.integers(1, 20))
-def test_shapes_keep_to_the_room_there_is(budgets: list[TreeBudget], nodes: int, frontier: int) -> None:
+def test_shapes_keep_to_the_free_slots(budgets: list[TreeBudget], nodes: int, frontier: int) -> None:
     shape = shape_of(budgets, nodes, frontier)
     assert (shape is None) == (nodes == 0)
     if shape is not None:
@@ -93,7 +93,7 @@ def test_levels_that_yield_less_than_they_cost_are_left_out() -> None:
     assert path_prob.cut([fixed, off, TreeBudget(64, 32, min_gain=9.0)], 0.5)[:2] == [fixed, off]
 
 
-def test_what_levels_were_worth_is_followed() -> None:
+def test_the_measured_gain_of_levels_is_followed() -> None:
     path_prob = LevelProbs()
     path_prob.observe(np.array([[1.0, 0.2]], dtype=np.float32))
     before = _depth(path_prob, 0.2)

@@ -131,7 +131,7 @@ def test_what_is_not_of_the_device_is_not_hidden(gpu: Gpu) -> None:
     graphs.captured(_nothing)()
 
 
-def test_a_capture_that_cannot_begin_is_told(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_cannot_begin_is_reported(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then none can, and programs are run as they are."""
     graphs = Graphs(GPU)
 

@@ -254,7 +254,7 @@ def _requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_say_the_same(family: str, loaded_of: Loaded) -> None:
+def test_families_generate_the_same_tokens(family: str, loaded_of: Loaded) -> None:
     """Greedy and sampled requests in one batch, prompts in chunks, with and without guesses of two drafters."""
     loaded = loaded_of(family)
     wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS), max_num_batched_tokens=16), _requests())
@@ -441,7 +441,9 @@ def _two_trees(runner: ModelRunner) -> list[Piece]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_decoder_of_gpus_says_the_same(family: str, loaded_of: Loaded, model_folder: Callable[..., Path]) -> None:
+def test_the_decoder_of_gpus_generates_the_same_tokens(
+    family: str, loaded_of: Loaded, model_folder: Callable[..., Path]
+) -> None:
     """By its plain twins."""
     loaded = _on_gpus(model_folder(family))
     wanted = run(make_engine(ModelRunner(loaded_of(family), NUM_SLOTS)), _requests())
@@ -457,7 +459,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_llms_say_the_same(
+def test_llms_generate_the_same_tokens(
     options: dict[str, Any], model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several drafters, a grammar, several outputs of a prompt, and prompts that begin alike."""
@@ -621,7 +623,7 @@ def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_the_option_reaches_who_captures(
+def test_the_option_reaches_the_captures(
     enforce_eager: bool, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[torch.device, bool]] = []
@@ -637,7 +639,7 @@ def test_the_option_reaches_who_captures(
     assert asked == [(CPU, enforce_eager)]
 
 
-def test_the_cache_leaves_room_for_captures(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_leaves_memory_for_captures(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "_memory", lambda _: 2**20)
     loaded, limits = loaded_of("llama"), EngineConfig(100)
     each = bytes_per_slot(loaded.layer_shapes, loaded.dtype)

@@ -59,7 +59,9 @@ def close(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_says_the_same_from_a_copy(tmp_path: Path, family: str, quantization: str | None) -> None:
+def test_every_family_generates_the_same_tokens_from_a_copy(
+    tmp_path: Path, family: str, quantization: str | None
+) -> None:
     folder = save(tmp_path / "target", family)
     held = load_runner(folder, quantization=quantization)
     for num_resident in (0, 1):
@@ -71,11 +73,11 @@ def test_every_family_says_the_same_from_a_copy(tmp_path: Path, family: str, qua
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_weights_in_floating_point_come_from_a_copy(tmp_path: Path, family: str) -> None:
-    test_every_family_says_the_same_from_a_copy(tmp_path, family, "fp8")
+    test_every_family_generates_the_same_tokens_from_a_copy(tmp_path, family, "fp8")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_says_the_same_from_its_own_files(tmp_path: Path, family: str) -> None:
+def test_every_family_generates_the_same_tokens_from_its_own_files(tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family)
     if family in NEED_COPY:
         with pytest.raises(ModelError, match=r"offload_folder: .* name a folder"):
@@ -137,7 +139,7 @@ def test_a_copy_of_other_weights_is_written_anew(tmp_path: Path, change: Callabl
     close(runner)
 
 
-def test_copies_of_several_forms_lie_beside_each_other(tmp_path: Path) -> None:
+def test_copies_of_several_forms_share_a_folder(tmp_path: Path) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies"
     for quantization in (None, "int8", "int4", "fp8"):
         close(load(folder, copies, quantization))
@@ -253,7 +255,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         load(folder, place)
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported(tmp_path: Path) -> None:
     told: list[Any] = []
     load_model(
         save(tmp_path / "target"),

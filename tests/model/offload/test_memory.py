@@ -95,7 +95,7 @@ def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeyp
     assert budget.usual_budget() > budget.used_bytes() > 0
 
 
-def test_buffers_are_held_before_the_rest_is_given_to_layers() -> None:
+def test_buffers_are_allocated_before_the_rest_goes_to_layers() -> None:
     size = 64 * 2**20
     layers: Any = [SimpleNamespace(num_bytes=size, widest=1) for _ in range(4)]
     before = budget.used_bytes()

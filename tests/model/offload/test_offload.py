@@ -65,7 +65,7 @@ def serve(runner: ModelRunner, params: SamplingParams = GREEDY, **settings: Any)
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_the_model_that_is_held(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_logits_are_those_of_the_model_in_memory(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     # 36 outputs of keys and values, and 40 of the MLP's middle: neither ends with a panel
     save_model(tmp_path, family, num_hidden_layers=NUM_LAYERS, intermediate_size=80)
     held = ModelRunner(load_model(tmp_path, dtype, torch.device("cpu")), 64)
@@ -86,7 +86,7 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("num_resident", [0, 3])
-def test_requests_say_the_same(folder: Path, params: SamplingParams, num_resident: int) -> None:
+def test_requests_generate_the_same_tokens(folder: Path, params: SamplingParams, num_resident: int) -> None:
     expected = serve(load_runner(folder), params)
     runner = streamed(folder, num_resident)
     assert serve(runner, params) == expected
@@ -240,7 +240,7 @@ def test_a_pass_that_is_interrupted_between_layers_leaves_a_stream_that_works(
     assert torch.equal(_logits(runner), expected)
 
 
-def test_a_stream_that_is_shut_down_in_the_middle_of_a_pass_says_so(
+def test_a_stream_that_is_shut_down_in_the_middle_of_a_pass_raises(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, stream = runner.loaded.model.layers[2], runner.loaded.stream  # type: ignore[union-attr, index]
@@ -297,7 +297,7 @@ def _interrupted(runner: ModelRunner, place: str, after: int) -> int:
     return num_lines
 
 
-def test_weights_beside_the_end_of_a_page_are_read_whole(tmp_path: Path) -> None:
+def test_weights_at_the_end_of_a_page_are_read_whole(tmp_path: Path) -> None:
     data = os.urandom(10_001)
     (tmp_path / "f").write_bytes(data)
     file = DirectFile(tmp_path / "f")

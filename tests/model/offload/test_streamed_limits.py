@@ -58,7 +58,7 @@ def test_prompts_of_several_requests_are_read_in_few_passes(
         assert num_passes <= (stream.bytes_read - before) / stream.bytes_per_pass < num_passes + 1.01
 
 
-def test_a_request_alone_has_room_for_a_large_tree(runner_of: Callable[..., ModelRunner]) -> None:
+def test_a_request_alone_may_have_a_large_tree(runner_of: Callable[..., ModelRunner]) -> None:
     held: LoadedModel = runner_of("llama").loaded
     for loaded, most in ((held, 64), (replace(held, stream=object()), 512)):
         for num_seqs in (1, 4, 64):

@@ -108,7 +108,7 @@ def test_each_layer_is_added_up_twice(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 2), (2, 2)])
-def test_a_tied_head_is_held_where_it_is_used(tmp_path: Path, split: tuple[int, int]) -> None:
+def test_a_tied_head_is_on_the_rank_that_uses_it(tmp_path: Path, split: tuple[int, int]) -> None:
     folder = save(tmp_path, "llama", tie_word_embeddings=True, vocab_size=480, intermediate_size=64)
     whole, ranks = Ranks(folder, WHOLE), Ranks(folder, split)
     for found, wanted in zip(ranks.logits(), whole.logits(), strict=True):
@@ -170,7 +170,7 @@ def test_families_without_a_plan_may_be_split_into_stages(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 2)])
-def test_weights_that_are_not_finite_are_refused_by_who_holds_them(tmp_path: Path, split: tuple[int, int]) -> None:
+def test_weights_that_are_not_finite_are_refused_by_their_rank(tmp_path: Path, split: tuple[int, int]) -> None:
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[-1, 0] = float("nan")  # of the last rank, of the last stage

@@ -164,7 +164,7 @@ def test_a_part_of_a_tensor_is_read_as_if_it_were_cut(tmp_path: Path, cut: Cut) 
         ("gpt_oss", True, None),
     ],
 )
-def test_streamed_parts_compute_what_held_ones_do(
+def test_streamed_parts_compute_what_resident_ones_do(
     tmp_path: Path, family: str, copies: bool, quantization: str | None
 ) -> None:
     folder = (
@@ -195,7 +195,7 @@ def test_streamed_parts_read_their_part(tmp_path: Path) -> None:
     parts.close()
 
 
-def test_streamed_parts_that_need_a_copy_say_so(tmp_path: Path) -> None:
+def test_streamed_parts_that_need_a_copy_report_it(tmp_path: Path) -> None:
     save_model(tmp_path, "mixtral")
     with pytest.raises(ModelError, match="offload_folder"):
         Ranks(tmp_path, (2, 1), offload=OffloadConfig("disk"))

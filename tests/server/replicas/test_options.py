@@ -55,7 +55,7 @@ def test_ranks_of_a_replica_share_what_it_is_given() -> None:
     assert ReplicaOptions(replicas="2", replica_gpus=2.0, ray_address="auto").resources("cuda", 4).gpus == 2
 
 
-def test_one_machine_has_so_many_cores() -> None:
+def test_replicas_fit_the_cores_of_the_machine() -> None:
     cores = usable_cpus()
     options = ReplicaOptions(replicas="1:3")
     assert 3 * options.resources("cpu").cpus <= cores

@@ -271,7 +271,7 @@ def test_new_settings_replace_replicas_without_a_failure_and_follow_the_load(ser
 
 
 @pytest.mark.distributed
-def test_it_ends_in_order_when_told(server: Server) -> None:
+def test_it_ends_in_order_on_a_signal(server: Server) -> None:
     async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
         asked = [client.post("/v1/completions", json=body(number, max_tokens=200, stream=True)) for number in range(8)]
         running = [asyncio.ensure_future(one) for one in asked]

@@ -266,7 +266,7 @@ async def post(client: httpx.AsyncClient, _: Any) -> httpx.Response:
     return await client.post("/v1/completions", json=BODY)
 
 
-def test_a_full_replica_is_passed_over_and_all_being_full_is_told() -> None:
+def test_a_full_replica_is_passed_over_and_all_being_full_is_reported() -> None:
     good = Told(start(name="r2") + b"{}", name="r2")
     replica_set = LocalReplicaSet([refused("queue_full"), refused("shutting_down", 503, "r1"), good])
     assert through(replica_set, post).status_code == 200
@@ -329,7 +329,7 @@ def test_an_answer_without_an_end_is_not_taken_for_a_whole_one() -> None:
     assert all(message.get("more_body", True) for message in sent)  # the connection is closed before its end
 
 
-def test_without_replicas_it_says_so() -> None:
+def test_without_replicas_it_reports_that() -> None:
     answer = through(None, post)
     assert answer.status_code == 503
     assert error_of(answer)["code"] == "loading"
