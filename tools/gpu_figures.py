@@ -68,13 +68,17 @@ class Step:
         return [sys.executable, "-m", *self.words, *where]
 
 
+_LABORATORY = ("kernels", "offload")  # programs of benchmarks/
+
+
 def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
     """All, those first that tell whether the others are worth their time."""
     gpu = device != "cpu"
 
     def bench(name: str, kind: str, seconds: int, *words: str, grow: str | None = None) -> Step:
         size = () if grow is None else ("--grow", grow)
-        return Step(name, ("specinfer", "bench", kind, model, "--device", device, *size, *words), seconds)
+        program = (f"benchmarks.{kind}",) if kind in _LABORATORY or "--peer" in words else ("specinfer", "bench", kind)
+        return Step(name, (*program, model, "--device", device, *size, *words), seconds)
 
     trees = tuple(word for tree in sizes.trees for word in ("--tree", tree))
     count = ("--num-prompts", str(sizes.num_prompts), "--repeats", str(sizes.repeats))

@@ -14,9 +14,8 @@ from specinfer.bench import acceptance
 from specinfer.bench.acceptance import next_token_ranks, run_acceptance
 from specinfer.bench.acceptance_drafters import disturbed_copies
 from specinfer.bench.acceptance_plans import PARTS, AcceptanceConfig, shapes
-from specinfer.bench.acceptance_plot import plot_acceptance
 from specinfer.bench.acceptance_report import AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
-from specinfer.bench.acceptance_table import print_acceptance
+from specinfer.bench.acceptance_table import plot_acceptance, print_acceptance
 from specinfer.bench.shift import blocks_of, cut_text, other_domain, prose_prompts
 from specinfer.cli.app import app
 from specinfer.core.config import parse_tree

@@ -12,18 +12,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.schedule.plans import ScheduleConfig
+from benchmarks.schedule.work import answered
 from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_plans import AcceptanceConfig
 from specinfer.bench.acceptance_table import print_acceptance
 from specinfer.bench.chat_prompts import KINDS, PromptSet, chat_prompts, chat_token_ids, find_prompts, kinds_for
 from specinfer.bench.latency import LatencyConfig, run_latency
-from specinfer.bench.report import PLAIN, LatencyReport
-from specinfer.bench.schedule_plans import ScheduleConfig
-from specinfer.bench.schedule_work import answered
-from specinfer.bench.table import print_report
-from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_plans import ThroughputConfig
-from specinfer.bench.throughput_table import print_throughput
+from specinfer.bench.latency_report import LatencyReport, print_latency
+from specinfer.bench.results import PLAIN
+from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.throughput_report import print_throughput
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT
@@ -133,7 +132,7 @@ def test_more_prompts_than_there_are_and_models_without_template_are_refused(
 
 
 def test_a_bad_kind_is_named_on_the_command_line() -> None:
-    for command in (["latency"], ["throughput"], ["acceptance"], ["schedule", "file"]):
+    for command in (["latency"], ["throughput"], ["acceptance"]):
         result = CliRunner().invoke(app, ["bench", *command, "--kind", "riddles"])
         assert result.exit_code == 2
         assert "kinds: 'riddles' is not known" in result.output
@@ -143,14 +142,14 @@ def test_a_bad_kind_is_named_on_the_command_line() -> None:
 
 
 def test_answers_end_where_plain_decoding_ends_them(folder: str, report: LatencyReport) -> None:
-    lengths = {run.prompt: len(run.token_ids) for run in report.plain.runs}
+    lengths = {run.prompts[0]: len(run.token_ids) for run in report.result.plain.runs}
     assert lengths[0] < MAX_TOKENS
     with LLM(folder, drafters=[], device="cpu", enable_prefix_caching=False) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in chat_token_ids(Path(folder), 4, TWO).token_ids]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
     for number, output in enumerate(outputs):
         tokens = tuple(output.outputs[0].token_ids)
-        assert {run.token_ids for arm in report.arms for run in arm.runs if run.prompt == number} == {tokens}
+        assert {run.token_ids for arm in report.result.arms for run in arm.runs if run.prompts[0] == number} == {tokens}
 
 
 def test_texts_to_continue_do_not_end(folder: str) -> None:
@@ -165,7 +164,7 @@ def test_no_arm_can_look_up_what_was_generated_before_it(folder: str) -> None:
         temperature=1.0, repeats=3,
     )  # fmt: skip
     report = run_latency(config)
-    passes = [len(run.passes) for run in report.trees[0].runs]
+    passes = [len(run.steps) for run in report.result.trees[0].runs]
     assert passes[:2] == passes[2:4] == passes[4:]
     together = run_throughput(
         ThroughputConfig(
@@ -183,15 +182,15 @@ def test_no_arm_can_look_up_what_was_generated_before_it(folder: str) -> None:
 def test_latency_by_kind_is_that_of_the_kind_alone(report: LatencyReport) -> None:
     parts = report.by_kind()
     assert tuple(parts) == TWO
-    assert [run.prompt for run in parts["lists"].plain.runs] == [1, 3, 1, 3]
-    assert sum(part.trees[0].num_passes for part in parts.values()) == report.trees[0].num_passes
+    assert [run.prompts[0] for run in parts["lists"].result.plain.runs] == [1, 3, 1, 3]
+    assert sum(part.result.trees[0].num_passes for part in parts.values()) == report.result.trees[0].num_passes
     numbers: Any = json.loads(json.dumps(report.as_dict()))
     for kind, part in parts.items():
         assert numbers["by_kind"][kind]["num_prompts"] == 2
         assert set(numbers["by_kind"][kind]["arms"]) == {PLAIN, "1,1", "2"}
-        assert numbers["by_kind"][kind]["arms"]["2"]["speedup"] == part.speedup_of(part.trees[1]).median
+        assert numbers["by_kind"][kind]["arms"]["2"]["speedup"] == part.result.speedup_of(part.result.trees[1]).median
     assert "by_kind" not in replace(report, kinds=()).as_dict()
-    text = shown(print_report, report)
+    text = shown(print_latency, report)
     assert re.search(r"By kind of prompt\n.*\n.*\nquestions +off .*\n +1,1 ", text)
     tables = text.partition("medians")[2].partition("Sampled steps")[0]
     assert max(map(len, tables.splitlines())) <= 80

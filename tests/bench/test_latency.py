@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specinfer.bench import latency
+from specinfer.bench import loop
 from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.latency_report import LatencyReport, plot_latency, print_latency
+from specinfer.bench.loop import schedule
 from specinfer.bench.models import find_models, plan_growth
-from specinfer.bench.plot import plot_report
-from specinfer.bench.report import PLAIN, LatencyReport, Spread, first_difference
-from specinfer.bench.table import print_report
+from specinfer.bench.results import PLAIN
 from specinfer.llm import LLM
+from specinfer.reporting.spread import Spread, first_difference
 from tiny import VOCAB, save_model
 
 TREES = ("1,1,1", "2,1")
@@ -59,18 +60,19 @@ def refuse_to_load(*_: object, **__: object) -> None:
 
 
 def test_every_arm_runs_on_every_prompt_in_every_repeat(report: LatencyReport) -> None:
-    places = [(run.repeat, run.prompt) for run in report.plain.runs]
+    places = [(run.repeat, run.prompts[0]) for run in report.result.plain.runs]
     assert places == [(repeat, prompt) for repeat in range(3) for prompt in range(2)]
-    for arm in report.trees:
-        assert [(run.repeat, run.prompt) for run in arm.runs] == places
-        assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.plain.runs]
-        assert report.partings(arm) == []
-    assert all(len(run.token_ids) == MAX_TOKENS for run in report.plain.runs)
+    for arm in report.result.trees:
+        assert [(run.repeat, run.prompts[0]) for run in arm.runs] == places
+        assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.result.plain.runs]
+        assert report.result.partings(arm) == []
+    assert all(len(run.token_ids) == MAX_TOKENS for run in report.result.plain.runs)
 
 
 def test_the_arms_take_turns_in_going_first() -> None:
     config = LatencyConfig(repeats=3, warmup=1, num_prompts=2)
-    order = list(latency._schedule(["off", "a"], 2, config))
+    turns = schedule(config, 2, ["off", "a"])
+    order = [(*turn.prompts, turn.repeat, name) for turn in turns for name in turn.arms]
     assert order[:2] == [(0, -1, "off"), (0, -1, "a")]
     firsts = {(prompt, repeat): name for prompt, repeat, name in reversed(order)}
     firsts_in_order = [firsts[prompt, repeat] for repeat in range(3) for prompt in range(2)]
@@ -80,7 +82,7 @@ def test_the_arms_take_turns_in_going_first() -> None:
 def test_speedup_is_the_median_ratio_of_the_recorded_times(report: LatencyReport) -> None:
     numbers: Any = report.as_dict()
     plain = numbers["arms"][PLAIN]["runs"]
-    for arm in report.trees:
+    for arm in report.result.trees:
         runs = numbers["arms"][arm.name]["runs"]
         ratios = [a["decode_ms"] / b["decode_ms"] for a, b in zip(plain, runs, strict=True)]
         assert numbers["arms"][arm.name]["speedup"] == pytest.approx(statistics.median(ratios))
@@ -95,32 +97,33 @@ def test_speedup_is_the_median_ratio_of_the_recorded_times(report: LatencyReport
 
 
 def test_passes_are_those_the_requests_counted(report: LatencyReport) -> None:
-    counted = COUNTERS[len(report.arms) :]  # the warm-up runs came first
-    runs = [run for arm in report.arms for run in arm.runs]
+    counted = COUNTERS[len(report.result.arms) :]  # the warm-up runs came first
+    runs = [run for arm in report.result.arms for run in arm.runs]
     assert len(counted) == len(runs)
     # The first token is said by a pass of its own, outside the clock.
-    assert sum(c["num_target_passes"] - 1 for c in counted) == sum(len(run.passes) for run in runs)
-    accepted = sum(p.num_accepted for run in runs for p in run.passes)
+    assert sum(c["num_target_passes"] - 1 for c in counted) == sum(len(run.steps) for run in runs)
+    accepted = sum(step.num_generated - 1 for run in runs for step in run.steps)
     assert sum(c["num_accepted_draft_tokens"] for c in counted) == accepted > 0
-    assert report.plain.tokens_per_pass == 1.0
+    assert report.result.plain.tokens_per_pass == 1.0
     for run in runs:
-        assert sum(1 + p.num_accepted for p in run.passes) == run.num_tokens
+        assert sum(step.num_generated for step in run.steps) == run.num_decoded == run.num_tokens - 1
 
 
 def test_a_perfect_drafter_is_always_right(report: LatencyReport) -> None:
-    arm = report.trees[0]
+    arm = report.result.trees[0]
     assert arm.acceptance_by_depth == [1.0, 1.0, 1.0]
-    assert [p.num_levels for p in arm.runs[0].passes] == [3, 3, 2]  # 11 tokens; the last pass needs no more
+    assert [step.num_levels for step in arm.runs[0].steps] == [3, 3, 2]  # 11 tokens; the last pass needs no more
     assert arm.tokens_per_pass == pytest.approx(11 / 3)
-    assert report.plain.acceptance_by_depth == []
+    assert report.result.plain.acceptance_by_depth == []
 
 
 def test_the_parts_of_a_pass_sum_to_the_time(report: LatencyReport) -> None:
-    for arm in report.arms:
+    for arm in report.result.arms:
         total = 1000 * sum(run.time for run in arm.runs) / arm.num_passes
-        assert arm.split.total == pytest.approx(total)
-        assert min(arm.split.target, arm.split.rest) > 0
-    assert report.plain.split.draft < report.trees[0].split.draft
+        assert arm.ms_per_pass == pytest.approx(total)
+        assert sum(arm.split.values()) == pytest.approx(total)
+        assert min(arm.split["target"], arm.split["rest"]) > 0
+    assert report.result.plain.split["draft"] < report.result.trees[0].split["draft"]
 
 
 def test_spread() -> None:
@@ -138,10 +141,10 @@ def test_what_is_written_and_shown(report: LatencyReport, folders: tuple[str, st
     parameters = numbers["environment"]["target_parameters"]
     assert numbers["environment"]["drafter_parameters"] == {"drafter": parameters}
     for suffix in (".png", ".svg"):
-        plot_report(report, tmp_path / f"plot{suffix}")
+        plot_latency(report, tmp_path / f"plot{suffix}")
         assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
     shown = io.StringIO()
-    print_report(report, Console(file=shown, width=140))
+    print_latency(report, Console(file=shown, width=140))
     assert f"{report.speedup:.2f}" in shown.getvalue()
     assert "the same tokens as plain decoding in all 6 runs" in shown.getvalue()
 
@@ -158,7 +161,7 @@ def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, 
 @pytest.mark.distributed
 def test_a_target_over_two_processes_generates_the_same_tokens(report: LatencyReport, folders: tuple[str, str]) -> None:
     split = run_latency(make_config(folders, repeats=1, warmup=0, tensor_parallel_size=2))
-    assert [run.token_ids for run in split.plain.runs] == [run.token_ids for run in report.plain.runs[:2]]
+    assert [run.token_ids for run in split.result.plain.runs] == [run.token_ids for run in report.result.plain.runs[:2]]
     assert split.environment.target_parameters == report.environment.target_parameters
     assert split.options["tensor_parallel_size"] == 2
 
@@ -213,7 +216,7 @@ def test_bad_input_is_refused_before_the_long_work(
     changes: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(latency, "LLM", refuse_to_load)
+    monkeypatch.setattr(loop, "LLM", refuse_to_load)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if changes.get("model") == "opt":
         changes = changes | {"model": str(save_model(tmp_path / "opt", "opt"))}
@@ -229,7 +232,7 @@ def test_grown_models_generate_the_same_tokens_at_a_larger_size(
     small = run_latency(make_config(folders, repeats=1, warmup=0, trees=("1",)))
     grown = run_latency(make_config(folders, repeats=1, warmup=0, trees=("1",), grow="0.5m", dtype="float32"))
     assert grown.environment.target_parameters >= 500_000 > small.environment.target_parameters
-    assert [run.token_ids for run in grown.plain.runs] == [run.token_ids for run in small.plain.runs]
+    assert [run.token_ids for run in grown.result.plain.runs] == [run.token_ids for run in small.result.plain.runs]
     assert run_latency(make_config(folders, repeats=1, warmup=0, grow="0.5m")).environment.dtype == "bfloat16"
 
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from specinfer.bench import plan
 from specinfer.bench.plan import PlanConfig, run_plan
-from specinfer.bench.plan_plot import plot_plan
-from specinfer.bench.plan_table import bar, print_plan
+from specinfer.bench.plan_table import bar, plot_plan, print_plan
 from specinfer.cli.app import app
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.llm import LLM
@@ -194,7 +193,7 @@ def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> 
     assert (tmp_path / "plan.png").stat().st_size > 1000
     shown = io.StringIO()
     print_plan(report, Console(file=shown, width=80))
-    assert "What auto chooses" in shown.getvalue()
+    assert "Trees that auto chooses" in shown.getvalue()
     assert f"{report.choices[0].speedup:.2f}" in shown.getvalue()
     assert max(map(len, shown.getvalue().splitlines())) <= 80
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fake_server import FakeServer, serving
-from specinfer.bench.report import Spread
 from specinfer.bench.serve import run_serve
 from specinfer.bench.serve_load import send_all
 from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, load_prompts, schedule
@@ -24,6 +23,7 @@ from specinfer.bench.serve_report import Overhead, RateResult, RequestRun, Round
 from specinfer.bench.serve_table import arm_lines, overhead_line, print_serve
 from specinfer.cli.app import app
 from specinfer.client import open_async_client
+from specinfer.reporting.spread import Spread
 from tiny import save_model, save_tokenizer
 
 INF = math.inf

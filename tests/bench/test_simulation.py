@@ -23,8 +23,7 @@ from specinfer.bench.plan import PlanConfig
 from specinfer.bench.simulate import run_simulation
 from specinfer.bench.simulation import GroupStep, groups_of, simulate
 from specinfer.bench.simulation_plans import Planner, SimulationConfig, plan_machines, run_round, splits_for
-from specinfer.bench.simulation_plot import plot_simulation
-from specinfer.bench.simulation_table import print_simulation
+from specinfer.bench.simulation_table import plot_simulation, print_simulation
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
 from specinfer.model.batch import Piece
@@ -471,7 +470,7 @@ def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> 
     assert (tmp_path / "x.png").stat().st_size > 1000
     shown = io.StringIO()
     print_simulation(report, Console(file=shown, width=80))
-    assert "What to expect of more machines" in shown.getvalue()
+    assert "Expected speed on more machines" in shown.getvalue()
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "batch hosts split tree ms/token tokens/s ratio talk idle" in [" ".join(line.split()) for line in lines]

@@ -13,14 +13,12 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from specinfer.bench import throughput
+from specinfer.bench import loop
 from specinfer.bench.chat_prompts import PromptSet
-from specinfer.bench.report import PLAIN
-from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_plans import ThroughputConfig, schedule
-from specinfer.bench.throughput_plot import plot_throughput
-from specinfer.bench.throughput_report import PARTS, ThroughputReport
-from specinfer.bench.throughput_table import print_throughput
+from specinfer.bench.loop import schedule
+from specinfer.bench.results import PARTS, PLAIN
+from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.throughput_report import ThroughputReport, plot_throughput, print_throughput
 from specinfer.cli.app import app
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
@@ -98,14 +96,14 @@ def test_decoding_begins_when_all_prompts_are_read(report: ThroughputReport) -> 
             for run in arm.runs:
                 assert run.num_decoded == result.size * (MAX_TOKENS - 1)
                 assert run.num_tokens == result.size * MAX_TOKENS
-                assert min(run.read_time, run.decode_time) > 0
-                assert run.read_time + run.decode_time <= run.total_time
+                assert min(run.prompt_time, run.time) > 0
+                assert run.prompt_time + run.time <= run.total_time
 
 
 def test_prompts_beyond_one_pass_are_read_without_guesses(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throughput, "_MAX_READ", 16)
+    monkeypatch.setattr(loop, "_MAX_READ", 16)
     report = run_throughput(make_config(folders, trees=("1,1",), batch_sizes=(4,), repeats=1, warmup=0))
     (result,) = report.results
     for arm in result.arms:
@@ -135,7 +133,7 @@ def test_the_parts_sum_to_the_time_of_decoding(report: ThroughputReport) -> None
             assert sum(arm.shares.values()) == pytest.approx(1.0)
             assert min(arm.shares[part] for part in ("target", "verify", "host")) > 0
             for run in arm.runs:
-                assert sum(run.seconds.values()) == pytest.approx(run.decode_time)
+                assert sum(run.seconds.values()) == pytest.approx(run.time)
         assert result.plain.shares["draft"] < result.trees[0].shares["draft"]
 
 
@@ -189,7 +187,7 @@ def test_heldout_texts_are_as_many_as_the_largest_batch(
         asked.append(count)
         return PromptSet([list(prompt) for prompt in PROMPTS][:count])
 
-    monkeypatch.setattr(throughput, "find_prompts", prompts)
+    monkeypatch.setattr(loop, "find_prompts", prompts)
     options = {"prompts": None, "num_prompts": 2, "repeats": 1, "warmup": 0, "trees": ("1",)}
     report = run_throughput(make_config(folders, batch_sizes=(1, 4), **options))
     assert asked == [4]
@@ -202,14 +200,14 @@ def test_heldout_texts_are_as_many_as_the_largest_batch(
 def test_each_size_has_a_policy_of_its_own_that_goes_on_learning(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = throughput._policies
+    made = loop.make_policies
     policies: dict[tuple[int, str], Any] = {}
 
     def spy(config: ThroughputConfig, llm: LLM) -> Any:
         policies.update(made(config, llm))
         return policies
 
-    monkeypatch.setattr(throughput, "_policies", spy)
+    monkeypatch.setattr(loop, "make_policies", spy)
     run_throughput(make_config(folders, trees=("auto",), repeats=1))
     one, other = (policies[size, "auto"]._default.costs for size in SIZES)
     assert one is not other
@@ -277,7 +275,7 @@ def refuse_to_load(*_: object, **__: object) -> Iterator[None]:
 def test_bad_input_is_refused_before_the_long_work(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(throughput, "LLM", refuse_to_load)
+    monkeypatch.setattr(loop, "LLM", refuse_to_load)
     with pytest.raises(ValueError, match=message):
         run_throughput(make_config(folders, **changes))
 

@@ -735,6 +735,13 @@ def test_a_drafter_of_the_chat_model_stays_as_it_is_next_to_a_grown_target(
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")
+@pytest.mark.parametrize("name", ["offload", "parallel", "schedule", "kernels", "perplexity", "host"])
+def test_a_bench_that_moved_names_its_new_command(name: str) -> None:
+    assert f"run python -m benchmarks.{name} in a checkout" in refusal("bench", name, "demo", "--rows", "3")
+    assert name not in run("bench", code=2).output.replace("other engines", "")
+    assert "python -m benchmarks.latency --peer llama.cpp" in refusal("bench", "latency", "--peer", "llama.cpp")
+
+
 def test_bench_latency_measures_trees_and_writes_numbers(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     shown = run(

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.peers.messages import Ask, Load
+from benchmarks.process import Worker
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.grow import grow_folder
 from specinfer.bench.latency import LatencyConfig, run_latency
 from specinfer.bench.models import find_models, plan_growth
-from specinfer.bench.peers.process import PeerProcess
-from specinfer.bench.peers.worker import Ask, Load
-from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_plans import ThroughputConfig
+from specinfer.bench.throughput import ThroughputConfig, run_throughput
 from specinfer.core.step_record import StepRecord
 from specinfer.engine.timer import DeviceTimer, StageClock
 from tiny import random_prompts, save_model
@@ -97,8 +96,8 @@ def test_growth_on_the_gpu_computes_the_same(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_compiled_peer_generates_the_text(folders: tuple[str, str]) -> None:
-    process = PeerProcess("specinfer.bench.peers.transformers_compiled_engine", 4)
-    plain = PeerProcess("specinfer.bench.peers.transformers_engine", 4)
+    process = Worker("benchmarks.peers.transformers_compiled_engine", 4)
+    plain = Worker("benchmarks.peers.transformers_engine", 4)
     try:
         texts = []
         for one in (process, plain):

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specinfer.bench.peers.names import parse_peer
+from benchmarks.peers.names import parse_peer
+from benchmarks.program import app as benchmarks
 from specinfer.cli.app import app
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -129,6 +130,7 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
     import typer.main
 
     bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    laboratory = typer.main.get_command(benchmarks)
     for sizes, device in ((tool.Sizes(), "cuda"), (tool.TINY, "cpu")):
         wanted = tool.steps(sizes, device, "demo")
         assert len({step.name for step in wanted}) == len(wanted)
@@ -136,12 +138,13 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
         for step in wanted:
             if step.words[0] == "pytest":
                 continue
-            assert step.words[:2] == ("specinfer", "bench")
-            command = bench.commands[step.words[2]]
-            with command.make_context(step.words[2], [*step.words[3:], "--json", "x.json"]) as context:
+            in_package = step.words[:2] == ("specinfer", "bench")
+            name = step.words[2] if in_package else step.words[0].removeprefix("benchmarks.")
+            command = (bench if in_package else laboratory).commands[name]  # type: ignore[attr-defined]
+            with command.make_context(name, [*step.words[3 if in_package else 1 :], "--json", "x.json"]) as context:
                 assert context.params.get("argument", context.params["model"]) == "demo"
                 for peer in context.params.get("peer") or ():
-                    parse_peer(peer, "bfloat16", step.words[2])
+                    parse_peer(peer, "bfloat16", name)
 
 
 def test_a_dry_run_prints_commands_and_runs_nothing(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.neighbours import busy_neighbours
 from native import native
-from specinfer.bench.neighbours import busy_neighbours
 from specinfer.kernels import AttentionCall, FlatPieces, LayerCall, LinearCall, NativePieces, Panels, norm, quantize
 
 LIBRARY = importlib.import_module("specinfer.kernels.library")  # the package has a function of its name

@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.peers.gguf_file import write_gguf
 from gguf_files import CHAT_TEMPLATE, random_blocks, write_model
 from specinfer import LLM, ModelError, SamplingParams
-from specinfer.bench.models import count_parameters
-from specinfer.bench.peers.gguf_file import write_gguf
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
-from specinfer.model.folder import find_folder, sampling_defaults
+from specinfer.model.folder import count_parameters, find_folder, sampling_defaults
 from specinfer.model.gguf.folder import WEIGHTS, weights_file
 from specinfer.model.gguf.header import TensorPlace, read_header
 from specinfer.model.gguf.weights import read_tensor

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tiny
+from benchmarks.peers.plain_folder import plain_folder
 from native import native
-from specinfer.bench.plain_folder import plain_folder
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.model import layer_kind

@@ -18,10 +18,11 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import reference
+from benchmarks import perplexity
+from benchmarks.perplexity import PerplexityConfig, run_perplexity
+from benchmarks.program import app as benchmarks
 from native import ISAS, each_isa
-from specinfer.bench import perplexity
 from specinfer.bench.latency import LatencyConfig, run_latency
-from specinfer.bench.perplexity import PerplexityConfig, run_perplexity
 from specinfer.cli.app import app
 from specinfer.core.config import QUANTIZATIONS
 from specinfer.core.errors import ModelError
@@ -590,8 +591,8 @@ def test_the_embedded_target_loses_little() -> None:
     assert int4.num_bytes < int8.num_bytes < 0.5 * exact.num_bytes
 
 
-def _run_command(*words: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(words), env={"NO_COLOR": "1"})
+def _run_command(*words: str, code: int = 0, program: Any = app) -> Any:
+    result = CliRunner().invoke(program, list(words), env={"NO_COLOR": "1"})
     assert result.exit_code == code, result.output
     return result
 
@@ -616,8 +617,8 @@ def test_flags(model_folder: Folders, tmp_path: Path) -> None:
     assert "--drafter-quantization both choose" in _run_command(*words[:-2], *both, code=2).stderr
     file = tmp_path / "numbers.json"
     shown = _run_command(
-        "bench", "perplexity", target, "--quantization", "int8", "--num-prompts", "1", "--prompt-chars", "80",
-        "--json", str(file),
+        "perplexity", target, "--quantization", "int8", "--num-prompts", "1", "--prompt-chars", "80",
+        "--json", str(file), program=benchmarks,
     ).stdout  # fmt: skip
     assert set(json.loads(file.read_text())["weights"]) == {"unquantized", "int8"}
     for heading in ("weights", "perplexity", "increase", "bits/token", "KL, bits", "same best", "MiB", "unquantized"):

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 
-from specinfer.bench.peers.names import PeerError
-from specinfer.bench.peers.worker import Ask, Load, Said, Settings
+from benchmarks.peers.messages import Ask, Generated, Load, Settings
+from benchmarks.process import WorkerError
 
 TOKEN = 7
 
@@ -29,10 +29,10 @@ class FakePeer:
     def load(self, job: Load) -> list[Settings]:
         print(f"loading {job.target}")  # as libraries do
         if self._failure == "refuse":
-            raise PeerError("it does not like the model")
+            raise WorkerError("it does not like the model")
         return [{}] if job.drafter is None else [{"num_draft": count} for count in range(1, 11)]
 
-    def generate(self, ask: Ask) -> Said:
+    def generate(self, ask: Ask) -> Generated:
         self._num_asked += 1
         if self._num_asked == self._when:
             if self._failure == "die":
@@ -44,4 +44,4 @@ class FakePeer:
                 raise RuntimeError("\nwhere it was\nwhat it was\n")
         num_tokens = ask.max_tokens - 1 if self._failure == "stop" else ask.max_tokens
         each = 1.0 + abs(ask.settings["num_draft"] - 3) if ask.drafts else 1.0
-        return Said([TOKEN] * num_tokens, 2 if ask.drafts else 1, 0.5, each * num_tokens)
+        return Generated([TOKEN] * num_tokens, 2 if ask.drafts else 1, 0.5, each * num_tokens)

@@ -9,7 +9,6 @@ tokens, which can cut the last pass short.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,12 +18,12 @@ from rich.console import Console
 
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_plans import MODES, PLANS, SHIFT, AcceptanceConfig, paper_widths, shapes
-from specinfer.bench.acceptance_plot import plot_acceptance
 from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Counts, HitRates, Row, Setup
+from specinfer.bench.acceptance_table import plot_acceptance
 from specinfer.bench.chat_prompts import find_prompts
-from specinfer.bench.environment import Environment
-from specinfer.bench.inputs import check_files, showing_progress, token_prompts, write_json
+from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
+from specinfer.bench.prompts import token_prompts
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
 from specinfer.core.config import BEST_FIRST, SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS
@@ -36,6 +35,9 @@ from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
 from specinfer.model.runner import ModelRunner
+from specinfer.reporting.environment import Environment
+from specinfer.reporting.files import check_files
+from specinfer.reporting.progress_bar import stage_bar
 
 _NUM_WARMUP = 4  # prompts from which best-first trees first learn acceptance probabilities
 _PROBE = "acceptance-probe"
@@ -66,38 +68,36 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
     if SHIFT in config.parts:
         texts = other_domain(config.shift_to, config.num_prompts, config.prompt_chars)
         after = token_prompts(models.target, config.max_tokens, prompts=texts)
-    with showing_progress(console) as progress, _all_drafters(config, models) as drafters:
-        task = progress.add_task("loading", total=None)
+    with stage_bar(console) as progress, _all_drafters(config, models) as drafters:
+        progress.stage("loading")
         with _load(config, models, drafters, max(map(len, [*prompts, *after]))) as llm:
             plans = {part: PLANS[part](config, tuple(drafters)) for part in PLANS if part in config.parts}
             bench = _Bench(llm, config, prompts[num_more:], prompts[:num_more])
             best_first = shapes(max(config.nodes))[BEST_FIRST]
             courses = shift_setups(tuple(drafters), best_first, config.select) if after else {}
             setups = {setup for rows in plans.values() for _, _, cells in rows for setup in cells.values()}
-            progress.update(task, description="counting", total=len(setups) + len(courses))
+            progress.stage("counting", len(setups) + len(courses))
             hit_rates = bench.hit_rates() if "table1" in config.parts else ()
             parts = {}
             for part, rows in plans.items():
-                progress.update(task, description=part)
+                progress.stage(part)
                 parts[part] = tuple(
                     Row(
                         group,
                         label,
-                        {name: bench.count(setup, progress.advance, task) for name, setup in cells.items()},
+                        {name: bench.count(setup, progress.advance) for name, setup in cells.items()},
                     )
                     for group, label, cells in rows
                 )
-            progress.update(task, description=SHIFT)
-            tell = partial(progress.advance, task)
-            shift = run_shift(llm, courses, prompts[num_more:], after, prompts[:num_more], config.max_tokens, tell)
+            progress.stage(SHIFT)
+            shift = run_shift(
+                llm, courses, prompts[num_more:], after, prompts[:num_more], config.max_tokens, progress.advance
+            )
             small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
             environment = Environment.of(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
     report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment, shift, asked.kinds[num_more:])
-    if config.json is not None:
-        write_json(config.json, report.as_dict())
-    if config.plot is not None:
-        plot_acceptance(report, config.plot)
+    write_files(report, config.json, config.plot, plot_acceptance)
     return report
 
 
@@ -146,7 +146,7 @@ class _Bench:
         self._warmup = warmup
         self._known: dict[Setup, Counts] = {}
 
-    def count(self, setup: Setup, advance: Callable[[Any], None], task: Any) -> Counts:
+    def count(self, setup: Setup, advance: Callable[[], None]) -> Counts:
         if setup not in self._known:
             self._llm.speculate(SpeculativeConfig(setup.drafters, setup.tree, setup.verification, setup.drawing))
             if setup.tree.startswith(BEST_FIRST):
@@ -159,7 +159,7 @@ class _Bench:
                 tuple(counter["num_target_passes"] for counter in counters),
                 tuple(counter["num_draft_tokens"] for counter in counters),
             )
-            advance(task)
+            advance()
         return self._known[setup]
 
     def _generate(self, prompts: Sequence[list[int]], temperature: float, first: int = 0) -> list[Any]:
@@ -178,11 +178,11 @@ class _Bench:
         found = []
         for temperature in MODES.values():
             self._llm.speculate(SpeculativeConfig(tree="off"))
-            said = [output.outputs[0].token_ids for output in self._generate(self._prompts, temperature)]
+            generated = [output.outputs[0].token_ids for output in self._generate(self._prompts, temperature)]
             for name, runner in self._llm.small_models.items():
                 ranks = tuple(
                     tuple(next_token_ranks(runner, prompt, output))
-                    for prompt, output in zip(self._prompts, said, strict=True)
+                    for prompt, output in zip(self._prompts, generated, strict=True)
                 )
                 found.append(HitRates(Path(name).name, temperature, ranks))
         return tuple(found)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.bench.chat_prompts import check_kinds, kinds_for
-from specinfer.bench.inputs import AnyPrompt, check_seed, check_whole
+from specinfer.bench.options import check_seed, check_whole
+from specinfer.bench.prompts import AnyPrompt
 from specinfer.core.config import BEST_FIRST, DRAFT_SAMPLINGS, MAX_TREE_NODES, check_quantization, parse_select
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.model.device import DTYPES

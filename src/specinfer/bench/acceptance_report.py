@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specinfer.bench.environment import Environment
+from specinfer.reporting.environment import Environment
 
 COMPARED = ("table3", "rules", "drafters")  # parts that compare their rows with a base row
 TOP = 5  # number of ranks in Table 1 and of widths in Table 2

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from specinfer.bench.inputs import AnyPrompt, fresh_salt, known_positions, token_prompts
+from specinfer.bench.prompts import AnyPrompt, fresh_salt, token_prompts
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
-from specinfer.model.definition import load_tokenizer
+from specinfer.model.definition import known_positions, load_tokenizer
 from specinfer.policy.base import FixedPolicy
 
 KINDS = ("questions", "rewriting", "code", "lists", "stories")

@@ -21,7 +21,7 @@ from specinfer.core.lookups import LOOKUPS
 from specinfer.core.places import cache_folder
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
-from specinfer.model.folder import TOKEN_MAP, weight_shapes
+from specinfer.model.folder import TOKEN_MAP, count_parameters
 from specinfer.setup.model_names import find_drafter, find_target, usual_drafters
 
 _DRAFTER_FRACTION = 0.01
@@ -156,8 +156,3 @@ def _destination(source: Path, size: str, dtype: torch.dtype) -> Path:
     key = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
     kind = str(dtype).removeprefix("torch.")
     return cache_folder() / f"grown-{source.name}-{size.lower()}-{kind}-{key}"
-
-
-def count_parameters(folder: Path) -> int:
-    """Return a model's number of parameters from the headers of its weight files. A tied matrix counts once."""
-    return sum(map(math.prod, weight_shapes(folder).values()))

@@ -12,20 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
-from specinfer.bench.environment import Environment
-from specinfer.bench.inputs import (
-    AnyPrompt,
-    check_files,
-    check_seed,
-    check_whole,
-    showing_progress,
-    telling,
-    token_prompts,
-    write_json,
-)
+from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
-from specinfer.bench.plan_plot import plot_plan
+from specinfer.bench.options import check_seed, check_whole
 from specinfer.bench.plan_report import Choice, PlanReport, Streaming
+from specinfer.bench.plan_table import plot_plan
+from specinfer.bench.prompts import AnyPrompt, token_prompts
 from specinfer.core.config import OffloadConfig, SpeculativeConfig, check_quantization, parse_tree
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request, Span
@@ -40,6 +32,9 @@ from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import StreamedCurve
+from specinfer.reporting.environment import Environment
+from specinfer.reporting.files import check_files
+from specinfer.reporting.progress_bar import stage_bar
 from specinfer.verify import Acceptance
 
 MAX_RANKS = 8
@@ -141,14 +136,13 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     prompts = []
     if config.acceptance is None:
         prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
-    with showing_progress(console) as progress:
-        task = progress.add_task("loading", total=None)
-        tell = telling(progress, task)
-        with _load(config, models, tell) as llm:
-            progress.update(task, description="timing passes")
+    with stage_bar(console) as progress:
+        progress.stage("loading")
+        with _load(config, models, progress.report_bytes) as llm:
+            progress.stage("timing passes")
             assert llm.drafter is not None
-            costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure, progress=tell)
-            progress.update(task, description="measuring acceptance")
+            costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure, progress=progress.report_bytes)
+            progress.stage("measuring acceptance")
             if config.acceptance is None:
                 acceptance = _survey(llm, prompts, config.sampling_params())
             else:
@@ -158,14 +152,11 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     choices = tuple(_choose(costs, acceptance, size) for size in config.batch_sizes)
     by_rank = tuple(acceptance.by_rank().tolist())
     report = PlanReport(costs, by_rank, choices, config.as_dict(), environment, streaming)
-    if config.json is not None:
-        write_json(config.json, report.as_dict())
-    if config.plot is not None:
-        plot_plan(report, config.plot)
+    write_files(report, config.json, config.plot, plot_plan)
     return report
 
 
-def _load(config: PlanConfig, models: Models, tell: ProgressCallback) -> LLM:
+def _load(config: PlanConfig, models: Models, progress: ProgressCallback) -> LLM:
     return LLM(
         models.target,
         drafters=models.drafters,
@@ -177,7 +168,7 @@ def _load(config: PlanConfig, models: Models, tell: ProgressCallback) -> LLM:
         offload=config.offload,
         memory_budget=config.memory_budget,
         offload_folder=config.offload_folder,
-        progress=tell,
+        progress=progress,
     )
 
 

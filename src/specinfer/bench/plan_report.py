@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specinfer.bench.environment import Environment
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.streamed_costs import StreamedCurve
+from specinfer.reporting.environment import Environment
 
 
 @dataclass(frozen=True, slots=True)

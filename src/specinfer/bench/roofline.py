@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.bench.ceilings import Ceilings
-from specinfer.bench.kernels import read_bytes
 from specinfer.core.step_record import StepRecord
+from specinfer.kernels import PackedLinear
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config
 from specinfer.model.kv_cache import bytes_per_slot
@@ -90,3 +90,16 @@ class Roofline:
 
 def _has_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def read_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of weights that a pass over few rows reads: all but an input embedding that is not the head.
+
+    For a mixture of experts this is more than a pass reads.
+    """
+    config = load_config(loaded.folder).get_text_config()
+    # If a tied head is quantized or packed, it is a copy of the embedding.
+    is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in loaded.model.modules())
+    if not is_copied and getattr(config, "tie_word_embeddings", True):
+        return loaded.num_bytes
+    return loaded.num_bytes - int(config.vocab_size * config.hidden_size) * loaded.dtype.itemsize

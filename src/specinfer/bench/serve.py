@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specinfer.bench.environment import surroundings
-from specinfer.bench.inputs import check_files, options_of, showing_progress, write_json
+from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.report import PLAIN, Spread
+from specinfer.bench.results import PLAIN
 from specinfer.bench.serve_load import PATHS, send_all, send_one
 from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, load_prompts, schedule
-from specinfer.bench.serve_plot import plot_serve
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
+from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url
 from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
+from specinfer.reporting.environment import surroundings
+from specinfer.reporting.files import check_files, options_of
+from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.spread import Spread
 
 if TYPE_CHECKING:
     import httpx
@@ -41,18 +44,18 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
     """
     check_files(config.json, config.plot)
     prompts = load_prompts(config)
-    with showing_progress(console) as progress, ExitStack() as stack:
-        task = progress.add_task("starting the server", total=None)
+    with stage_bar(console) as progress, ExitStack() as stack:
+        progress.stage("starting the server")
         models, dtype = _models(config)
         address = stack.enter_context(_server(config, models, dtype))
         name, version = _look(address, config.model if config.base_url else None)
         total = config.repeats * len(config.request_rates) * len(config.trees) * len(prompts)
-        progress.update(task, description="requests", total=total)
-        rounds = asyncio.run(_measure(config, address, name, prompts, lambda: progress.advance(task)))
+        progress.stage("requests", total)
+        rounds = asyncio.run(_measure(config, address, name, prompts, lambda: progress.advance()))
         overhead = None
         if config.measures_overhead:
             assert models is not None
-            progress.update(task, description="the same in this process")
+            progress.stage("the same in this process")
             overhead = asyncio.run(_measure_overhead(config, address, name, prompts, str(models.target), dtype))
     results = tuple(
         RateResult(rate, tuple(ServeArm(tree, tuple(rounds[rate, tree])) for tree in config.trees))
@@ -62,10 +65,7 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
     environment = surroundings() | {"served_model": name, "server_version": version}
     report = ServeReport(results, options, environment, overhead)
     _check_served(report)
-    if config.json is not None:
-        write_json(config.json, report.as_dict())
-    if config.plot is not None:
-        plot_serve(report, config.plot)
+    write_files(report, config.json, config.plot, plot_serve)
     return report
 
 

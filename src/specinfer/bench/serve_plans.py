@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specinfer.bench.inputs import check_dtype, check_seed, check_whole
-from specinfer.bench.report import PLAIN
+from specinfer.bench.options import check_dtype, check_seed, check_whole
+from specinfer.bench.results import PLAIN
 from specinfer.client import server_url
 from specinfer.core.config import check_quantization, parse_tree
 from specinfer.demo.corpus import heldout_prompts

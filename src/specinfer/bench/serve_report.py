@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specinfer.bench.report import PLAIN, Spread
+from specinfer.bench.results import PLAIN
+from specinfer.reporting.spread import Spread
 
 _REFUSED = (429, 503)
 

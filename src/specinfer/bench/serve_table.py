@@ -1,12 +1,15 @@
-"""A serving report on a terminal, with the same table as vLLM's benchmark for each rate and arm."""
+"""A serving report on a terminal, with the same table as vLLM's benchmark for each rate and arm, and as a plot."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from rich.console import Console
 
 from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
-from specinfer.bench.table import new_table, print_table
+from specinfer.reporting.plots import Panel, Series, draw_plot
+from specinfer.reporting.spread import Spread
+from specinfer.reporting.tables import Column, print_rows
 
 _WIDTH = 50
 _HEADINGS = {
@@ -79,27 +82,35 @@ def _print_errors(arm: ServeArm, console: Console) -> None:
 
 
 def _print_ratios(report: ServeReport, console: Console) -> None:
-    table = new_table("rate", "tree", "tokens/s", "TTFT", "TPOT", "E2EL", "other texts", num_labels=2)
-    for result, arm in _compared(report):
-        ratios = result.ratios_of(arm)
-        cells = [
-            f"{ratios[name].median:.2f}\n{ratios[name].lower_quartile:.2f}-{ratios[name].upper_quartile:.2f}"
-            if name in ratios
-            else ""
-            for name in ("output_throughput", "ttft", "tpot", "e2el")
-        ]
-        different, count = result.partings(arm)
-        table.add_row(f"{result.rate:g}", arm.name, *cells, f"{different} of {count}")
-    if table.row_count:
-        print_table(console, "Times faster than plain decoding: medians of ratios, and quartiles", table)
-        console.print("tokens/s: round by round; TTFT, TPOT, E2EL: request by request")
+    rows = [
+        (result, arm)
+        for result in report.results
+        for arm in result.arms
+        if result.plain is not None and arm is not result.plain
+    ]
+    if not rows:
+        return
 
+    def ratio(heading: str, name: str) -> Column[tuple[RateResult, ServeArm]]:
+        def cell(row: tuple[RateResult, ServeArm]) -> str:
+            found = row[0].ratios_of(row[1]).get(name)
+            return "" if found is None else f"{found.median:.2f}\n{found.quartiles}"
 
-def _compared(report: ServeReport) -> Iterator[tuple[RateResult, ServeArm]]:
-    for result in report.results:
-        for arm in result.arms:
-            if result.plain is not None and arm is not result.plain:
-                yield result, arm
+        return Column(heading, cell)
+
+    def other_texts(row: tuple[RateResult, ServeArm]) -> str:
+        different, count = row[0].partings(row[1])
+        return f"{different} of {count}"
+
+    metrics = {"tokens/s": "output_throughput", "TTFT": "ttft", "TPOT": "tpot", "E2EL": "e2el"}
+    columns = (
+        Column("rate", lambda row: f"{row[0].rate:g}", label=True),
+        Column("tree", lambda row: row[1].name, label=True),
+        *(ratio(heading, name) for heading, name in metrics.items()),
+        Column("other texts", other_texts),
+    )
+    print_rows(console, "Times faster than plain decoding: medians of ratios, and quartiles", columns, rows)
+    console.print("tokens/s: round by round; TTFT, TPOT, E2EL: request by request")
 
 
 def overhead_line(overhead: Overhead) -> str:
@@ -109,3 +120,34 @@ def overhead_line(overhead: Overhead) -> str:
         f"({token.lower_quartile:.3f} to {token.upper_quartile:.3f}) and {first.median:.2f} ms to the first token "
         f"beyond the same in one process ({overhead.local_ms.median:.2f} ms a token), {overhead.num_pairs} pairs"
     )
+
+
+def plot_serve(report: ServeReport, path: str | Path) -> None:
+    """Draw throughput and latencies of each arm by request rate. Rates are at even steps, since one may be infinite.
+
+    Raises:
+        ValueError: matplotlib is missing, or the suffix is unknown.
+    """
+    rates = ["all at once" if math.isinf(result.rate) else f"{result.rate:g}" for result in report.results]
+
+    def panel(label: str, spread: Callable[[ServeArm], Spread]) -> Panel:
+        series = [
+            Series(first.name, [spread(result.arms[number]) for result in report.results])
+            for number, first in enumerate(report.results[0].arms)
+        ]
+        return Panel(
+            label, series, names=rates, place_label="requests per second", legend="inside", legend_title="tree"
+        )
+
+    def milliseconds(metric: str) -> Callable[[ServeArm], Spread]:
+        return lambda arm: Spread.of(arm.values(metric) or [0.0])
+
+    panels = [
+        panel("output tokens per second", lambda arm: Spread.of(one.output_throughput for one in arm.rounds)),
+        panel("time to first token, ms", milliseconds("ttft")),
+        panel("time per output token, ms", milliseconds("tpot")),
+        panel("whole request, ms", milliseconds("e2el")),
+    ]
+    options = report.options
+    load = f"{options['num_prompts']} requests of {options['max_tokens']} tokens, {options['repeats']} rounds"
+    draw_plot(path, f"{report.environment['served_model']}: {load}", panels, width=15, height=4.2)

@@ -60,9 +60,9 @@ def run_shift(
         )
         for prompt in warmup:
             _passes(llm, prompt, params)
-        passes = [said for prompt in before for said in _passes(llm, prompt, params)]
+        passes = [emitted for prompt in before for emitted in _passes(llm, prompt, params)]
         start = -sum(passes)
-        passes += [said for prompt in after for said in _passes(llm, prompt, params)]
+        passes += [emitted for prompt in after for emitted in _passes(llm, prompt, params)]
         arms.append(ShiftArm(label, setup, blocks_of(passes, start)))
         advance()
     return tuple(arms)
@@ -70,23 +70,23 @@ def run_shift(
 
 def _passes(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
     """Return the number of tokens that each pass emitted."""
-    said, output = [], None
+    emitted, output = [], None
     for chunk in llm.stream({"prompt_token_ids": prompt}, params):
-        said.append(len(chunk.token_ids))
+        emitted.append(len(chunk.token_ids))
         output = chunk.output or output
     if output is None or output.error is not None:
         raise RuntimeError(f"shift: {output.error if output else 'a request ended early'}")
-    return [count for count in said if count]
+    return [count for count in emitted if count]
 
 
 def blocks_of(passes: Sequence[int], start: int) -> tuple[Block, ...]:
     """Return the passes grouped into blocks. The first pass began at token `start`, counted from the shift."""
     found: dict[int, tuple[int, int]] = {}
-    for said in passes:
+    for emitted in passes:
         block = start // BLOCK * BLOCK
         num_tokens, num_passes = found.get(block, (0, 0))
-        found[block] = num_tokens + said, num_passes + 1
-        start += said
+        found[block] = num_tokens + emitted, num_passes + 1
+        start += emitted
     return tuple(Block(place, *counts) for place, counts in found.items())
 
 

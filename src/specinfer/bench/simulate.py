@@ -1,17 +1,17 @@
 """Planning for other machines, from costs and acceptance measured here and the machines' given properties."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from rich.console import Console
 
 from specinfer.bench.cluster import TargetShape
-from specinfer.bench.inputs import check_files, write_json
+from specinfer.bench.loop import write_files
 from specinfer.bench.models import find_models
 from specinfer.bench.plan import PlanConfig, run_plan
 from specinfer.bench.simulation_plans import SimulationConfig, plan_machines
-from specinfer.bench.simulation_plot import plot_simulation
 from specinfer.bench.simulation_report import SimulationReport
+from specinfer.bench.simulation_table import plot_simulation
+from specinfer.reporting.files import check_files
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56, "fp8": 1.0}  # per weight
 
@@ -27,12 +27,9 @@ def run_simulation(plan: PlanConfig, machines: SimulationConfig, console: Consol
     check_files(plan.json, plan.plot)
     measured = run_plan(replace(plan, json=None, plot=None), console)
     environment = measured.environment
-    held = environment.quantization or environment.dtype
-    shape = TargetShape.of(find_models(plan.model, plan.drafters).target, BYTES[held])
+    weights = environment.quantization or environment.dtype
+    shape = TargetShape.of(find_models(plan.model, plan.drafters).target, BYTES[weights])
     predictions = plan_machines(machines, shape, measured.costs, measured.by_rank)
     report = SimulationReport(predictions, measured, shape, asdict(machines))
-    if plan.json is not None:
-        write_json(Path(plan.json), report.as_dict())
-    if plan.plot is not None:
-        plot_simulation(report, plan.plot)
+    write_files(report, plan.json, plan.plot, plot_simulation)
     return report

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
-from specinfer.bench.inputs import check_distinct, check_whole
 from specinfer.bench.network import Floats, Link, parse_rate, parse_seconds
+from specinfer.bench.options import check_distinct, check_whole
 from specinfer.bench.simulation import Round, group_step, groups_of, simulate
 from specinfer.bench.simulation_report import Prediction
 from specinfer.core.errors import check_float

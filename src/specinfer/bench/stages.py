@@ -1,12 +1,18 @@
-"""Times of the stages of sampled steps on the device's own timeline, with the least time of each."""
+"""Times of the stages of sampled steps on the device's own timeline, with the least time of each; their table."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from rich.console import Console
+
+from specinfer.bench.ceilings import Ceilings
 from specinfer.engine.timer import STAGES, TimedStep
+from specinfer.reporting.tables import Column, print_rows
 
-HEADINGS = ("draft", "target", "walk", "host")  # names of the stages in tables
+_HEADINGS = ("draft", "target", "walk", "host")  # names of the stages in tables
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +67,52 @@ class Stages:
             "over_floor": {stage: ratio for stage, ratio in ratios.items() if ratio is not None},
         }
 
-    def cells(self) -> Iterator[str]:
-        """Yield table cells: the milliseconds of each stage with its floor as a share of them, then the total."""
+    def cell(self, stage: str) -> str:
+        """Return the milliseconds of a stage with its floor as a share of them."""
         if not self.samples:
-            yield from ("-",) * (len(STAGES) + 1)
-            return
-        for stage in STAGES:
-            ratio = self.over_floor(stage)
-            share = "" if ratio is None else f" ({1 / ratio:.0%})"
-            yield f"{self.ms(stage):.2f}{share}"
-        yield f"{self.total:.2f}"
+            return "-"
+        ratio = self.over_floor(stage)
+        return f"{self.ms(stage):.2f}" + ("" if ratio is None else f" ({1 / ratio:.0%})")
+
+
+class HasStages(Protocol):
+    """An arm with steps that were timed on the device."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stages(self) -> Stages: ...
 
 
 def stages_of(runs: Iterable[Iterable[StageSample]]) -> Stages:
     """Return the samples of all runs of an arm."""
     return Stages(tuple(sample for run in runs for sample in run))
+
+
+def print_stages(
+    ceilings: Ceilings | None,
+    labels: Sequence[Column[T]],
+    rows: Iterable[T],
+    arm_of: Callable[[T], HasStages],
+    console: Console,
+) -> None:
+    """Print the stages of sampled steps, and the ceilings from which floors are computed."""
+    columns = [*labels, *(Column(name, _cell_of(arm_of, stage)) for name, stage in zip(_HEADINGS, STAGES, strict=True))]
+    columns.append(
+        Column("total", lambda row: f"{arm_of(row).stages.total:.2f}" if arm_of(row).stages.samples else "-")
+    )
+    print_rows(console, "Sampled steps: ms of each stage, and its floor's share of it", columns, rows)
+    console.print("floors: weights, keys, values and logits read once, all rows multiplied,", highlight=False)
+    console.print(f"at what the device reaches: {ceilings}", highlight=False)
+
+
+def _cell_of(arm_of: Callable[[T], HasStages], stage: str) -> Callable[[T], str]:
+    return lambda row: arm_of(row).stages.cell(stage)
+
+
+def floors_text(arms: Sequence[HasStages], size: int = 1) -> str:
+    """Return a line with the time of the target's passes over their floor, or an empty text if it is unknown."""
+    ratios = {arm.name: arm.stages.over_floor("target") for arm in arms}
+    known = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None]
+    together = f", {size} together" if size > 1 else ""
+    return f"\ntarget's pass over its floor{together}: {', '.join(known)}" if known else ""

@@ -1,243 +1,20 @@
-"""Measurements of a throughput run and the numbers derived from them. Nothing here is timed or drawn."""
+"""The result of a throughput measurement: its numbers, its tables on a terminal, and its plot."""
 
 import math
-import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from specinfer.bench.ceilings import Ceilings
-from specinfer.bench.environment import Environment
-from specinfer.bench.report import Spread, first_difference
-from specinfer.bench.stages import Stages, StageSample, stages_of
-from specinfer.core.outputs import RequestOutput
-from specinfer.core.step_record import StepRecord
-
-# Drafting; the target's pass; choosing the target's tokens and verifying the draft tokens; all other time.
-PARTS = ("draft", "target", "verify", "host")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Numbers of one request of a batch, after its first token.
-
-    Attributes:
-        num_tokens: Tokens after the first.
-        num_passes: Passes after the first token.
-        time: Seconds from the first token to the last, during which the rest of the batch runs too.
-    """
-
-    num_tokens: int
-    num_passes: int
-    time: float
-
-    @classmethod
-    def of(cls, output: RequestOutput) -> "Answer":
-        metrics = output.metrics
-        assert metrics.first_token_time is not None
-        assert metrics.finished_time is not None
-        counters: Any = metrics.speculative_decoding
-        num_passes = counters["num_target_passes"] - 1
-        return cls(len(output.outputs[0].token_ids) - 1, num_passes, metrics.finished_time - metrics.first_token_time)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRun:
-    """One batch decoded once by one arm.
-
-    Attributes:
-        read_time: Seconds until the prefill of the last prompt, when every request has generated a token.
-        decode_time: Seconds from then to the end of the last step.
-        total_time: Seconds from the call to the outputs.
-        outputs: Output tokens of each prompt.
-        steps: Steps within `decode_time`.
-        times_verification: Whether `verify_time` of a step measures verification alone. False on a GPU, where it
-            includes the wait for the pass.
-        samples: Steps within `decode_time` that were timed on the device.
-        answers: Numbers of each request.
-    """
-
-    repeat: int
-    prompts: tuple[int, ...]
-    read_time: float
-    decode_time: float
-    total_time: float
-    outputs: tuple[tuple[int, ...], ...]
-    steps: tuple[StepRecord, ...]
-    times_verification: bool = True
-    samples: tuple[StageSample, ...] = ()
-    answers: tuple[Answer, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.outputs))
-
-    @property
-    def num_decoded(self) -> int:
-        """Number of tokens generated within `decode_time`."""
-        return sum(step.num_generated for step in self.steps)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_decoded / self.decode_time
-
-    @property
-    def total_tokens_per_second(self) -> float:
-        return self.num_tokens / self.total_time
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each part of `decode_time`."""
-        draft = sum(step.draft_time for step in self.steps)
-        target = sum(step.target_time for step in self.steps)
-        verify = sum(step.verify_time for step in self.steps) if self.times_verification else 0.0
-        host = self.decode_time - draft - target
-        return dict(zip(PARTS, (draft, target - verify, verify, host), strict=True))
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "repeat": self.repeat,
-            "prompts": list(self.prompts),
-            "read_ms": 1000 * self.read_time,
-            "decode_ms": 1000 * self.decode_time,
-            "total_ms": 1000 * self.total_time,
-            "num_tokens": self.num_tokens,
-            "num_decoded": self.num_decoded,
-            "num_passes": len(self.steps),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchArm:
-    """One way to decode batches of one size, with its runs in the order they were made."""
-
-    name: str
-    runs: tuple[BatchRun, ...]
-
-    @property
-    def tokens_per_second(self) -> Spread:
-        return Spread.of(run.tokens_per_second for run in self.runs)
-
-    @property
-    def total_tokens_per_second(self) -> Spread:
-        return Spread.of(run.total_tokens_per_second for run in self.runs)
-
-    @property
-    def num_passes(self) -> int:
-        return sum(len(run.steps) for run in self.runs)
-
-    @property
-    def requests_per_pass(self) -> float:
-        """Mean number of requests in a pass, which is below the batch size because requests end at different times."""
-        return self._total("num_requests") / self.num_passes
-
-    @property
-    def nodes(self) -> float:
-        """Mean number of draft tokens of a request in a pass."""
-        return self._total("num_guessed") / self._total("num_requests")
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Mean number of tokens that a request generates in a pass."""
-        return self._total("num_generated") / self._total("num_requests")
-
-    @property
-    def ms_per_pass(self) -> float:
-        return 1000 * sum(run.decode_time for run in self.runs) / self.num_passes
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of each part in the decoding time."""
-        total = sum(run.decode_time for run in self.runs)
-        return {part: sum(run.seconds[part] for run in self.runs) / total for part in PARTS}
-
-    @property
-    def stages(self) -> Stages:
-        """Stages of the steps that were timed on the device."""
-        return stages_of(run.samples for run in self.runs)
-
-    def _total(self, name: str) -> int:
-        return sum(getattr(step, name) for run in self.runs for step in run.steps)
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "tokens_per_second": self.tokens_per_second.median,
-            "tokens_per_second_spread": self.tokens_per_second.as_dict(),
-            "total_tokens_per_second": self.total_tokens_per_second.median,
-            "total_tokens_per_second_spread": self.total_tokens_per_second.as_dict(),
-            "nodes": self.nodes,
-            "tokens_per_pass": self.tokens_per_pass,
-            "requests_per_pass": self.requests_per_pass,
-            "ms_per_pass": self.ms_per_pass,
-            "percent_of_time": {part: 100 * share for part, share in self.shares.items()},
-            "stages": self.stages.as_dict(),
-            "num_passes": self.num_passes,
-            "runs": [run.as_dict() for run in self.runs],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """Plain decoding and each tree at one batch size. Runs at the same index form a pair."""
-
-    size: int
-    plain: BatchArm
-    trees: tuple[BatchArm, ...]
-
-    @property
-    def arms(self) -> tuple[BatchArm, ...]:
-        return (self.plain, *self.trees)
-
-    def speedup_of(self, arm: BatchArm) -> Spread:
-        """Return the decoding speed divided by that of plain decoding, for each pair of runs."""
-        return self._ratios(arm, lambda run: run.tokens_per_second)
-
-    def total_speedup_of(self, arm: BatchArm) -> Spread:
-        """Return the same ratio for the whole time, including prefill."""
-        return self._ratios(arm, lambda run: run.total_tokens_per_second)
-
-    def partings(self, arm: BatchArm) -> list[int]:
-        """Return the length of the common prefix with plain decoding, for each output that differs from it."""
-        return [
-            first_difference(expected, tokens)
-            for plain, run in zip(self.plain.runs, arm.runs, strict=True)
-            for expected, tokens in zip(plain.outputs, run.outputs, strict=True)
-            if expected != tokens
-        ]
-
-    def kind_of(self, arm: BatchArm, prompts: Collection[int]) -> tuple[float, float]:
-        """Return tokens per pass of the requests with these prompts, and their median speed over plain decoding."""
-        pairs = [
-            (ours, plain)
-            for run, other in zip(arm.runs, self.plain.runs, strict=True)
-            for prompt, ours, plain in zip(run.prompts, run.answers, other.answers, strict=True)
-            if prompt in prompts
-        ]
-        num_tokens, num_passes = (sum(getattr(one, name) for one, _ in pairs) for name in ("num_tokens", "num_passes"))
-        speedup = statistics.median(plain.time / ours.time for ours, plain in pairs) if pairs else math.nan
-        return num_tokens / num_passes if pairs else math.nan, speedup
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs of each arm."""
-        return sum(len(run.outputs) for run in self.plain.runs)
-
-    def _ratios(self, arm: BatchArm, rate: Callable[[BatchRun], float]) -> Spread:
-        return Spread.of(rate(run) / rate(plain) for plain, run in zip(self.plain.runs, arm.runs, strict=True))
-
-    def as_dict(self) -> dict[str, object]:
-        arms = {self.plain.name: self.plain.as_dict()}
-        for arm in self.trees:
-            speedup, total = self.speedup_of(arm), self.total_speedup_of(arm)
-            arms[arm.name] = {
-                "speedup": speedup.median,
-                "speedup_spread": speedup.as_dict(),
-                "total_speedup": total.median,
-                "total_speedup_spread": total.as_dict(),
-                "tokens_before_parting": self.partings(arm),
-                **arm.as_dict(),
-            }
-        return {"batch_size": self.size, "num_outputs": self.num_outputs, "arms": arms}
+from specinfer.bench.results import PARTS, Arm, Comparison, fidelity, numbers_by_kind
+from specinfer.bench.stages import floors_text, print_stages
+from specinfer.reporting.environment import Environment
+from specinfer.reporting.plots import PART_COLOURS, SERIES_COLOURS, Panel, Series, draw_plot
+from specinfer.reporting.spread import Spread
+from specinfer.reporting.tables import Column, print_models, print_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,23 +26,22 @@ class ThroughputReport:
         kinds: Kind of each prompt, by its number. Empty if the prompts are texts to continue.
     """
 
-    results: tuple[BatchResult, ...]
+    results: tuple[Comparison, ...]
     options: Mapping[str, object]
     environment: Environment
     ceilings: Ceilings | None = None
     kinds: tuple[str, ...] = ()
-
-    def by_kind(self, result: BatchResult, arm: BatchArm) -> dict[str, tuple[float, float]]:
-        """Return tokens per pass, and speed over plain decoding, of the requests of each kind of prompt."""
-        prompts = {kind: {i for i, own in enumerate(self.kinds) if own == kind} for kind in dict.fromkeys(self.kinds)}
-        return {kind: result.kind_of(arm, numbers) for kind, numbers in prompts.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the arms. The first is plain decoding."""
         return tuple(arm.name for arm in self.results[0].arms)
 
-    def as_dict(self) -> dict[str, object]:
+    def by_kind(self, result: Comparison, arm: Arm) -> dict[str, tuple[float, float]]:
+        """Return tokens per pass, and speed over plain decoding, of the requests of each kind of prompt."""
+        return {kind: result.kind_of(arm, numbers) for kind, numbers in numbers_by_kind(self.kinds).items()}
+
+    def as_dict(self) -> dict[str, Any]:
         """Return the report in a form ready for JSON."""
         batches = [result.as_dict() for result in self.results]
         if self.kinds:
@@ -278,11 +54,108 @@ class ThroughputReport:
             "ceilings": None if self.ceilings is None else self.ceilings.as_dict(),
         }
 
-    def _kind_dict(self, result: BatchResult, arm: BatchArm) -> dict[str, object]:
+    def _kind_dict(self, result: Comparison, arm: Arm) -> dict[str, object]:
         """Return the numbers of the kinds with prompts in these batches, ready for JSON."""
-        found = self.by_kind(result, arm)
         return {
             kind: {"tokens_per_pass": tokens, "request_speedup": speedup}
-            for kind, (tokens, speedup) in found.items()
+            for kind, (tokens, speedup) in self.by_kind(result, arm).items()
             if not math.isnan(tokens)
         }
+
+
+class _Row(NamedTuple):
+    result: Comparison
+    arm: Arm
+
+    @property
+    def is_plain(self) -> bool:
+        return self.arm is self.result.plain
+
+
+_LABELS = (
+    Column[_Row]("batch", lambda row: str(row.result.size), label=True, once=True),
+    Column[_Row]("tree", lambda row: row.arm.name, label=True),
+)
+_SPEEDS = (
+    Column[_Row]("nodes", lambda row: f"{row.arm.nodes:.1f}"),
+    Column[_Row]("tokens/s", lambda row: f"{row.arm.tokens_per_second.median:.1f}"),
+    Column[_Row]("ratio", lambda row: f"{row.result.speedup_of(row.arm).median:.2f}"),
+    Column[_Row]("quartiles", lambda row: "" if row.is_plain else row.result.speedup_of(row.arm).quartiles),
+    Column[_Row]("in all", lambda row: f"{row.arm.total_tokens_per_second.median:.1f}"),
+    Column[_Row]("ratio", lambda row: f"{row.result.total_speedup_of(row.arm).median:.2f}"),
+)
+
+
+def print_throughput(report: ThroughputReport, console: Console) -> None:
+    """Print speeds, the parts of the time, and whether the tokens equal those of plain decoding."""
+    print_models(report, console)
+    rows = [_Row(result, arm) for result in report.results for arm in result.arms]
+    tokens = f"{report.options['max_tokens']} tokens each"
+    print_rows(console, f"Requests that run together, {tokens}; medians of batches", (*_LABELS, *_SPEEDS), rows)
+    console.print(
+        "nodes: guesses of a request in a pass; tokens/s: of decoding, after all prompts were read, and in all; "
+        "ratio: over plain decoding, batch by batch"
+    )
+    passes = (
+        Column[_Row]("tokens", lambda row: f"{row.arm.tokens_per_pass:.2f}"),
+        Column[_Row]("ms", lambda row: f"{row.arm.ms_per_pass:.1f}"),
+        *(Column[_Row](part, _share_of(part)) for part in PARTS),
+    )
+    print_rows(
+        console, "Tokens of a request in a pass, its time, and the share of each part", (*_LABELS, *passes), rows
+    )
+    if report.kinds:
+        columns = [*_LABELS, *(Column(kind, _kind_of(report, kind)) for kind in dict.fromkeys(report.kinds))]
+        title = "By kind of prompt: tokens of a request in a pass, its speed over plain decoding"
+        print_rows(console, title, columns, [row for row in rows if not row.is_plain])
+    print_stages(report.ceilings, _LABELS, rows, lambda row: row.arm, console)
+    console.print()
+    for name in report.names[1:]:
+        console.print(fidelity(name, report.results, report.environment))
+
+
+def _share_of(part: str) -> Callable[[_Row], str]:
+    return lambda row: f"{row.arm.shares[part]:.0%}"
+
+
+def _kind_of(report: ThroughputReport, kind: str) -> Callable[[_Row], str]:
+    def cell(row: _Row) -> str:
+        tokens, speedup = report.by_kind(row.result, row.arm)[kind]
+        return "" if math.isnan(tokens) else f"{tokens:.2f} {speedup:.2f}"
+
+    return cell
+
+
+def plot_throughput(report: ThroughputReport, path: str | Path) -> None:
+    """Draw speed by batch size, ratio to plain decoding, and the parts of the time.
+
+    Raises:
+        ValueError: matplotlib is missing, or the suffix is unknown.
+    """
+    results, sizes = report.results, [result.size for result in report.results]
+    first = [f"{result.speedup_of(result.arms[1]).median:.2f}\n{result.arms[1].nodes:.1f} nodes" for result in results]
+
+    def lines(value: Callable[[Comparison, Arm], Spread], names: tuple[str, ...], notes: list[str]) -> list[Series]:
+        return [
+            Series(name, [value(one, one.arm(name)) for one in results], x=sizes, notes=notes if number == 0 else (),
+                   colour=SERIES_COLOURS[report.names.index(name) % len(SERIES_COLOURS)])
+            for number, name in enumerate(names)
+        ]  # fmt: skip
+
+    stacks = [(result.arms[side], f"{result.size} {result.arms[side].name}") for result in results for side in (0, 1)]
+    parts = [Series(part, [100 * arm.shares[part] for arm, _ in stacks], colour=PART_COLOURS[part]) for part in PARTS]
+    together = "requests that run together"
+    panels = [
+        Panel("Decoding; bars: quartiles", lines(lambda _, arm: arm.tokens_per_second, report.names, []), counts=True,
+              label="tokens per second, all requests", place_label=together, legend="inside", legend_title="tree"),
+        Panel("Ratio to plain decoding, and nodes of a request",
+              lines(lambda result, arm: result.speedup_of(arm), report.names[1:], first), counts=True,
+              label="ratio, median over batches", place_label=together, levels=(1.0,)),
+        Panel("Where the time of decoding went", parts, kind="stacked", horizontal=True, label="percent",
+              names=[name for _, name in stacks], place_label="requests together, tree", top=100, legend="below"),
+    ]  # fmt: skip
+    title = (
+        f"{Path(str(report.options['model'])).name}: {report.environment.description}, {report.options['max_tokens']} "
+        f"tokens for each request{floors_text(results[0].arms, results[0].size)}"
+    )
+    draw_plot(path, title, panels)

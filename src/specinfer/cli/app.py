@@ -8,14 +8,11 @@ from specinfer.cli.batch import run_batch
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
-from specinfer.cli.measure import acceptance, host, latency
-from specinfer.cli.offload_bench import offload
-from specinfer.cli.parallel_bench import parallel
-from specinfer.cli.perplexity import perplexity
+from specinfer.cli.measure import acceptance, latency, throughput
+from specinfer.cli.moved import add_moved
 from specinfer.cli.plan import plan
 from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
-from specinfer.cli.speed import kernels, schedule, throughput
 from specinfer.cli.text import chat, complete, generate
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
@@ -35,19 +32,9 @@ for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, co
     add_command(app, command)
 add_command(app, serve, environment=True)
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks.")
-for measurement in (
-    latency,
-    throughput,
-    offload,
-    parallel,
-    schedule,
-    bench_serve,
-    kernels,
-    acceptance,
-    perplexity,
-    host,
-):
+for measurement in (latency, throughput, bench_serve, acceptance):
     add_command(bench, measurement)
+add_moved(bench)
 app.add_typer(bench, name="bench")
 
 

@@ -14,7 +14,7 @@ from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, default_mode
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from torch import Tensor
 
-    from specinfer.bench.report import LatencyReport
+    from specinfer.bench.latency_report import LatencyReport
     from specinfer.core.request import Request, StepTrace
     from specinfer.core.step_record import StepRecord
     from specinfer.core.tree import TokenTree
@@ -122,8 +122,8 @@ def _code_figures(screen: Screen) -> str:
 
 def _lines(report: "LatencyReport") -> list[str]:
     lines = []
-    for arm in report.trees:
-        speedup = report.speedup_of(arm)
+    for arm in report.result.trees:
+        speedup = report.result.speedup_of(arm)
         lines.append(
             f"{arm.name:<9}{arm.tokens_per_pass:.2f} tokens per target pass, {speedup.median:.2f} times the speed "
             f"({speedup.min:.2f} to {speedup.max:.2f})"

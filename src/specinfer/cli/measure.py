@@ -1,10 +1,11 @@
-"""The commands bench latency, host and acceptance, and options that the bench commands share."""
+"""The commands bench latency, throughput and acceptance, and options that the bench commands share."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from specinfer.cli.commands import checking
+from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.options import (
     DEBUG,
     DEVICE,
@@ -42,6 +43,7 @@ KIND = Annotated[
         metavar="KIND",
     ),
 ]
+TREES = Annotated[list[str] | None, flag("Speculation", "Token tree to measure. May be repeated. (default: auto)")]
 TEMPERATURE = Annotated[float | None, flag("Sampling", "Temperature; 0 is greedy. (default: 0, or 0.7 for demo-chat)")]
 
 
@@ -57,112 +59,102 @@ def measured(argument: str | None, option: str | None) -> str:
     return CODE if name is None else name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of a comparison of token trees with plain decoding."""
+
+    model: MODEL = None
+    drafter: DRAFTERS = None
+    grow: GROW = None
+    dtype: DTYPE = "auto"
+    quantization: QUANTIZATION = None
+    drafter_quantization: DRAFTER_QUANTIZATION = None
+    scheduler: SCHEDULER = None
+    device: DEVICE = "auto"
+    tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1
+    pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1
+    select: SELECT = None
+    tree: TREES = None
+    kind: KIND = None
+    num_prompts: Annotated[
+        int, flag("Sampling", "Number of held-out texts, or of chat prompts of all kinds; at least the batch size.")
+    ] = 8
+    temperature: TEMPERATURE = None
+    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each tree on each prompt or batch.")] = 3
+    seed: SEED = 0
+    as_json: JSON = None
+    plot: PLOT = None
+    debug: DEBUG = False
+
+    def screen(self) -> Screen:
+        quiet_libraries(debug=self.debug)
+        return Screen()
+
+    def settings(self, argument: str | None) -> dict[str, Any]:
+        """Return the fields of the configuration.
+
+        Raises:
+            ValueError: Options cannot be used together.
+        """
+        name = measured(argument, self.model)
+        same = ("grow", "dtype", "quantization", "drafter_quantization", "scheduler", "device", "tensor_parallel_size",
+                "pipeline_parallel_size", "num_prompts", "repeats", "seed", "plot")  # fmt: skip
+        return {field: getattr(self, field) for field in same} | {
+            "model": name,
+            "drafters": drafter_names(self.drafter),
+            "trees": tuple(self.tree or ["auto"]),
+            "select": self.select or "all",
+            "kinds": tuple(self.kind) if self.kind else None,
+            "temperature": usual_temperature(name, 0.0) if self.temperature is None else self.temperature,
+            "json": self.as_json,
+        }
+
+
+PROMPT_CHARS = Annotated[int, flag("Sampling", "Approximate length of held-out texts, in characters.")]
+MAX_TOKENS = Annotated[int, flag("Sampling", "Maximum number of tokens to generate for each prompt.")]
+
+
 def latency(
     argument: MEASURED = None,
     *,
-    model: MODEL = None,
-    drafter: DRAFTERS = None,
-    grow: GROW = None,
-    dtype: DTYPE = "auto",
-    quantization: QUANTIZATION = None,
-    drafter_quantization: DRAFTER_QUANTIZATION = None,
-    scheduler: SCHEDULER = None,
-    device: DEVICE = "auto",
-    tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1,
-    pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1,
-    select: SELECT = None,
-    tree: Annotated[
-        list[str] | None, flag("Speculation", "Token tree to measure. May be repeated. (default: auto)")
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        flag(
-            "Speculation",
-            "Another engine to measure in the same run: transformers, transformers-compiled, llama.cpp or openvino; "
-            "with a drafter, transformers-assisted, llama.cpp-draft or openvino-draft. May end in a type of weights, "
-            "such as :q8_0. May be repeated.",
-            metavar="NAME",
-        ),
-    ] = None,
-    kind: KIND = None,
-    num_prompts: Annotated[
-        int, flag("Sampling", "Number of held-out texts, or of chat prompts of all kinds in turn.")
-    ] = 8,
-    prompt_chars: Annotated[int, flag("Sampling", "Approximate length of held-out texts, in characters.")] = 600,
-    max_tokens: Annotated[int, flag("Sampling", "Maximum number of tokens to generate for each prompt.")] = 128,
-    temperature: TEMPERATURE = None,
-    repeats: Annotated[int, flag("Sampling", "Number of measured runs of each tree on each prompt.")] = 3,
-    seed: SEED = 0,
-    as_json: JSON = None,
-    plot: PLOT = None,
-    debug: DEBUG = False,
+    options: CompareOptions,
+    prompt_chars: PROMPT_CHARS = 600,
+    max_tokens: MAX_TOKENS = 128,
+    peer: Annotated[list[str] | None, typer.Option("--peer", hidden=True)] = None,
 ) -> None:
     """Compare the latency of token trees with that of plain decoding, one request at a time."""
-    quiet_libraries(debug=debug)
+    if peer:
+        raise UsageError(f"peer: run python -m benchmarks.latency --peer {peer[0]} in a checkout of the repository")
+    screen = options.screen()
     from specinfer.bench.latency import LatencyConfig, run_latency
-    from specinfer.bench.peers.table import print_peers
-    from specinfer.bench.table import print_report
+    from specinfer.bench.latency_report import print_latency
 
-    screen = Screen()
     with checking():
-        name = measured(argument, model)
-        config = LatencyConfig(
-            model=name,
-            kinds=tuple(kind) if kind else None,
-            drafters=drafter_names(drafter),
-            trees=tuple(tree or ["auto"]),
-            peers=tuple(peer or []),
-            grow=grow,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
-            select=select or "all",
-            scheduler=scheduler,
-            device=device,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            num_prompts=num_prompts,
-            prompt_chars=prompt_chars,
-            max_tokens=max_tokens,
-            temperature=usual_temperature(name, 0.0) if temperature is None else temperature,
-            repeats=repeats,
-            seed=seed,
-            json=as_json,
-            plot=plot,
-        )
+        config = LatencyConfig(**options.settings(argument), prompt_chars=prompt_chars, max_tokens=max_tokens)
         report = run_latency(config, screen.err)
-    print_report(report, screen.out)
-    print_peers(report, screen.out)
+    print_latency(report, screen.out)
 
 
-def host(
+def throughput(
+    argument: MEASURED = None,
     *,
-    num_requests: Annotated[int, flag("Speculation", "Number of requests in the batch.")] = 8,
-    nodes: Annotated[int, flag("Speculation", "Number of nodes of each tree.")] = 64,
-    depth: Annotated[int, flag("Speculation", "Maximum depth of each tree.")] = 8,
-    vocab_size: Annotated[int, flag("Model", "Vocabulary size of the simulated model.")] = 4096,
-    repeats: Annotated[int, flag("Sampling", "Number of measured steps of each verification rule.")] = 200,
-    seed: Annotated[int, flag("Sampling", "Random seed of the simulated trees.")] = 0,
-    as_json: JSON = None,
-    debug: DEBUG = False,
+    options: CompareOptions,
+    batch: Annotated[
+        list[int] | None,
+        flag("Sampling", "Batch size. May be repeated. (default: 1, 2, 4, 8, 16 and 32)"),
+    ] = None,
+    max_tokens: MAX_TOKENS = 64,
 ) -> None:
-    """Measure the host time of a step: growing, merging, packing and verifying trees, without a model."""
-    quiet_libraries(debug=debug)
-    from specinfer.bench.host import HostConfig, print_host, run_host
+    """Compare the throughput of token trees with that of plain decoding, by batch size."""
+    screen = options.screen()
+    from specinfer.bench.throughput import BATCH_SIZES, ThroughputConfig, run_throughput
+    from specinfer.bench.throughput_report import print_throughput
 
-    screen = Screen()
     with checking():
-        config = HostConfig(
-            num_requests=num_requests,
-            nodes=nodes,
-            depth=depth,
-            vocab_size=vocab_size,
-            repeats=repeats,
-            seed=seed,
-            json=as_json,
-        )
-        report = run_host(config, screen.err)
-    print_host(report, screen.out)
+        sizes = tuple(batch or BATCH_SIZES)
+        config = ThroughputConfig(**options.settings(argument), batch_sizes=sizes, max_tokens=max_tokens)
+        report = run_throughput(config, screen.err)
+    print_throughput(report, screen.out)
 
 
 # The settings of --quick; options that are given take precedence.

@@ -138,7 +138,7 @@ def tune(
 
 
 def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -> None:
-    from specinfer.bench.inputs import check_files, write_json
+    from specinfer.reporting.files import check_files, write_json
     from specinfer.tuning.policy_report import print_policy
     from specinfer.tuning.policy_training import PolicyConfig, train_policy
 
@@ -159,8 +159,8 @@ def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -
 
 def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
     with checking():
-        from specinfer.bench.inputs import check_files, write_json
         from specinfer.learning.training_examples import DamagedError
+        from specinfer.reporting.files import check_files, write_json
         from specinfer.tuning.config import TuneConfig
         from specinfer.tuning.report import measure
         from specinfer.tuning.report_plot import plot_report

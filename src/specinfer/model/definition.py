@@ -50,6 +50,11 @@ def load_config(folder: Path) -> Any:
     return config
 
 
+def known_positions(folder: Path) -> int | None:
+    """Return the model's number of positions, or None if its config uses another name (known only after loading)."""
+    return getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Return the folder's tokenizer, or None if it has none. Without a tokenizer, prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -63,6 +64,11 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
+
+
+def count_parameters(folder: Path) -> int:
+    """Return a model's number of parameters from the headers of its weight files; a tied matrix counts once."""
+    return sum(map(math.prod, weight_shapes(folder).values()))
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""A progress bar on the terminal while a call of `LLM` runs: the number of finished requests, and tokens per second."""
+"""Progress bars on the terminal: of a call of `LLM`, and of the stages of a long command."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specinfer.core.progress import gigabytes
 from specinfer.engine.engine import Engine
@@ -24,15 +24,53 @@ def running_bar(engine: Engine, num_requests: int, *, show: bool) -> Iterator[Ca
         transient=True,
     )
     stream = engine.target.loaded.stream
-    said_before, read_before = engine.metrics.num_generated, 0 if stream is None else stream.bytes_read
+    generated_before, read_before = engine.metrics.num_generated, 0 if stream is None else stream.bytes_read
     with progress:
         task = progress.add_task("tokens", total=num_requests, speed="")
 
         def report(num_ended: int) -> None:
             seconds = progress.tasks[task].elapsed or 1e-9
-            speed = f"{(engine.metrics.num_generated - said_before) / seconds:.1f} tokens/s"
+            speed = f"{(engine.metrics.num_generated - generated_before) / seconds:.1f} tokens/s"
             if stream is not None:
                 speed += f", read {gigabytes(stream.bytes_read - read_before, seconds)}"
             progress.update(task, completed=num_ended, speed=speed)
 
         yield report
+
+
+@contextmanager
+def stage_bar(console: Console | None) -> Iterator["StageBar"]:
+    """Yield a bar for the stages of a long command, which is shown only if the console is a terminal."""
+    console = console or Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield StageBar(progress)
+
+
+class StageBar:
+    """One bar that a command describes stage by stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("loading", total=None)
+
+    def stage(self, description: str, total: int | None = None, completed: int = 0) -> None:
+        """Name the current stage; with `total` its steps are counted anew, from `completed` on."""
+        if total is None:
+            self._progress.update(self._task, description=description)
+        else:
+            self._progress.update(self._task, description=description, total=total, completed=completed)
+
+    def advance(self, steps: int = 1) -> None:
+        self._progress.advance(self._task, steps)
+
+    def report_bytes(self, name: str, done: int, total: int) -> None:
+        """Show how much of a streamed target is read; a `ProgressCallback`."""
+        self.stage(f"{name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")

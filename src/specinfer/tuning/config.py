@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specinfer.bench.inputs import write_json
 from specinfer.core.errors import check_float, check_int
 from specinfer.core.sampling import MAX_SEED
 from specinfer.demo import corpus
 from specinfer.learning.training_examples import TOP, write_atomically
 from specinfer.model.device import DTYPES
+from specinfer.reporting.files import write_json
 from specinfer.setup.model_names import find_target
 from specinfer.tuning.initial_weights import InitialWeights, check_vocabulary, parse_initial_weights
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from specinfer.bench.table import new_table, print_table
+from specinfer.reporting.tables import new_table, print_table
 from specinfer.tuning.network_training import NetworkQuality
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specinfer.bench.inputs import showing_progress
 from specinfer.core.config import MAX_TREE_NODES, parse_drafters
 from specinfer.core.errors import check_int
 from specinfer.core.sampling import MAX_SEED
@@ -22,6 +21,7 @@ from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepLog, read_log, write_log
+from specinfer.reporting.progress_bar import stage_bar
 from specinfer.tuning.config import DEMO_DATA
 from specinfer.tuning.corpus import read_prompts
 from specinfer.tuning.network_training import ARCHITECTURES, LoggedSteps, evaluate_network, fixed_rates, train_network
@@ -118,13 +118,9 @@ def train_policy(config: PolicyConfig, console: Console | None = None) -> Policy
         ValueError: An option or a file cannot be used, or there are too few steps; the message names it.
         OSError: The file cannot be written.
     """
-    with showing_progress(console) as progress:
-        task = progress.add_task("loading", total=None)
-
-        def note(doing: str, done: int, total: int) -> None:
-            progress.update(task, description=doing, completed=done, total=total)
-
-        return _train(config, note)
+    with stage_bar(console) as progress:
+        progress.stage("loading")
+        return _train(config, lambda doing, done, total: progress.stage(doing, total, done))
 
 
 def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> PolicyReport:

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specinfer.bench.environment import Environment
 from specinfer.llm import LLM
+from specinfer.reporting.environment import Environment
 from specinfer.tuning.config import TuneConfig
 from specinfer.tuning.evaluation import (
     Arm,

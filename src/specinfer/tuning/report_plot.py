@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specinfer.bench.plot import SERIES_COLOURS, check_plot, new_figure
+from specinfer.reporting.plots import SERIES_COLOURS, check_plot, new_figure
 from specinfer.tuning.evaluation import MODES, RANKS
 from specinfer.tuning.report import TuneReport
 from specinfer.tuning.report_table import shown_tree

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from specinfer.bench.table import new_table, print_models, print_table
+from specinfer.reporting.tables import new_table, print_models, print_table
 from specinfer.tuning.evaluation import MODES, RANKS
 from specinfer.tuning.report import TuneReport
 

@@ -16,10 +16,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from specinfer.bench.inputs import known_positions
 from specinfer.learning.training_examples import TrainingExamples
 from specinfer.llm import LLM
-from specinfer.model.definition import load_config, load_tokenizer
+from specinfer.model.definition import known_positions, load_config, load_tokenizer
 from specinfer.model.device import find_device
 from specinfer.model.folder import read_token_map
 from specinfer.tuning.boosting import Predictions, is_predicted, predict

@@ -1,0 +1,286 @@
+"""Host time of a step: growing, merging, packing and verifying trees, without any model pass.
+
+On a GPU this time is added to every step, however fast the passes are. It is spent in Python and small operations. The
+draft tokens come from random logits, and the target's logits agree with some of them, so that paths are accepted as
+with a drafter of medium quality.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from specinfer.bench.options import check_seed, check_whole
+from specinfer.core.config import DRAFT_SAMPLINGS, MAX_TREE_NODES
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.drafters.merge.merged import MergedDrafter
+from specinfer.model.batch import Piece, pack
+from specinfer.model.kv_cache import KVTensors
+from specinfer.reporting.environment import surroundings
+from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.tables import Column, print_rows
+from specinfer.verify import Acceptance, verify
+
+STAGES = ("grow", "merge", "pack", "verify", "learn")
+GREEDY = "greedy"  # listed with the rules, which differ for sampled text only
+_MODEL, _LOOKUP = "model", "lookup"  # the drafters whose trees are merged
+_AGREEMENT = 0.7  # target probability of a node's first child; if greedy, how often that child is the best token
+_WARMUP = 20  # untimed steps before the measured ones, in which drafters learn acceptance probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """Size of a step, and how often it is repeated.
+
+    Attributes:
+        num_requests: Requests that run together.
+        nodes: Nodes of each tree. It is merged from a small model's best-first tree and a chain of a lookup drafter.
+        depth: Largest depth of each tree.
+        prompt_tokens: Known tokens of each request.
+        json: File to write the numbers to.
+
+    Raises:
+        ValueError: A field is out of range. The message names it.
+    """
+
+    num_requests: int = 8
+    nodes: int = 64
+    depth: int = 8
+    prompt_tokens: int = 256
+    vocab_size: int = 4096
+    repeats: int = 200
+    seed: int = 0
+    json: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("num_requests", 1024), ("nodes", MAX_TREE_NODES), ("depth", MAX_TREE_NODES),
+                           ("prompt_tokens", 2**17), ("repeats", 10**6)):  # fmt: skip
+            check_whole(name, getattr(self, name), 1, most)
+        check_whole("vocab_size", self.vocab_size, 2 * BEST_FIRST_WIDTH, 2**20)
+        check_seed(self.seed)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self) | {"json": None if self.json is None else str(self.json)}
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Milliseconds of each stage in each step, for one verification rule."""
+
+    rule: str
+    ms: dict[str, list[float]]
+
+    @property
+    def total(self) -> list[float]:
+        return [sum(step) for step in zip(*self.ms.values(), strict=True)]
+
+    def as_dict(self) -> dict[str, object]:
+        stages = {**self.ms, "total": self.total}
+        return {name: {"median": median(times), "p90": p90(times)} for name, times in stages.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """Host times with one row for each verification rule."""
+
+    rows: tuple[HostTimes, ...]
+    options: dict[str, object]
+    environment: dict[str, object] = field(default_factory=surroundings)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "ms": {times.rule: times.as_dict() for times in self.rows},
+            "options": self.options,
+            "environment": self.environment,
+        }
+
+
+def median(times: Sequence[float]) -> float:
+    return float(np.median(times))
+
+
+def p90(times: Sequence[float]) -> float:
+    return float(np.percentile(times, 90))
+
+
+def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
+    """Measure the host times, and write the requested file.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    check_files(config.json, None)
+    rules = (GREEDY, *DRAFT_SAMPLINGS)
+    rows = []
+    with stage_bar(console) as progress:
+        progress.stage("measuring", len(rules) * (_WARMUP + config.repeats))
+        for rule in rules:
+            step, times = _Step(config, rule), HostTimes(rule, {stage: [] for stage in STAGES})
+            for number in range(_WARMUP + config.repeats):
+                parts = step.run()
+                if number >= _WARMUP:
+                    for stage, ms in parts.items():
+                        times.ms[stage].append(ms)
+                progress.advance()
+            rows.append(times)
+    report = HostReport(tuple(rows), config.as_dict())
+    if config.json is not None:
+        write_json(config.json, report.as_dict())
+    return report
+
+
+def print_host(report: HostReport, console: Console) -> None:
+    """Print the medians and 90th percentiles."""
+    options, environment = report.options, report.environment
+    console.print(
+        f"{options['num_requests']} requests, trees of {options['nodes']} nodes, each merged of a model's and a chain; "
+        f"{options['repeats']} steps; {environment['num_threads']} threads, {environment['cpu']}"
+    )
+    for title, summary in (("Host time of a step, ms: median", median), ("90th percentile", p90)):
+        columns = [Column[HostTimes]("verification", lambda times: times.rule, label=True)]
+        columns += [_stage_column(stage, summary) for stage in (*STAGES, "total")]
+        print_rows(console, title, columns, report.rows)
+
+
+def _stage_column(stage: str, summary: Callable[[Sequence[float]], float]) -> Column[HostTimes]:
+    return Column(stage, lambda times: f"{summary(times.total if stage == 'total' else times.ms[stage]):.2f}")
+
+
+class _Scripted:
+    """Drafter without a model, which times its calls of `draft`."""
+
+    def __init__(self, name: str, make: Callable[[Sequence[Span], Sequence[TreeBudget]], list[TokenTree]]) -> None:
+        self.name = name
+        self.ms = 0.0  # milliseconds of the last call
+        self._make = make
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        started = time.perf_counter()
+        trees = self._make(spans, budgets)
+        self.ms = 1000 * (time.perf_counter() - started)
+        return trees
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class _Step:
+    """Inputs of one step, which can be run repeatedly."""
+
+    def __init__(self, config: HostConfig, rule: str) -> None:
+        self._rule = "coupled" if rule == GREEDY else rule
+        drawing = DRAFT_SAMPLINGS[self._rule][0]
+        chosen = drawing in CHOSEN
+        source = torch.Generator().manual_seed(config.seed)
+        params = SamplingParams(temperature=0.0 if rule == GREEDY else 1.0)
+        prompts = torch.randint(config.vocab_size, (config.num_requests, config.prompt_tokens), generator=source)
+        self._requests = [Request(str(i), ids, params, seed=config.seed + i) for i, ids in enumerate(prompts.tolist())]
+        self._spans = [Span(request, config.prompt_tokens - 1, config.prompt_tokens) for request in self._requests]
+        self._budget = TreeBudget(config.nodes, min(config.depth, config.nodes))
+        self._source = source
+        self._share_agreed = _AGREEMENT if rule == GREEDY else 1.0
+        self._pool = self._candidates(config, drawing, source)
+        looked_up = torch.randint(config.vocab_size, (config.num_requests, self._budget.max_depth), generator=source)
+        self._looked_up: list[list[int]] = looked_up.tolist()
+        self._target = torch.randn((config.num_requests, config.nodes + 1, config.vocab_size), generator=source)
+        self._calibration = Calibration()
+        self._drafters = [_Scripted(_MODEL, self._grow), _Scripted(_LOOKUP, self._look_up)]
+        self._merged = MergedDrafter(self._drafters, self._calibration, may_choose=chosen)
+        self._prefix = np.arange(config.prompt_tokens - 1)
+        self._store = KVTensors((), 1, torch.float32, torch.device("cpu"))
+
+    def _candidates(self, config: HostConfig, drawing: str, source: torch.Generator) -> Candidates:
+        """Return candidates for the largest number of nodes that a level can have, for each request."""
+        logits = 4 * torch.randn((config.num_requests * config.nodes, config.vocab_size), generator=source)
+        owners = [request for request in self._requests for _ in range(config.nodes)]
+        return draw(drawing, logits, [Node(request, (), BEST_FIRST_WIDTH) for request in owners])
+
+    def run(self) -> dict[str, float]:
+        """Run the step once, and return the milliseconds of each stage."""
+        clock = _Clock()
+        trees = self._merged.draft(self._spans, [self._budget] * len(self._spans))
+        clock.lap("merge")
+        clock.ms["grow"] = sum(drafter.ms for drafter in self._drafters)
+        clock.ms["merge"] -= clock.ms["grow"]
+        self._pack(trees)
+        clock.lap("pack")
+        logits = self._agreeing(trees)
+        clock.lap("")
+        kept = verify(self._rule, logits, self._requests, trees)
+        clock.lap("verify")
+        for request, tree, acceptance in zip(self._requests, trees, kept, strict=True):
+            self._merged.observe(request, tree, acceptance)
+        clock.lap("learn")
+        return {stage: clock.ms[stage] for stage in STAGES}
+
+    def _look_up(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return [
+            TokenTree.chain(span.request.token_ids[-1], guesses[: budget.max_nodes], _LOOKUP, 0.3)
+            for span, guesses, budget in zip(spans, self._looked_up, budgets, strict=True)
+        ]
+
+    def _grow(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        growing_trees = [GrowingTree(span.request, budget, _MODEL) for span, budget in zip(spans, budgets, strict=True)]
+        tree_batch = TreeBatch(growing_trees, self._calibration)
+        while nodes := tree_batch.wanted():
+            tree_batch.extend(_first(self._pool, len(nodes)))
+        return [growing_tree.tree() for growing_tree in growing_trees]
+
+    def _pack(self, trees: Sequence[TokenTree]) -> None:
+        pieces = [
+            Piece.of_span(span.tokens, tree, self._prefix, np.arange(len(tree)))
+            for span, tree in zip(self._spans, trees, strict=True)
+        ]
+        pack(pieces, self._store, torch.device("cpu"))
+
+    def _agreeing(self, trees: Sequence[TokenTree]) -> list[Tensor]:
+        """Return target logits of each tree, [nodes, vocab]: random, but often in favor of a node's first child."""
+        logits = [rows[: len(tree)] for rows, tree in zip(self._target.clone(), trees, strict=True)]
+        for rows, tree in zip(logits, trees, strict=True):
+            likely = rows.logsumexp(dim=-1) + float(np.log(_AGREEMENT / (1 - _AGREEMENT)))
+            agrees = (torch.rand(len(tree), generator=self._source) < self._share_agreed).tolist()
+            for node, children in enumerate(tree.children):
+                if children and agrees[node]:
+                    rows[node, next(iter(children))] = likely[node]
+        return logits
+
+
+def _first(pool: Candidates, count: int) -> Candidates:
+    return Candidates(
+        pool.tokens[:count], pool.confidence[:count], pool.support[:count], pool.probs[:count], pool.places[:count],
+        pool.replaced,
+    )  # fmt: skip
+
+
+class _Clock:
+    """Stopwatch that records the milliseconds since the last lap, by stage."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.ms[stage] = 1000 * (now - self._last)
+        self._last = now
+
+
+if __name__ == "__main__":
+    from benchmarks.program import run
+
+    run("host")

@@ -1,0 +1,1 @@
+"""Pass times by rows, with and without native kernels."""

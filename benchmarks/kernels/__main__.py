@@ -1,0 +1,5 @@
+"""The program: python -m benchmarks.kernels."""
+
+from benchmarks.program import run
+
+run("kernels")

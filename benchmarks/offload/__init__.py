@@ -1,0 +1,1 @@
+"""Targets larger than memory, against the disk and other engines."""

@@ -1,0 +1,5 @@
+"""The program: python -m benchmarks.offload."""
+
+from benchmarks.program import run
+
+run("offload")

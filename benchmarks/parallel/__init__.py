@@ -1,0 +1,1 @@
+"""Targets split over processes and hosts."""

@@ -1,0 +1,168 @@
+"""llama.cpp through llama-cpp-python's low-level calls, plain and with token chains proposed by a draft model.
+
+The package itself speculates with prompt lookup only. The loop here is that of llama.cpp's own programs. The drafter
+proposes its best token repeatedly until its probability is too low. The target scores the chain in one pass and picks
+its own token from each row of logits. The drafter reads only tokens that are not in its cache yet.
+"""
+
+import ctypes
+import itertools
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from benchmarks.peers.messages import Ask, Generated, Load, Settings, Stopwatch
+from benchmarks.process import WorkerError
+
+_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # draft tokens in a chain
+_LEAST_CHANCES = (0.0, 0.4, 0.75)  # least probability under the drafter at which it proposes a token
+_SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # (count, probability) to try where a pass costs the same at any size
+
+
+def create(num_threads: int) -> "LlamaCppEngine":
+    return LlamaCppEngine(num_threads)
+
+
+class LlamaCppEngine:
+    """A target and optionally a drafter, each with a cache for one sequence."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        self._num_threads = num_threads
+        self._target: Sequence | None = None
+        self._drafter: Sequence | None = None
+        llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+
+    def load(self, job: Load) -> list[Settings]:
+        max_len = job.max_len + max(_COUNTS) + 1
+        self._target = self._target or Sequence(job.target, max_len, self._num_threads, is_mapped=job.is_slow)
+        if job.drafter is None:
+            return [{}]
+        self._drafter = Sequence(job.drafter, max_len, self._num_threads)
+        tried = _SLOW if job.is_slow else itertools.product(_COUNTS, _LEAST_CHANCES)
+        return [{"num_draft": count, "p_min": least} for count, least in tried]
+
+    def generate(self, ask: Ask) -> Generated:
+        assert self._target is not None
+        chooser = Chooser(ask.temperature, ask.seed)
+        self._target.forget(0)
+        if ask.drafts:
+            assert self._drafter is not None
+            self._drafter.forget(0)
+            return _speculate(self._target, self._drafter, ask, chooser)
+        return _decode(self._target, ask, chooser)
+
+
+def _decode(target: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
+    stopwatch = Stopwatch()
+    said = [chooser.token(target.read(ask.token_ids))]
+    stopwatch.arrived(1)
+    while len(said) < ask.max_tokens:
+        said.append(chooser.token(target.read(said[-1:])))
+    return stopwatch.stop(said)
+
+
+def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
+    stopwatch = Stopwatch()
+    known = list(ask.token_ids)
+    drafter.read(known)
+    known.append(chooser.token(target.read(known)))
+    stopwatch.arrived(1)
+    end = len(ask.token_ids) + ask.max_tokens
+    while len(known) < end:
+        guesses = _draft(drafter, known, min(ask.settings["num_draft"], end - len(known) - 1), ask.settings["p_min"])
+        rows = target.read([known[-1], *guesses], all_rows=True)
+        for row, guess in zip(rows, [*guesses, None], strict=True):
+            known.append(chooser.token(row))
+            if known[-1] != guess:
+                break
+        # Neither model has read the last token. Rejected draft tokens are removed from the caches.
+        target.forget(len(known) - 1)
+        drafter.forget(min(drafter.length, len(known) - 1))
+    return stopwatch.stop(known[len(ask.token_ids) :])
+
+
+def _draft(drafter: "Sequence", known: list[int], most: int, min_path_prob: float) -> list[int]:
+    """Return up to `most` greedy draft tokens, each with at least the probability `min_path_prob`."""
+    guesses: list[int] = []
+    unread = known[drafter.length :]
+    while len(guesses) < most:
+        row = drafter.read(unread)
+        token = int(row.argmax())
+        if min_path_prob > 0 and 1 / np.exp(row - row[token]).sum() < min_path_prob:
+            break
+        guesses.append(token)
+        unread = [token]
+    return guesses
+
+
+class Chooser:
+    """Selection of a token from logits: the best at temperature 0, otherwise sampled."""
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        self._temperature = temperature
+        self._random = np.random.default_rng(seed)
+
+    def token(self, row: Any) -> int:  # [vocab]
+        if self._temperature == 0:
+            return int(row.argmax())
+        chances = np.cumsum(np.exp((row - row.max()) / self._temperature))
+        return int(min(np.searchsorted(chances, self._random.random() * chances[-1], "right"), len(row) - 1))
+
+
+class Sequence:
+    """A model and its cache, which holds the tokens read so far.
+
+    Args:
+        is_mapped: Whether all weights are used from the mapped file. No copy in a faster layout is made, since it might
+            not fit into memory.
+    """
+
+    def __init__(self, file: str, max_len: int, num_threads: int, *, is_mapped: bool = False) -> None:
+        self.length = 0
+        choices = llama_cpp.llama_model_default_params()
+        choices.use_mmap = True
+        choices.use_extra_bufts = not is_mapped
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), choices)
+        if not self._model:
+            raise WorkerError("llama.cpp cannot load the file written for it")
+        params = llama_cpp.llama_context_default_params()  # flash attention is llama.cpp's own choice
+        params.n_ctx = params.n_batch = max_len
+        params.n_outputs_max = max(_COUNTS) + 1
+        params.n_threads = params.n_threads_batch = num_threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise WorkerError(f"llama.cpp has no room for a context of {max_len} tokens")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(max_len, 0, 1)
+        for i in range(max_len):
+            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
+
+    def read(self, token_ids: list[int], *, all_rows: bool = False) -> Any:
+        """Run a pass and return the logits after the last token [vocab], or after each token [tokens, vocab].
+
+        The array is valid until the next call.
+        """
+        batch, last = self._batch, len(token_ids) - 1
+        batch.n_tokens = len(token_ids)
+        for i, token in enumerate(token_ids):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, self.length + i, all_rows or i == last
+        if status := llama_cpp.llama_decode(self._context, batch):
+            raise WorkerError(f"llama_decode returned {status}")
+        self.length += len(token_ids)
+        rows = len(token_ids) if all_rows else 1
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (rows, self._vocab_size))
+        return logits if all_rows else logits[0]
+
+    def forget(self, length: int) -> None:
+        """Remove all tokens after the first `length` from the cache."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1)
+        self.length = length
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # made by ctypes
+def _quiet(level: int, text: bytes, data: Any) -> None:
+    pass

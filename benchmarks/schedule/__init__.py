@@ -1,0 +1,1 @@
+"""Ways to choose how far to speculate, on a mixed workload."""

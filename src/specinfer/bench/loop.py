@@ -1,0 +1,263 @@
+"""The loop of every comparison: load, warm up, let all arms take turns, check that their outputs are equal, write.
+
+The arms run each batch of prompts one after the other, on the same loaded weights and in a rotating order, repeat by
+repeat, so that a machine that slows down slows all of them.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from rich.console import Console
+
+from specinfer.bench.ceilings import measure_ceilings
+from specinfer.bench.chat_prompts import PromptSet, find_prompts, kinds_for
+from specinfer.bench.models import Models, at_size, dtype_of, find_models
+from specinfer.bench.options import CompareConfig
+from specinfer.bench.results import PLAIN, Arm, Comparison, Run
+from specinfer.bench.roofline import Roofline
+from specinfer.core.config import MAX_TREE_NODES, parse_tree
+from specinfer.core.sampling import SamplingParams
+from specinfer.llm import LLM
+from specinfer.model.device import find_device
+from specinfer.model.load import LoadedModel
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
+from specinfer.policy.optimizer import TreeSizes
+from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.progress_bar import StageBar, stage_bar
+from specinfer.reporting.spread import first_difference
+
+SLOTS_OF_DRAFTS = 64  # slots that the cache adds for each sequence
+_MAX_READ = 8192  # prompt tokens in one pass; the prompts of most batches fit, so that their requests start together
+T = TypeVar("T")
+Key = tuple[int, str]  # batch size, arm
+
+
+class Turn(NamedTuple):
+    """One batch, which all arms run one after the other in this order."""
+
+    repeat: int  # negative for warm-up
+    prompts: tuple[int, ...]
+    arms: tuple[str, ...]
+
+
+def rotated(values: Sequence[T], shift: int) -> tuple[T, ...]:
+    """Return the values in order, starting `shift` places further."""
+    start = shift % len(values)
+    return (*values[start:], *values[:start])
+
+
+def batches(num_prompts: int, size: int, num_available: int) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of the prompts of each batch. There are at least `size` prompts, so none has one twice."""
+    for batch in range(math.ceil(num_prompts / size)):
+        yield tuple((batch * size + i) % num_available for i in range(size))
+
+
+def schedule(config: CompareConfig, num_available: int, names: Sequence[str] | None = None) -> Iterator[Turn]:
+    """Yield all batches of all sizes, repeat by repeat, so that a slower machine affects all sizes alike.
+
+    Args:
+        num_available: Number of prompts that there are.
+        names: All arms, if there are more than plain decoding and the trees.
+    """
+    arms = (PLAIN, *config.trees) if names is None else tuple(names)
+    count = config.num_prompts if config.prompts is None else num_available
+    for repeat in range(-config.warmup, config.repeats):
+        for size in config.sizes:
+            for number, prompts in enumerate(batches(count, size, num_available)):
+                if repeat >= 0:
+                    # Adding the repeat changes the order from repeat to repeat for any number of batches.
+                    yield Turn(repeat, prompts, rotated(arms, number + repeat))
+                elif number == 0:
+                    yield Turn(repeat, prompts, arms)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Models, prompts and policies that are loaded for one comparison.
+
+    Attributes:
+        params: Sampling parameters of each prompt.
+        policies: Policy of each arm at each batch size, used for the whole measurement so that it keeps learning.
+    """
+
+    llm: LLM
+    models: Models
+    prompts: PromptSet
+    params: list[SamplingParams]
+    policies: dict[Key, SpeculationPolicy]
+    roofline: Roofline
+    progress: StageBar
+
+    def batch(self, turn: Turn) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Return the token ids and the parameters of a turn's prompts."""
+        return [self.prompts.token_ids[i] for i in turn.prompts], [self.params[i] for i in turn.prompts]
+
+
+@contextmanager
+def open_session(config: CompareConfig, console: Console | None) -> Iterator[Session]:
+    """Load the models of a comparison, and measure what its arms need.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used. The message names it, and nothing was measured.
+    """
+    check_files(config.json, config.plot)
+    device = find_device(config.device)  # growing is slow, so a missing device is reported before
+    models = find_models(config.model, config.drafters)
+    prompts = find_prompts(
+        models.target,
+        config.max_tokens,
+        kinds_for(config.model, config.kinds, config.prompts),
+        count=max(config.num_prompts, config.largest),
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+    with stage_bar(console) as progress:
+        progress.stage(f"growing to {config.grow}" if config.grow else "loading")
+        models, dtype = at_size(models, config.grow, config.dtype, device)
+        progress.stage("loading")
+        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is free memory
+        with load(config, models, dtype, prompts.token_ids) as llm:
+            progress.stage("timing passes")
+            policies = make_policies(config, llm)
+            params = [config.sampling_params(i) for i in range(len(prompts.token_ids))]
+            ended = prompts.end_answers(llm, params)
+            yield Session(llm, models, prompts, ended, policies, Roofline(llm, ceilings), progress)
+
+
+def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[list[int]]) -> LLM:
+    """Load the models with a cache that holds the largest batch with the largest tree of each request."""
+    lengths = sorted(map(len, prompts), reverse=True)
+    longest = lengths[0] + config.max_tokens
+    shapes = [parse_tree(tree) for tree in config.trees]
+    nodes = [budget_of(shape, len(models.drafters)).max_nodes for shape in shapes if not shape.is_auto]
+    most = TreeSizes.SIZES[-1] if config.largest > 1 else MAX_TREE_NODES  # of "auto": a request by itself may have any
+    num_slots = config.largest * (longest + max([*nodes, most]))
+    llm = LLM(
+        models.target,
+        drafters=models.drafters,
+        tree="1",  # only until each arm sets its own policy
+        dtype=dtype,
+        quantization=config.quantization,
+        drafter_quantization=config.drafter_quantization,
+        select=config.select,
+        speculation_policy=config.scheduler,
+        device=config.device,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        max_model_len=longest,
+        max_num_seqs=math.ceil(num_slots / (longest + SLOTS_OF_DRAFTS)) + config.largest,
+        max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ) if config.largest > 1 else None,
+        enable_prefix_caching=False,  # every arm runs its own prefill
+        seed=config.seed,
+    )
+    if llm.target.cache.num_slots < num_slots:
+        raise ValueError(
+            f"batch_sizes: {config.largest} requests of {longest} tokens and their trees need {num_slots} slots of the "
+            f"KV cache, and memory allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars"
+        )
+    return llm
+
+
+def make_policies(config: CompareConfig, llm: LLM) -> dict[Key, SpeculationPolicy]:
+    """Return the policy of each arm at each batch size. Policies that learn do so separately for each size."""
+    named = {
+        # Costs are measured for this run, since its results must not depend on an old file.
+        name: FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
+        for name in (PLAIN, *config.trees)
+    }
+    return {(size, name): copied(policy, llm) for name, policy in named.items() for size in config.sizes}
+
+
+def copied(policy: SpeculationPolicy, llm: LLM) -> SpeculationPolicy:
+    """Return a copy of a policy that learns by itself, and shares the drafters."""
+    assert llm.drafter is not None
+    return copy.deepcopy(policy, {id(drafter): drafter for drafter in llm.drafter.drafters})
+
+
+def take_turns(
+    turns: Sequence[Turn],
+    progress: StageBar,
+    measure: Callable[[Turn, str], Run | None],
+    check: Callable[[Turn, Mapping[str, Run]], None] = lambda turn, made: None,
+) -> dict[Key, list[Run]]:
+    """Run all turns, and return the runs of each arm at each batch size. Warm-up runs are not kept.
+
+    Args:
+        measure: Run one turn with one arm; None if the arm is given up, and its runs are not of use.
+        check: Compare the runs of all arms of a turn.
+    """
+    progress.stage("warming up", sum(len(turn.arms) for turn in turns))
+    runs: dict[Key, list[Run]] = {}
+    for turn in turns:
+        if turn.repeat >= 0:
+            progress.stage(_described(turn))
+        made = {}
+        for name in turn.arms:
+            if (run := measure(turn, name)) is not None:
+                made[name] = run
+            progress.advance()
+        check(turn, made)
+        for name, run in made.items() if turn.repeat >= 0 else ():
+            runs.setdefault((len(turn.prompts), name), []).append(run)
+    return runs
+
+
+def comparisons(config: CompareConfig, runs: Mapping[Key, Sequence[Run]]) -> tuple[Comparison, ...]:
+    """Return the comparison at each batch size."""
+    found = []
+    for size in config.sizes:
+        plain, *trees = (Arm(name, tuple(runs[size, name])) for name in (PLAIN, *config.trees))
+        found.append(Comparison(plain, tuple(trees)))
+    return tuple(found)
+
+
+def is_exact(loaded: LoadedModel, temperature: float = 0.0) -> bool:
+    """Return whether all arms must generate the same tokens.
+
+    In lower precision, passes of different sizes round differently, and outputs that differ are counted instead.
+    """
+    return temperature == 0 and loaded.dtype == torch.float32 and loaded.quantization is None
+
+
+def check_equal(turn: Turn, made: Mapping[str, Run]) -> None:
+    """Check that the outputs of all arms of a turn equal plain decoding's.
+
+    Raises:
+        RuntimeError: An output differs. The message names its prompt and its arm.
+    """
+    plain, size = made[PLAIN], len(turn.prompts)
+    together = f"{size} requests together, " if size > 1 else ""
+    for name, run in made.items():
+        for number, tokens, expected in zip(plain.prompts, run.outputs, plain.outputs, strict=True):
+            if tokens != expected:
+                place = first_difference(tokens, expected)
+                raise RuntimeError(
+                    f"{together}prompt {number}: with tree {name}, output token {place} is another than without"
+                )
+
+
+class Result(Protocol):
+    """A finished measurement."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+def write_files(
+    report: Result, json: str | Path | None, plot: str | Path | None, draw: Callable[[Any, str | Path], None]
+) -> None:
+    """Write the files that were asked for."""
+    if json is not None:
+        write_json(json, report.as_dict())
+    if plot is not None:
+        draw(report, plot)
+
+
+def _described(turn: Turn) -> str:
+    return f"prompt {turn.prompts[0] + 1}" if len(turn.prompts) == 1 else f"{len(turn.prompts)} requests together"

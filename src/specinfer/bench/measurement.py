@@ -1,0 +1,168 @@
+"""Measurement of one run: a request whose tokens are streamed, or a batch of requests.
+
+The prefill runs without speculation, whatever the arm. The clock of decoding starts at the first token of the request,
+or of the last request of the batch; what the drafter then reads counts as drafting time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specinfer.bench.clock import now
+from specinfer.bench.prompts import fresh_salt
+from specinfer.bench.results import Answer, Run
+from specinfer.bench.roofline import Roofline
+from specinfer.bench.stages import StageSample
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.engine.timer import DeviceTimer
+from specinfer.llm import LLM
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy
+from specinfer.verify import Acceptance
+
+
+def measure_request(
+    llm: LLM,
+    policy: SpeculationPolicy,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    number: int,
+    repeat: int,
+    roofline: Roofline | None = None,
+) -> Run:
+    """Stream the answer to one prompt, and time its tokens as they arrive.
+
+    Args:
+        number: Number of the prompt, for the report.
+        roofline: Roofline to compare steps with. If given, steps are also timed on the device.
+
+    Raises:
+        RuntimeError: The request failed. The message names its prompt.
+    """
+    engine, device = llm.engine, llm.target.loaded.device
+    engine.policy = FixedPolicy()
+    start = now(device)
+    stream = llm.stream({"prompt_token_ids": list(prompt), "cache_salt": fresh_salt()}, params)
+    chunk = next(stream)
+    token_ids, steps = chunk.token_ids, []
+    first = now(device)
+    engine.policy = policy
+    timer = None if roofline is None else DeviceTimer(device)
+    engine.timer = timer
+    for chunk in stream:  # one chunk for each step
+        token_ids += chunk.token_ids
+        steps.append(engine.metrics.recent[-1])
+    last = now(device)
+    engine.timer = None
+    assert chunk.output is not None
+    if chunk.output.error is not None:
+        raise RuntimeError(f"prompt {number}: {chunk.output.error}")
+    return Run(
+        repeat, (number,), first - start, last - first, last - start, (tuple(token_ids),), tuple(steps),
+        samples=_samples(timer, roofline),
+    )  # fmt: skip
+
+
+def measure_batch(
+    llm: LLM,
+    policy: SpeculationPolicy,
+    numbers: Sequence[int],
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    repeat: int,
+    when_read: Callable[[], None] = lambda: None,
+    roofline: Roofline | None = None,
+) -> Run:
+    """Decode these prompts together.
+
+    Args:
+        numbers: Numbers of the prompts, for the report.
+        when_read: Function to call when the prefill is done and the clock of decoding starts.
+        roofline: Roofline to compare decoding steps with. If given, steps are also timed on the device.
+
+    Raises:
+        RuntimeError: A request failed. The message names its prompt.
+    """
+    device, size = llm.target.loaded.device, len(prompts)
+    timer = None if roofline is None else DeviceTimer(device)
+
+    def begin() -> None:
+        llm.engine.timer = timer
+        when_read()
+
+    salt = fresh_salt()
+    watch = _Watch(policy, size, device, begin)
+    llm.engine.policy = watch
+    start = now(device)
+    asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    end = now(device)
+    llm.engine.timer = None
+    for number, output in zip(numbers, outputs, strict=True):
+        if output.error is not None:
+            raise RuntimeError(f"{size} requests together, prompt {number}: {output.error}")
+    assert watch.read is not None
+    return Run(
+        repeat=repeat,
+        prompts=tuple(numbers),
+        prompt_time=watch.read - start,
+        time=watch.last - watch.read,
+        total_time=end - start,
+        outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+        steps=tuple(watch.steps),
+        times_verification=device.type == "cpu",
+        samples=_samples(timer, roofline),
+        answers=tuple(Answer.of(output) for output in outputs),
+    )
+
+
+def _samples(timer: DeviceTimer | None, roofline: Roofline | None) -> tuple[StageSample, ...]:
+    if timer is None or roofline is None:
+        return ()
+    return tuple(StageSample.of(step, roofline.floors(step.record)) for step in timer.take())
+
+
+class _Watch:
+    """Policy that turns speculation off until all prompts are read, then follows an arm's policy and records steps."""
+
+    def __init__(
+        self, policy: SpeculationPolicy, num_requests: int, device: torch.device, when_read: Callable[[], None]
+    ) -> None:
+        self.steps: list[StepRecord] = []
+        self.read: float | None = None  # when the prefill of the last prompt was done
+        self.last = 0.0  # end of the last step
+        self._policy = policy
+        self._num_requests = num_requests
+        self._device = device
+        self._when_read = when_read
+        self._decoding: set[str] = set()  # requests with a first token
+
+    @property
+    def reads_logits(self) -> bool:
+        return self._policy.reads_logits
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        if self.read is not None:
+            return self._policy.budgets(spans)
+        self._decoding |= {span.request.request_id for span in spans}
+        return [OFF] * len(spans)
+
+    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        # The results that the host has are complete. Waiting for all other device work would delay the next step.
+        self.last = time.perf_counter()
+        if self.read is not None:
+            self._policy.observe(step, outcomes)
+            self.steps.append(step)
+        elif len(self._decoding) == self._num_requests:
+            self.read = now(self._device)
+            self._when_read()
+
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        if self.read is not None:
+            self._policy.on_tokens(request, tree, acceptance, logits, num_generated)

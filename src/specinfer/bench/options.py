@@ -1,0 +1,162 @@
+"""Options that measurements share, and checks of them before the long work begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specinfer.bench.chat_prompts import check_kinds
+from specinfer.bench.prompts import AnyPrompt
+from specinfer.bench.results import PLAIN
+from specinfer.core.config import check_quantization, parse_select, parse_tree
+from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.model.device import DTYPES
+
+MAX_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CompareConfig:
+    """Options of a comparison of trees with plain decoding, which is always one of the arms.
+
+    Attributes:
+        model: A local folder, a hub name, or "demo".
+        drafters: "auto", or folders, hub names, "ngram" and "suffix".
+        trees: One arm each: "auto", children per level such as "1,1,3,1", or "best-first:16". The first gives the
+            headline numbers.
+        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
+        dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
+        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
+        drafter_quantization: Quantization of the model drafters.
+        select: Selection of the model drafters that draft, as for the option of this name.
+        scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
+        tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
+        num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
+            larger than this uses as many prompts as the batch holds.
+        max_tokens: Tokens generated for each prompt. The end-of-text token does not end them, but answers to chat
+            prompts are no longer than plain decoding's.
+        temperature: Sampling temperature; 0 is greedy.
+        repeats: Measured runs of each arm on each batch.
+        warmup: Unmeasured runs of each arm on the first batch of each size before them.
+        prompt_chars: Approximate length of the held-out texts in characters.
+        prompts: Texts or token ids to continue in place of the held-out texts.
+        kinds: Kinds of chat prompts to answer. None means all kinds if the model is "demo-chat", and texts to continue
+            otherwise.
+        json: File to write the numbers to.
+        plot: File to write the plot to; its suffix sets the format.
+
+    Raises:
+        ValueError: A field is out of range. The message names it.
+    """
+
+    model: str = "demo"
+    drafters: str | tuple[str, ...] = "auto"
+    trees: tuple[str, ...] = ("auto",)
+    grow: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    drafter_quantization: str | None = None
+    select: str = "all"
+    scheduler: str | Path | None = None
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    num_prompts: int = 8
+    max_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 3
+    warmup: int = 1
+    seed: int = 0
+    prompt_chars: int = 600
+    prompts: tuple[AnyPrompt, ...] | None = None
+    kinds: tuple[str, ...] | None = None
+    json: str | Path | None = None
+    plot: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
+            check_whole(name, getattr(self, name), least)
+        check_batches(self.sizes, self.prompts)
+        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
+        check_seed(self.seed)
+        check_trees(self.trees)
+        parse_select(self.select)
+        check_prompts(self.prompts)
+        check_kinds(self.kinds, self.prompts)
+        self.sampling_params(0)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of requests that run together."""
+        return (1,)
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    def sampling_params(self, prompt: int) -> SamplingParams:
+        """Return the sampling parameters of a prompt, which are the same for every arm, batch and repeat."""
+        return bench_params(self.temperature, self.max_tokens, self.seed + prompt)
+
+
+def bench_params(temperature: float, max_tokens: int, seed: int, *, ignore_eos: bool = True) -> SamplingParams:
+    """Return the parameters of a request that is measured; the seed wraps around."""
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed & MAX_SEED, ignore_eos=ignore_eos)
+
+
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise a ValueError that names the field if the value is no whole number within the limits."""
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        raise ValueError(f"{name} must be a whole number {limits}, not {value!r}")
+
+
+def check_seed(seed: object) -> None:
+    check_whole("seed", seed, 0, MAX_SEED)
+
+
+def check_once(name: str, values: Sequence[object]) -> None:
+    """Raise a ValueError that names the field unless there are values, all of them different."""
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name}: {', '.join(map(str, values)) or 'none'} given; give at least one, and none twice")
+
+
+def check_distinct(name: str, values: Sequence[object], most: int) -> None:
+    """Raise a ValueError that names the field unless the values are distinct whole numbers from 1 to `most`."""
+    for value in values:
+        check_whole(name, value, 1, most)
+    check_once(name, values)
+
+
+def check_batches(batch_sizes: Sequence[int], prompts: Sequence[AnyPrompt] | None) -> None:
+    check_distinct("batch_sizes", batch_sizes, MAX_BATCH)
+    if prompts and len(prompts) < max(batch_sizes):
+        raise ValueError(
+            f"prompts: {len(prompts)} given for {max(batch_sizes)} requests together; give as many, or lower "
+            "batch_sizes"
+        )
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+
+
+def check_models(dtype: str, quantization: str | None, drafter_quantization: str | None) -> None:
+    check_dtype(dtype)
+    check_quantization("quantization", quantization)
+    check_quantization("drafter_quantization", drafter_quantization)
+
+
+def check_trees(trees: Sequence[str]) -> None:
+    """Raise a ValueError unless the trees can be the arms that are compared with plain decoding."""
+    check_once("trees", trees)
+    if any(parse_tree(tree).is_off for tree in trees):
+        raise ValueError(f'trees: plain decoding is always measured; leave "{PLAIN}" out')
+
+
+def check_prompts(prompts: Sequence[AnyPrompt] | None) -> None:
+    if prompts is not None and not all(prompts or [()]):
+        raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
