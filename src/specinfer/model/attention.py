@@ -5,7 +5,7 @@ rotated. This function writes key and value to the cache's slots, and lets every
 own ancestors. The batch arrives as the keyword `forward_batch`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,29 @@ from specinfer.model.batch import AttentionGroup, ForwardBatch
 
 ATTENTION_NAME = "specinfer"
 # Keywords that models pass on and that do not affect attention here.
-_HARMLESS = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "is_causal",
-        "cache_position",
-        "output_router_logits",
-    }
-)
+_HARMLESS = {
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "cache_position",
+    "output_router_logits",
+}  # fmt: skip
 
 
 class UnsupportedAttentionError(Exception):
     """Error for an attention feature that a model needs and this function does not support."""
+
+
+class AttentionFeatures(NamedTuple):
+    """The attention features of a layer; see `tree_attention`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+    key_bias: Tensor | None = None  # [heads, positions]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing but the window differs from ordinary attention."""
+        return self.softcap is None and self.sinks is None and self.key_bias is None
 
 
 def tree_attention(
@@ -82,25 +90,12 @@ def tree_attention(
     else:  # padding has no slot
         tree_ops.store(store.keys[layer], store.values[layer], forward_batch.slots, new_key, new_value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = attend_stored(
-        forward_batch, layer, query[0].transpose(0, 1),
-        scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, key_bias=key_bias,
-    )  # fmt: skip
-    return out.unsqueeze(0), None
+    features = AttentionFeatures(scale, sliding_window, softcap, s_aux, key_bias)
+    return attend_stored(forward_batch, layer, query[0].transpose(0, 1), features).unsqueeze(0), None
 
 
-def attend_stored(
-    batch: ForwardBatch,
-    layer: int,
-    query: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_bias: Tensor | None = None,
-) -> Tensor:
-    """Compute attention in one layer, after its new keys and values are stored; arguments as in `tree_attention`.
+def attend_stored(batch: ForwardBatch, layer: int, query: Tensor, features: AttentionFeatures) -> Tensor:
+    """Compute attention in one layer, after its new keys and values are stored.
 
     Args:
         query: [tokens, heads, key_dim].
@@ -110,18 +105,14 @@ def attend_stored(
     """
     keys, values = batch.store.keys[layer], batch.store.values[layer]
     if batch.layout is not None:
-        return tree_ops.attend(
-            query, keys, values, batch.layout,
-            scale=scale, window=window, softcap=softcap, sinks=sinks, key_bias=key_bias,
-        )  # fmt: skip
-    plain = softcap is None and sinks is None and key_bias is None
-    if plain and batch.native is not None and attends(keys, values):
-        call = AttentionCall(keys, values, query.shape[1], scale, window=window)
+        return tree_ops.attend(query, keys, values, batch.layout, **features._asdict())
+    if features.is_plain and batch.native is not None and attends(keys, values):
+        call = AttentionCall(keys, values, query.shape[1], features.scale, window=features.window)
         return call.attend(batch.native, query.flatten(1).float()).to(query.dtype).view(query.shape)
     dtype = torch.float64 if batch.in_double else query.dtype
     result = None
     for group in batch.groups:
-        out = _attend(query, keys, values, group, scale, window, softcap, sinks, key_bias, dtype)
+        out = _attend(query, keys, values, group, features, dtype)
         if group.is_whole:
             return out.flatten(0, 1)
         if result is None:
@@ -145,16 +136,7 @@ def _check_features(
 
 
 def _attend(
-    packed: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    group: AttentionGroup,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    key_bias: Tensor | None,
-    dtype: torch.dtype,
+    packed: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, features: AttentionFeatures, dtype: torch.dtype
 ) -> Tensor:
     """Return [requests, new, heads, value_dim] of one padded group, computed in `dtype`, in the type of `packed`."""
     requests, new = group.rows.shape
@@ -166,41 +148,33 @@ def _attend(
     q = packed.unsqueeze(0) if group.is_whole else packed[group.rows]
     # Query heads of one KV head are stacked as extra rows, so that keys are never repeated.
     q = q.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    bias, q, k, v = group.bias(window, repeats, dtype), q.to(dtype), k.to(dtype), v.to(dtype)
-    if softcap is None and sinks is None and key_bias is None:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    bias, q, k, v = group.bias(features.window, repeats, dtype), q.to(dtype), k.to(dtype), v.to(dtype)
+    if features.is_plain:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=features.scale)
     else:
-        out = _attend_explicitly(q, k, v, bias, group, scale, softcap, sinks, key_bias)
+        out = _attend_explicitly(q, k, v, bias, group, features)
     by_token: Tensor = out.to(packed.dtype).unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return by_token
 
 
 def _attend_explicitly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    group: AttentionGroup,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    key_bias: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, group: AttentionGroup, features: AttentionFeatures
 ) -> Tensor:
     """Compute attention without the fused function, which lacks some features. All [requests, kv_heads, rows, dim]."""
     kv_heads, rows = q.shape[1:3]
     new = group.rows.shape[1]
     scores = q @ k.transpose(-1, -2)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if key_bias is not None:
-        by_key = key_bias[:, group.key_positions]  # [heads, requests, context]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * features.scale
+    if features.softcap is not None:
+        scores = torch.tanh(scores / features.softcap) * features.softcap
+    if features.key_bias is not None:
+        by_key = features.key_bias[:, group.key_positions]  # [heads, requests, context]
         by_key = by_key.transpose(0, 1).unflatten(1, (kv_heads, -1))
         scores = scores + by_key.repeat_interleave(new, dim=2)
     scores = scores + bias
-    if sinks is None:
+    if features.sinks is None:
         return scores.softmax(dim=-1).to(v.dtype) @ v
-    column = sinks.to(scores.dtype).view(1, kv_heads, -1, 1).repeat_interleave(new, dim=2)
+    column = features.sinks.to(scores.dtype).view(1, kv_heads, -1, 1).repeat_interleave(new, dim=2)
     column = column.expand(q.shape[0], -1, rows, -1)
     return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1].to(v.dtype) @ v
 

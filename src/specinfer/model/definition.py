@@ -72,18 +72,21 @@ def read_definition(
     """Return the family's definition with the folder's weights, or with those of `state_dict`."""
     family = config.model_type
     try:
-        model, info = _load_quietly(
-            folder if state_dict is None else None,
-            state_dict=state_dict,
-            config=config,
-            dtype=dtype,
-            # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
-            attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # such weights are refused below, by name
-        )
+        # A state_dict is only accepted by the family's own class.
+        kind = AutoModelForCausalLM if state_dict is None else AutoModelForCausalLM._model_mapping[type(config)]
+        with quietly():
+            model, info = kind.from_pretrained(
+                folder if state_dict is None else None,
+                state_dict=state_dict,
+                config=config,
+                dtype=dtype,
+                # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
+                attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # such weights are refused below, by name
+            )
     except Exception as error:  # transformers raises many types for a folder that it cannot load
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # from a table of attention classes
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
@@ -112,15 +115,6 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
         model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
-
-
-def _load_quietly(folder: Path | None, **options: Any) -> Any:
-    with quietly():
-        # A state_dict is only accepted by the family's own class.
-        kind = (
-            AutoModelForCausalLM if folder is not None else AutoModelForCausalLM._model_mapping[type(options["config"])]
-        )
-        return kind.from_pretrained(folder, **options)
 
 
 @contextlib.contextmanager

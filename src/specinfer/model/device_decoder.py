@@ -16,7 +16,7 @@ from torch.nn import functional
 from specinfer.core.config import MAX_TREE_NODES
 from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table
-from specinfer.model.attention import attend_stored
+from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch, taken_apart
 from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, window_of
@@ -89,7 +89,7 @@ class _Layer(nn.Module):
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
         qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps))
         query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps)
-        seen = attend_stored(batch, self.index, query, scale=self.scale, window=self.window)
+        seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
         attended = self.output(seen.flatten(1))
         result: Tensor = self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))))
         return result

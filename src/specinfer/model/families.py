@@ -37,12 +37,7 @@ class Falcon(nn.Module):
         self.register_buffer("key_bias", bias, persistent=False)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        logits_to_keep: Tensor,
-        forward_batch: ForwardBatch,
-        **_: Any,
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
     ) -> SimpleNamespace:
         hidden = self.trunk.word_embeddings(input_ids) if forward_batch.hidden is None else forward_batch.hidden
         rotary = None if self.config.alibi else self.trunk.rotary_emb(hidden, position_ids=position_ids)
@@ -140,11 +135,7 @@ class Mpt(nn.Module):
         self.register_buffer("key_bias", -last[:, :1] * positions, persistent=False)  # [heads, positions]
 
     def forward(
-        self,
-        input_ids: Tensor,
-        logits_to_keep: Tensor,
-        forward_batch: ForwardBatch,
-        **_: Any,
+        self, input_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
     ) -> SimpleNamespace:
         hidden = self.trunk.wte(input_ids) if forward_batch.hidden is None else forward_batch.hidden
         for layer, block in zip(self.layers, self.trunk.blocks, strict=True):

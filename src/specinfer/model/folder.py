@@ -56,14 +56,8 @@ def find_folder(model: str | Path) -> Path:
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a folder's weights, read from the headers of its files; a tied matrix is listed once."""
-    if not has_safetensors(folder):
-        with Shards(folder) as shards:
-            return {name: source.shape for name, source in shards.sources.items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
+    with Shards(folder) as shards:
+        return {name: source.shape for name, source in shards.sources.items()}
 
 
 def count_parameters(folder: Path) -> int:

@@ -12,17 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import (
-    GATES,
-    AttentionCall,
-    LayerCall,
-    LinearCall,
-    Panels,
-    choose,
-    norm,
-    packs_type,
-    quantize,
-)
+from specinfer.kernels import GATES, AttentionCall, LayerCall, LinearCall, Panels, choose, norm, packs_type, quantize
 from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import BITS, Bits
 from specinfer.model.batch import ForwardBatch, KVStore

@@ -73,8 +73,11 @@ class Verdict:
         )
 
 
-class _Widened(TorchFunctionMode):
-    """A mode that computes embeddings in float32, and linear layers with float32 inputs, for weights of any type."""
+class Widened(TorchFunctionMode):
+    """A mode that computes embeddings in float32, and linear layers with float32 inputs, for weights of any type.
+
+    So a definition's passes compute in float32.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = None
@@ -92,11 +95,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     rows = max(1, _WIDENED // weight.shape[1])
     result = torch.cat([functional.linear(x, part.float()) for part in weight.split(rows)], dim=-1)
     return result if bias is None else result + bias
-
-
-def widened() -> TorchFunctionMode:
-    """Return a context in which a definition's embeddings and linear layers, and so its passes, compute in float32."""
-    return _Widened()
 
 
 @contextmanager
@@ -149,7 +147,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
             handles.append(model.lm_head.register_forward_hook(end_head, with_kwargs=True))
         for handle in handles:
             stack.callback(handle.remove)
-        stack.enter_context(widened())
+        stack.enter_context(Widened())
         yield
 
 

@@ -32,9 +32,9 @@ def make_linears_plain(model: nn.Module) -> None:
         layer: Any = model.get_submodule(name)
         if kind == "Conv1D":
             weight = nn.Parameter(layer.weight.detach().T.contiguous(), requires_grad=False)
-            _replace(model, name, _plain(weight, layer.bias))
+            model.set_submodule(name, _plain(weight, layer.bias))
         elif kind == "FalconLinear":
-            _replace(model, name, _plain(layer.weight, layer.bias))
+            model.set_submodule(name, _plain(layer.weight, layer.bias))
 
 
 def _kind(module: nn.Module) -> str:
@@ -71,7 +71,7 @@ def quantize_linears(
         if not layer.weight.is_meta:
             layer.to(device)
         kind = f"int{HEAD_BITS}" if quantization in BITS and name in heads else quantization
-        _replace(model, name, QUANTIZE[kind](layer, native))
+        model.set_submodule(name, QUANTIZE[kind](layer, native))
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
@@ -92,7 +92,7 @@ def cut_head(model: nn.Module, token_ids: Tensor) -> None:
     head: Any = model.get_submodule(names[0])
     weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
     bias = None if head.bias is None else nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
-    _replace(model, names[0], _plain(weight, bias))
+    model.set_submodule(names[0], _plain(weight, bias))
 
 
 def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
@@ -107,9 +107,15 @@ def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
 
 def _head_names(model: nn.Module) -> list[str]:
     """Return the name of the output head, in a list that is empty if the head is not a linear layer."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = getattr(model, "lm_head", None) if find is None else find()
+    head = output_head(model)
     return [name for name, module in model.named_modules() if module is head and type(head) is nn.Linear]
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Return the module that computes logits."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head: nn.Module | None = getattr(model, "lm_head", None) if find is None else find()
+    return head
 
 
 def _plain(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
@@ -133,8 +139,3 @@ def joined(layers: Sequence[Any]) -> nn.Module:
         return rounded
     weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
     return _plain(weight, joined_bias(layers))
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)

@@ -23,9 +23,6 @@ class DeviceGroup:
 
     Args:
         backend: Backend made by `Rendezvous.connect_devices`.
-        rank: Number of this process in the group.
-        size: Number of ranks in the group.
-        traffic: Counters of the data sent and received.
     """
 
     def __init__(self, backend: Any, rank: int, size: int, traffic: Traffic | None = None) -> None:
@@ -75,9 +72,6 @@ def each_has_a_gpu(world: Group, place: Place, device: torch.device, *, is_avail
     """Return whether all ranks compute on GPUs, no two on the same one. All ranks call this and get the same result.
 
     Args:
-        world: The group of all ranks.
-        place: Place of this rank.
-        device: Device of this rank.
         is_available: True if this rank's PyTorch has NCCL.
     """
     can = device.type == "cuda" and is_available

@@ -36,7 +36,6 @@ class Heartbeat:
 
     Args:
         store: A separate connection to the store.
-        rank: Number of this rank.
         lost: Function called once, in a thread, when the store cannot be reached any more because rank 0 is lost.
     """
 

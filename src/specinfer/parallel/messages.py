@@ -81,7 +81,6 @@ class Channel:
         own: World rank of this process.
         others: Ranks it exchanges messages with: for rank 0 any others, for those rank 0.
         number: Number that determines the tags of its messages.
-        traffic: Counters of the data sent and received.
     """
 
     def __init__(

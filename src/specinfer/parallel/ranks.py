@@ -36,11 +36,6 @@ class Connections:
 
     If each rank has its own GPU, tensors use separate connections.
 
-    Args:
-        rendezvous: The store of all ranks.
-        config: Sizes of the groups.
-        device: Device that this rank computes on.
-
     Attributes:
         shard: Shard of the target that this rank computes.
         stages: Ranks that pass hidden states on to each other, from the last stage to the first.

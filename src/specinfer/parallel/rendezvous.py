@@ -108,8 +108,6 @@ class Rendezvous:
 
         Args:
             name: Unique name of the group.
-            rank: Number of this process in the group.
-            size: Number of ranks in the group.
         """
         # Heartbeats find ranks that hang or have ended; PyTorch's own watchdog would end this process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -130,7 +128,6 @@ def join_rendezvous(
     """Open the store on rank 0, or connect to it.
 
     Args:
-        place: Place of this rank.
         seconds: Time limit.
         listener: Socket of rank 0 if it is bound already, see `listen`.
 

@@ -60,8 +60,6 @@ class Inbox:
 
     Args:
         backend: Backend that connects the ranks.
-        source: Rank that sends.
-        tag: Tag of the messages.
         depth: Number of messages that may arrive before the first is received, without waiting for a buffer.
     """
 
@@ -89,7 +87,6 @@ class TorchGroup:
         ranks: World ranks of the group, with this process's own.
         own: World rank of this process.
         number: Number of the group; groups that share ranks need different ones.
-        traffic: Counters of the data sent and received.
     """
 
     def __init__(

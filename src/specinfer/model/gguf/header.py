@@ -16,19 +16,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from specinfer.core.errors import ModelError
 
-_SCALARS = {
-    GGUFValueType.UINT8: "<B",
-    GGUFValueType.INT8: "<b",
-    GGUFValueType.UINT16: "<H",
-    GGUFValueType.INT16: "<h",
-    GGUFValueType.UINT32: "<I",
-    GGUFValueType.INT32: "<i",
-    GGUFValueType.FLOAT32: "<f",
-    GGUFValueType.BOOL: "<?",
-    GGUFValueType.UINT64: "<Q",
-    GGUFValueType.INT64: "<q",
-    GGUFValueType.FLOAT64: "<d",
-}
+_NUMBERS = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32", "BOOL", "UINT64", "INT64", "FLOAT64")
+_SCALARS = {GGUFValueType[name]: f"<{code}" for name, code in zip(_NUMBERS, "BbHhIif?Qqd", strict=True)}
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 2**20

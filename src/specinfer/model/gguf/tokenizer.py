@@ -35,15 +35,8 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
 }
-_WHOLE_FIRST = {
-    "llama3",
-    "llama-v3",
-    "llama-bpe",
-    "falcon3",
-    "pixtral",
-    "tekken",
-}  # a piece that is a token as a whole is not split
-_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}  # add BOS if the file does not specify it
+# A piece that is a token as a whole is not split, and BOS is added if the file does not specify it.
+_LLAMA3_RULES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 _LONGEST = 512  # of tokens with merges; the work grows with its square
 # Control tokens that llama.cpp treats as the end of a turn, in addition to the file's end tokens.
 _END_OF_TURN = {
@@ -117,7 +110,7 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
         left, right = merge[:cut], merge[cut + 1 :]
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
             merges.append((left, right))
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in _WHOLE_FIRST))
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in _LLAMA3_RULES))
     cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in _SPLITS[rule]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
@@ -165,7 +158,7 @@ def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[
 
 
 def _add_ends(header: GgufHeader, tokenizer: Tokenizer, kind: str, named: dict[str, str]) -> None:
-    begins = kind == "llama" or header.get("tokenizer.ggml.pre", str) in _BEGINS
+    begins = kind == "llama" or header.get("tokenizer.ggml.pre", str) in _LLAMA3_RULES
     begins = header.get("tokenizer.ggml.add_bos_token", bool, begins) and "bos_token" in named
     ends = header.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in named
     first, last = [named["bos_token"]] if begins else [], [named["eos_token"]] if ends else []

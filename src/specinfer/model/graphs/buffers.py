@@ -1,6 +1,7 @@
 """Buffers: the inputs of passes of one size, at fixed addresses, filled anew for each pass."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +48,10 @@ class Buffers:
             "visible": (np.int32, (tokens, words)),
             "query_positions": (np.int32, (tokens,)),
         }
-        places, end = {}, 0
+        parts, end = {}, 0
         for name, (kind, shape) in shapes.items():
-            places[name] = end
             num_bytes = np.dtype(kind).itemsize * int(np.prod(shape))
+            parts[name] = slice(end, end + num_bytes)
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         is_cuda = device.type == "cuda"
         self._sent = torch.empty(end, dtype=torch.uint8, pin_memory=is_cuda)
@@ -59,25 +60,17 @@ class Buffers:
         self._host: dict[str, npt.NDArray[np.integer]] = {}
         self._there: dict[str, Tensor] = {}
         for name, (kind, shape) in shapes.items():
-            part = slice(places[name], places[name] + np.dtype(kind).itemsize * int(np.prod(shape)))
-            self._host[name] = self._sent[part].numpy().view(kind).reshape(shape)
-            self._there[name] = self._bytes[part].view(_TYPES[kind]).view(shape)
+            self._host[name] = self._sent[parts[name]].numpy().view(kind).reshape(shape)
+            self._there[name] = self._bytes[parts[name]].view(_TYPES[kind]).view(shape)
         self._clear()
         self._idle = self._sent.numpy().copy()
         self._bytes.copy_(self._sent)
-        there = self._there
+        names = ("prefix_lens", "starts", "node_slots", "node_positions", "node_lens", "visible")
+        tensors: dict[str, Any] = {name: self._there[name] for name in names}
         self.layout = TreeLayout(
-            slot_table=table.rows[:requests],
-            prefix_lens=there["prefix_lens"],
-            starts=there["starts"],
-            node_slots=there["node_slots"],
-            node_positions=there["node_positions"],
-            node_lens=there["node_lens"],
-            visible=there["visible"],
-            positions=there["query_positions"],
-            max_new=size.new,
-            is_chain=size.is_chain,
-        )
+            slot_table=table.rows[:requests], positions=self._there["query_positions"],
+            max_new=size.new, is_chain=size.is_chain, **tensors,
+        )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
@@ -86,17 +79,10 @@ class Buffers:
 
     def batch(self, store: KVStore) -> ForwardBatch:
         """Return a batch that reads the buffers' contents whenever it is run."""
-        there = self._there
-        return ForwardBatch(
-            token_ids=there["token_ids"],
-            positions=there["positions"],
-            slots=there["slots"],
-            logit_rows=there["logit_rows"],
-            pieces=(),
-            store=store,
-            allows_native=False,
-            layout=self.layout,
-        )
+        tensors: dict[str, Any] = {
+            name: self._there[name] for name in ("token_ids", "positions", "slots", "logit_rows")
+        }
+        return ForwardBatch(**tensors, pieces=(), store=store, allows_native=False, layout=self.layout)
 
     def update_table(self) -> None:
         """Write the changes of prefixes to the slot table; part of every pass."""

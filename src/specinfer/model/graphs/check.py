@@ -16,7 +16,7 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, at_least, loaded_sizes
 from specinfer.model.kv_cache import NO_SLOTS, KVTensors
-from specinfer.model.layer_check import Verdict, judge_pass, widened
+from specinfer.model.layer_check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
 
@@ -117,7 +117,7 @@ def _exact(plain: Callable[[KVTensors], Tensor], wanted: Tensor, loaded: LoadedM
     if loaded.dtype == torch.float32:
         return wanted
     try:
-        with widened():
+        with Widened():
             return plain(KVTensors(loaded.layer_shapes, len(_SLOTS), torch.float32, loaded.device))
     except RuntimeError:  # for example with experts, whose weights are one stack
         logger.debug("a pass cannot be computed in float32", exc_info=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
-from specinfer.model.gguf.folder import origin_of
+from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
-from specinfer.model.offload.meta_weights import MetaWeight, cut_of, source_of
+from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 from specinfer.model.offload.shards import Shards
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # matches names that belong to one of several layers
@@ -112,7 +112,7 @@ class Checkpoint:
             ModelError: The model needs one.
         """
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if isinstance(tensor, MetaWeight) and tensor.ndim > 1 and source_of(tensor) is None:
+            if isinstance(tensor, MetaWeight) and tensor.ndim > 1 and origin_of(tensor) is None:
                 raise needs_copy(name)
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
@@ -125,16 +125,14 @@ class Checkpoint:
             ModelError: The numbers are not finite.
             WeightsError: They cannot be read.
         """
-        source, cut = source_of(tensor), cut_of(tensor)
-        if source is None:
+        if (origin := origin_of(tensor)) is None:
             found = self._made(name)
         else:
-            whole = self.shards.sources[source]
+            whole, cut = self.shards.sources[origin[0]], origin[1]
             found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
         if found.is_floating_point() and not is_finite(found):
-            raise ModelError(
-                f"model: weight {name} of {origin_of(self.folder)} has NaN or infinity; fetch the model again"
-            )
+            folder = gguf_folder.origin_of(self.folder)
+            raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")
         return found
 
     def _made(self, name: str) -> Tensor:

@@ -30,8 +30,9 @@ class MetaWeight(Tensor):
 
     def part(self, cut: Cut) -> "MetaWeight":
         """Return a meta weight for a part of a whole tensor."""
-        assert cut_of(self) is None
-        return MetaWeight.of(source_of(self), cut.shape(self.shape), self.dtype, cut)
+        origin = origin_of(self)
+        assert origin is None or origin[1] is None
+        return MetaWeight.of(None if origin is None else origin[0], cut.shape(self.shape), self.dtype, cut)
 
     @classmethod
     def __torch_function__(
@@ -53,17 +54,7 @@ class MetaWeight(Tensor):
         return result
 
 
-def source_of(tensor: Tensor) -> str | None:
-    """Return the name of the checkpoint's tensor that a meta weight represents, or None."""
-    return getattr(tensor, "source", None)
-
-
 def origin_of(tensor: Tensor) -> tuple[str, Cut | None] | None:
-    """Return the name of the tensor that a meta weight represents, and the part of it, or None."""
-    source = source_of(tensor)
-    return None if source is None else (source, cut_of(tensor))
-
-
-def cut_of(tensor: Tensor) -> Cut | None:
-    """Return the part of the tensor that a meta weight represents, or None for all of it."""
-    return getattr(tensor, "cut", None)
+    """Return the checkpoint's tensor that a meta weight represents, and the slice of it (None for all), or None."""
+    source: str | None = getattr(tensor, "source", None)
+    return None if source is None else (source, getattr(tensor, "cut", None))

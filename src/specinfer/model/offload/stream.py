@@ -42,10 +42,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        layers: Sequence[StreamedLayer],
-        close: Callable[[], None],
-        make_buffer: Callable[[int], Tensor] = pages,
+        self, layers: Sequence[StreamedLayer], close: Callable[[], None], make_buffer: Callable[[int], Tensor] = pages
     ) -> None:
         assert layers
         self._layers, self._close = layers, close

@@ -32,11 +32,7 @@ class Kind(Enum):
 Plan = Mapping[str, Kind | tuple[Kind, int]]
 
 _GPT: Plan = {"attn.c_proj": Kind.INPUTS, "mlp.c_fc": Kind.OUTPUTS, "mlp.c_proj": Kind.INPUTS}
-_ATTENTION: Plan = {
-    "self_attn.q_proj": Kind.OUTPUTS,
-    "self_attn.k_proj": Kind.KV,
-    "self_attn.v_proj": Kind.KV,
-}
+_ATTENTION: Plan = {"self_attn.q_proj": Kind.OUTPUTS, "self_attn.k_proj": Kind.KV, "self_attn.v_proj": Kind.KV}
 # Families that transformers has no plan for, or whose plan cannot be used here because of fused projections.
 _OWN: Mapping[str, Plan] = {
     "falcon": {
@@ -69,12 +65,7 @@ _OWN: Mapping[str, Plan] = {
         "ffn.up_proj": Kind.OUTPUTS,
         "ffn.down_proj": Kind.INPUTS,
     },
-    "opt": {
-        **_ATTENTION,
-        "self_attn.out_proj": Kind.INPUTS,
-        "fc1": Kind.OUTPUTS,
-        "fc2": Kind.INPUTS,
-    },
+    "opt": {**_ATTENTION, "self_attn.out_proj": Kind.INPUTS, "fc1": Kind.OUTPUTS, "fc2": Kind.INPUTS},
     "phi3": {
         "self_attn.qkv_proj": Kind.QKV,
         "self_attn.o_proj": Kind.INPUTS,

@@ -12,6 +12,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.linears import output_head
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, End, Placeholder
 
 # Names that definitions use for modules after the layers. A module with another name stays, and is never called.
@@ -112,31 +113,20 @@ def _receive(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _replace_embeddings(model: nn.Module, inside: tuple[str, ...]) -> None:
-    head = _head(model)
+    head = output_head(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and module is not head and not name.startswith(inside):
-            _replace(model, name, EmbeddingPlaceholder(module))
+            model.set_submodule(name, EmbeddingPlaceholder(module))
 
 
 def _replace_after(model: nn.Module, trunk: nn.Module, kind: type[Placeholder]) -> None:
-    head = _head(model)
+    head = output_head(model)
     for name, module in list(model.named_modules()):
         if head is not None and module is head:
-            _replace(model, name, kind(module))
+            model.set_submodule(name, kind(module))
     for name in _AFTER:
         if isinstance(module := getattr(trunk, name, None), nn.Module):
             setattr(trunk, name, kind(module))
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    find = getattr(model, "get_output_embeddings", None)
-    head: nn.Module | None = getattr(model, "lm_head", None) if find is None else find()
-    return head
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _refusal(config: Any, why: str) -> str:
