@@ -73,8 +73,8 @@ def test_more_tokens_than_it_lists_are_all_looked_at(isa: str) -> None:
 def test_every_token_comes_as_often_as_it_should(isa: str) -> None:
     distribution = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
     scores = torch.cat([distribution.log(), torch.full((2000,), -30.0)])
-    said = torch.tensor([choose_token(scores, (7, position)) for position in range(4000)])
-    found = torch.bincount(said, minlength=5)[:5] / 4000
+    chosen = torch.tensor([choose_token(scores, (7, position)) for position in range(4000)])
+    found = torch.bincount(chosen, minlength=5)[:5] / 4000
     assert found.tolist() == pytest.approx(distribution.tolist(), abs=0.03)
 
 

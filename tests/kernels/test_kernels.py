@@ -1,4 +1,4 @@
-"""Native linear layers: held equal to PyTorch's, whatever the sizes, and the same for a row alone or among others."""
+"""Native linear layers: equal to PyTorch's, whatever the sizes, and the same for a row alone or among others."""
 
 import copy
 import shutil
@@ -141,7 +141,9 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
 
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("ending", Ending)
-def test_float32_numbers_that_bfloat16_holds_are_multiplied_as_float32(isa: str, rows: int, ending: Ending) -> None:
+def test_float32_numbers_that_bfloat16_represents_are_multiplied_as_float32(
+    isa: str, rows: int, ending: Ending
+) -> None:
     """To the last bit; by PyTorch, too, for many rows."""
     x, weight = _random((rows, 41)), _random((96, 41), torch.bfloat16, 1)
     narrow, wide = Panels.of(weight), Panels.of(weight.float())
@@ -166,7 +168,7 @@ def test_extreme_gates(isa: str, activation: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dots", [False, True])
 def test_what_is_not_finite_shows(isa: str, dtype: torch.dtype, dots: bool) -> None:
-    """In its own row and nowhere else: the engine looks for NaN where it says a token."""
+    """In its own row and nowhere else: the engine looks for NaN where it emits a token."""
     x, weight = _random((5, 40)), _random((50, 40), dtype, 1)
     x[1, 3], x[3, 0] = torch.nan, torch.inf
     y = LinearCall(Panels.of(weight), dots=dots)(x)

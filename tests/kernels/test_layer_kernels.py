@@ -1,4 +1,4 @@
-"""Kernels of decoder layers hold to their plain twins, and those to the plainest of all.
+"""Kernels of decoder layers equal their plain versions, and those the plainest ones.
 
 Without a GPU kernels run in Triton's interpreter; with one they are compiled, and these tests are marked `gpu`.
 """
@@ -58,9 +58,9 @@ def test_sum_and_norm(tokens: int, width: int, adds: bool, dtype: torch.dtype, s
     assert torch.equal(theirs, total)
     exact = total.double() / (total.double().pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(wanted.double(), exact, rtol=0.02, atol=1e-3)
-    room = torch.empty_like(hidden)
-    assert norms.add_norm(hidden.clone(), added, weight, 1e-5, room) is room
-    _close(room, wanted)
+    out = torch.empty_like(hidden)
+    assert norms.add_norm(hidden.clone(), added, weight, 1e-5, out) is out
+    _close(out, wanted)
 
 
 def _rotated(head: Tensor, position: int, base: float) -> Tensor:
@@ -133,8 +133,8 @@ def test_gates(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     gated = _random((tokens, 2 * width), seed, dtype) * 3
     wanted = plain_layer.gate(gated)
     _close(gates.gate(gated), wanted)
-    room = torch.empty_like(wanted)
-    assert gates.gate(gated, room) is room
+    out = torch.empty_like(wanted)
+    assert gates.gate(gated, out) is out
     opened, x = gated[:, width:].double(), gated[:, :width].double()
     torch.testing.assert_close(wanted.double(), x * x.sigmoid() * opened, rtol=0.02, atol=1e-3)
 
@@ -187,9 +187,9 @@ def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: py
     whole = products.product_of_many(x, layer.codes, layer.scales, kind)
     _close(whole, plain_layer.product(x, layer.codes, layer.scales, kind))
     monkeypatch.setattr(products, "_AT_ONCE", 2500)
-    room = torch.empty_like(whole)
-    assert products.product_of_many(x, layer.codes, layer.scales, kind, out=room) is room
-    _close(room, whole)
+    out = torch.empty_like(whole)
+    assert products.product_of_many(x, layer.codes, layer.scales, kind, out=out) is out
+    _close(out, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,9 +200,9 @@ def test_inputs_that_are_split(kind: str, parts: int) -> None:
     whole = products.product(x, layer.codes, layer.scales, kind, layer.bias)
     found = products.product(x, layer.codes, layer.scales, kind, layer.bias, parts=parts)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
-    room = torch.empty_like(found)
-    assert products.product(x, layer.codes, layer.scales, kind, layer.bias, room, parts=parts) is room
-    assert torch.equal(room, found)
+    out = torch.empty_like(found)
+    assert products.product(x, layer.codes, layer.scales, kind, layer.bias, out, parts=parts) is out
+    assert torch.equal(out, found)
 
 
 def test_how_many_parts() -> None:

@@ -22,15 +22,15 @@ def compiled(folder: Path, *words: str) -> str:
 
 
 def test_kernels_compile(tmp_path: Path) -> None:
-    said = compiled(tmp_path, *SOME)
-    kernels = {name for line in said.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
+    output = compiled(tmp_path, *SOME)
+    kernels = {name for line in output.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
     assert kernels == {
         *("attend_program", "combine_program", "store_program", "rough_program", "choose_program"),
         *("walk_program", "softmax_program", "multi_step_program", "commit_program"),
     }
-    usual = [line for line in said.splitlines() if line.startswith("attend 128")]
+    usual = [line for line in output.splitlines() if line.startswith("attend 128")]
     assert usual
-    assert all(" 0 bytes of stack" in line for line in usual), "its numbers do not all fit into registers:\n" + said
+    assert all(" 0 bytes of stack" in line for line in usual), "its numbers do not all fit into registers:\n" + output
 
 
 def test_kernels_of_layers_compile(tmp_path: Path) -> None:
@@ -41,12 +41,12 @@ def test_kernels_of_layers_compile(tmp_path: Path) -> None:
         "product bfloat16 int8, 1 ",
         "product bfloat16 fp8, 32",
     ]
-    said = compiled(tmp_path, *names)
-    kernels = {name for line in said.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
+    output = compiled(tmp_path, *names)
+    kernels = {name for line in output.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
     between, products = {"add_norm_program", "rotate_program", "gate_program"}, {"product_program", "widen_program"}
     assert kernels == {*between, *products, "add_parts_program"}
-    lines = [line for line in said.splitlines() if "_program" in line]
-    assert all(" 0 bytes of stack" in line for line in lines), "numbers do not all fit into registers:\n" + said
+    lines = [line for line in output.splitlines() if "_program" in line]
+    assert all(" 0 bytes of stack" in line for line in lines), "numbers do not all fit into registers:\n" + output
 
 
 @pytest.mark.slow

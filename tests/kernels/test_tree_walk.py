@@ -99,9 +99,9 @@ def test_the_rough_noise_has_its_stated_accuracy() -> None:
     @triton.jit
     def both(bits, out, rough, precise):  # type: ignore[no-untyped-def]
         at = tl.arange(0, 256)
-        held = tl.load(bits + at).to(tl.uint64)
-        tl.store(out + at, rough(held))
-        tl.store(out + 256 + at, precise(held))
+        values = tl.load(bits + at).to(tl.uint64)
+        tl.store(out + at, rough(values))
+        tl.store(out + 256 + at, precise(values))
 
     both[(1,)](given_bits, found, choosing._rough_noise, choosing._noise)
     wanted = [-math.log(-math.log((x + 0.5) * 2.0**-52)) for x in given_bits.tolist()]
@@ -151,12 +151,12 @@ def _packed(forest: Sequence[TokenTree], nodes: int) -> tuple[Tensor, Tensor, Te
     return tokens, parents, torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
 
 
-def _check_walk(run: Any, forest: Sequence[TokenTree], said: Sequence[Sequence[int]]) -> None:
-    wanted = verify_coupled(forest, lambda places: [said[i][node] for i, node in places])
+def _check_walk(run: Any, forest: Sequence[TokenTree], chosen: Sequence[Sequence[int]]) -> None:
+    wanted = verify_coupled(forest, lambda places: [chosen[i][node] for i, node in places])
     depth, nodes = max(tree.max_depth for tree in forest) + 1, max(map(len, forest)) + 2
     tokens, parents, sizes = _packed(forest, nodes)
-    starts = torch.tensor([0, *np.cumsum([len(rows) for rows in said])[:-1]], dtype=torch.int32)
-    flat = torch.tensor([token for rows in said for token in rows])
+    starts = torch.tensor([0, *np.cumsum([len(rows) for rows in chosen])[:-1]], dtype=torch.int32)
+    flat = torch.tensor([token for rows in chosen for token in rows])
     path, lengths, following = run(flat, starts, tokens, parents, sizes, max_depth=depth)
     assert lengths.tolist() == [len(kept.path) for kept in wanted]
     assert path.tolist() == [[*kept.path, *[-1] * (depth - len(kept.path))] for kept in wanted]
@@ -168,8 +168,8 @@ def _check_walk(run: Any, forest: Sequence[TokenTree], said: Sequence[Sequence[i
 @given(data=st.data())
 def test_walks_are_those_of_the_rule(run: Any, data: st.DataObject) -> None:
     forest = data.draw(st.lists(trees(max_nodes=12), min_size=1, max_size=3))
-    said = [data.draw(st.lists(st.integers(-2, 3), min_size=len(tree), max_size=len(tree))) for tree in forest]
-    _check_walk(run, forest, said)
+    chosen = [data.draw(st.lists(st.integers(-2, 3), min_size=len(tree), max_size=len(tree))) for tree in forest]
+    _check_walk(run, forest, chosen)
 
 
 @WALKS
@@ -182,12 +182,12 @@ def test_walks_of_large_trees(run: Any) -> None:
 
 @WALKS
 def test_no_tree_and_no_capacity(run: Any) -> None:
-    """A request of padding; and a path is cut at the greatest depth, where the token said is still right."""
+    """A request of padding; and a path is cut at the greatest depth, where the chosen token is still right."""
     tokens, parents, sizes = _packed([TokenTree.chain(0, [5, 6, 7]), TokenTree.root(0)], 4)
     sizes[1] = 0
-    said, starts = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 4], dtype=torch.int32)
+    chosen, starts = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 4], dtype=torch.int32)
     out = (torch.zeros((2, 2), dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
-    result = run(said, starts, tokens, parents, sizes, max_depth=2, out=out)
+    result = run(chosen, starts, tokens, parents, sizes, max_depth=2, out=out)
     assert all(a is b for a, b in zip(result, out, strict=True))
     path, lengths, following = out
     assert path.tolist() == [[1, 2], [-1, -1]]

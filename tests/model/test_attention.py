@@ -167,7 +167,7 @@ PARTS = [
     ],
 )
 def test_native_attention(isa: str, name: str, heads: int, dim: int, dtype: torch.dtype) -> None:
-    """Requests of all sizes beside each other: blocks of keys full and not, rows of one vector and of several."""
+    """Requests of all sizes together: blocks of keys full and not, rows of one vector and of several."""
     rig = Rig(PARTS, heads=heads, dims=(dim, dim), dtype=dtype)
     batch = pack(rig.pieces, rig.store, CPU)
     assert batch.native is not None
@@ -179,7 +179,7 @@ def test_native_attention(isa: str, name: str, heads: int, dim: int, dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_native_attention_lets_what_is_not_finite_show(isa: str, dtype: torch.dtype) -> None:
-    """In whoever sees it; a request beside never does."""
+    """In whoever sees it; another request never does."""
     rig = Rig([(3, 1, TokenTree.chain(1, [2])), (40, 1, TokenTree.root(1))], dims=(20, 20), dtype=dtype)
     clean = rig.run()
     for spoiled in (rig.key, rig.value):

@@ -131,7 +131,7 @@ def test_engines_generate_what_they_generate_with_transformers(
     target = _both(model_folder(family), torch.float32, quantization)
     small = _both(model_folder(family, noise=0.1), torch.float32)
 
-    def said(which: int, tree: Any, graphs: Graphs | None = None) -> list[list[int]]:
+    def generated(which: int, tree: Any, graphs: Graphs | None = None) -> list[list[int]]:
         runners = [ModelRunner(one[which], 1024, graphs=graphs) for one in (target, small)]
         assert all((runner.padded is None) == (graphs is None) for runner in runners)
         drafter = SmallModelDrafter(runners[1], VOCAB)
@@ -139,10 +139,10 @@ def test_engines_generate_what_they_generate_with_transformers(
         jobs = enumerate(zip(PROMPTS, PARAMS, strict=True))
         return run(engine, [make_request(str(i), prompt, its, seed=i) for i, (prompt, its) in jobs])
 
-    wanted = said(0, ())
+    wanted = generated(0, ())
     for tree in ((), (2, 1, 1), TreeBudget(10, 4)):
-        assert said(1, tree) == wanted
-        assert said(1, tree, Graphs(CPU)) == wanted
+        assert generated(1, tree) == wanted
+        assert generated(1, tree, Graphs(CPU)) == wanted
 
 
 # ------------------------------------------------------------------------------------------------- capturing
@@ -200,7 +200,7 @@ def test_loading(tied: bool, quantization: str | None, model_folder: Folders, mo
         loaded = load_model(folder, torch.float32, CPU, quantization)
         assert isinstance(loaded.model, DeviceDecoder)
         table = loaded.model.rotations.nbytes
-        assert loaded.num_bytes == plain.num_bytes + table - 2 * 4 * 4  # frequencies, held twice, are gone
+        assert loaded.num_bytes == plain.num_bytes + table - 2 * 4 * 4  # frequencies, stored twice, are gone
         assert loaded.num_parameters == plain.num_parameters
         assert not isinstance(load_model(folder, torch.float32, CPU, native=False).model, DeviceDecoder)
         assert not isinstance(

@@ -1,4 +1,4 @@
-"""Every supported family: one pass over a tree says what transformers says on each path; others are refused."""
+"""Every supported family: one pass over a tree gives transformers' logits on each path; others are refused."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

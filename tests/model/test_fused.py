@@ -81,11 +81,11 @@ def test_logits_are_the_same_in_any_pass(
 def test_trees_change_nothing_in_half_precision(options: dict[str, str]) -> None:
     prompts = heldout_prompts(3, num_chars=300)
     params = [SamplingParams(temperature=t, max_tokens=40, seed=5) for t in (0.0, 0.0, 1.0)]
-    said = []
+    generated = []
     for tree in ("off", "3,2,1,1", "best-first:24"):
         with LLM("demo", tree=tree, device="cpu", max_model_len=400, **options) as llm:  # type: ignore[arg-type]
-            said.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
-    assert said[0] == said[1] == said[2]
+            generated.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert generated[0] == generated[1] == generated[2]
 
 
 def test_what_does_not_agree_is_not_used(

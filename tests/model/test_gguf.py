@@ -292,7 +292,7 @@ def test_counts_that_lie_are_refused_without_taking_memory(
 
 
 def place_of(path: Path, name: str) -> int:
-    """Where what is said of a tensor begins in the file, after its name."""
+    """Where the entry of a tensor begins in the file, after its name."""
     return path.read_bytes().index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
 
 
@@ -319,7 +319,7 @@ def test_a_missing_tensor_and_weights_that_are_no_numbers_are_refused_by_name(fi
         find_folder(file)
     place = read_header_of(whole, file)["blk.1.ffn_up.weight"].offset
     edited(file, place, "<I", 0x7F800000)
-    with pytest.raises(ModelError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight of .*tiny\.gguf holds NaN"):
+    with pytest.raises(ModelError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight of .*tiny\.gguf has NaN"):
         load(file)
 
 

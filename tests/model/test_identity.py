@@ -98,8 +98,8 @@ def _engine(
 
 def _compare(engine: Engine, runners: Runners, batch: Sequence[tuple[int, int, SamplingParams]]) -> None:
     guessed, plain = _requests(batch), _requests(batch)
-    said = run(engine, guessed)
-    assert said == run(make_engine(resized(runners("llama"), 1024)), plain)
+    generated = run(engine, guessed)
+    assert generated == run(make_engine(resized(runners("llama"), 1024)), plain)
     assert [(r.finish_reason, r.stop_reason) for r in guessed] == [(r.finish_reason, r.stop_reason) for r in plain]
     assert engine.metrics.num_draft_failures == 0
     assert engine.drafter is not None

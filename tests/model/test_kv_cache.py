@@ -14,16 +14,16 @@ OWNERS = st.sampled_from("abc")
 
 
 class Books(RuleBasedStateMachine):
-    """Each slot is free, held by one request at one place, or reserved by one request at one place."""
+    """Each slot is free, owned by one request at one place, or reserved by one request at one place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = KVCache(SLOTS)
-        self.held: dict[str, list[int]] = {owner: [] for owner in "abc"}
+        self.committed: dict[str, list[int]] = {owner: [] for owner in "abc"}
         self.reserved: dict[str, list[int]] = {owner: [] for owner in "abc"}
 
     def _num_taken(self) -> int:
-        return sum(map(len, (*self.held.values(), *self.reserved.values())))
+        return sum(map(len, (*self.committed.values(), *self.reserved.values())))
 
     @rule(owner=OWNERS, count=st.integers(0, 8))
     def reserve(self, owner: str, count: int) -> None:
@@ -40,25 +40,25 @@ class Books(RuleBasedStateMachine):
         settled, left = (reserved, []) if of is None else (reserved[:of], reserved[of:])
         kept = data.draw(st.lists(st.sampled_from(range(len(settled))), unique=True) if settled else st.just([]))
         self.cache.commit(owner, kept, of)
-        self.held[owner] += [settled[i] for i in kept]
+        self.committed[owner] += [settled[i] for i in kept]
         self.reserved[owner] = left
 
     @rule(owner=OWNERS, length=st.integers(0, 12))
     def truncate(self, owner: str, length: int) -> None:
         self.cache.truncate(owner, length)
-        self.held[owner] = self.held[owner][:length]
+        self.committed[owner] = self.committed[owner][:length]
 
     @rule(owner=OWNERS)
     def free(self, owner: str) -> None:
         self.cache.free(owner)
-        self.held[owner], self.reserved[owner] = [], []
+        self.committed[owner], self.reserved[owner] = [], []
 
     @invariant()
     def agrees(self) -> None:
         for owner in "abc":
-            assert self.cache.slots(owner).tolist() == self.held[owner]
+            assert self.cache.slots(owner).tolist() == self.committed[owner]
             assert self.cache.reserved(owner).tolist() == self.reserved[owner]
-        taken = [slot for part in (*self.held.values(), *self.reserved.values()) for slot in part]
+        taken = [slot for part in (*self.committed.values(), *self.reserved.values()) for slot in part]
         assert len(set(taken)) == len(taken)
         assert set(taken) <= set(range(SLOTS))
         assert self.cache.num_owned == len(taken)

@@ -150,7 +150,7 @@ MUTATIONS: dict[str, Callable[[FusedDecoder], None]] = {
 @native
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_part_of_gemma_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
-    """Else the tests above would say nothing of it."""
+    """Else the tests above would not show it."""
     model = make("gemma3_text", **GEMMA)
     wanted = reference.last_logits(model, PROMPT)
     runner = load(saved(model, tmp_path))

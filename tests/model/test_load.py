@@ -1,4 +1,4 @@
-"""Model folders that cannot be used: each is refused by a ModelError that says what is wrong and what to do."""
+"""Model folders that cannot be used: each is refused by a ModelError that names the fault and the remedy."""
 
 import json
 import shutil
@@ -211,7 +211,7 @@ def test_large_finite_weights_are_not_taken_for_infinite(folder: Path) -> None:
     _edit_weights(folder, enlarge)
     with pytest.raises(ModelError, match="not finite in this dtype") as error:
         _load(folder)
-    assert "holds NaN" not in str(error.value)
+    assert "has NaN" not in str(error.value)
 
 
 def test_missing_weights(folder: Path) -> None:
@@ -277,7 +277,7 @@ def test_damaged_index(sharded: Path, text: str) -> None:
 
 
 def test_layers_the_config_does_not_know_of(folder: Path) -> None:
-    """Left out, they would make a model that runs and says nonsense."""
+    """Left out, they would make a model that runs and generates nonsense."""
     _edit(folder, num_hidden_layers=1)
     with pytest.raises(ModelError, match=r"no place for \d+ weights, model\.layers\.1"):
         _load(folder)
@@ -297,7 +297,7 @@ def test_a_damaged_generation_config_is_refused(folder: Path) -> None:
         _load(folder)
 
 
-def test_a_weight_that_the_type_cannot_hold(folder: Path) -> None:
+def test_a_weight_that_the_type_cannot_represent(folder: Path) -> None:
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][0, :] = 1e20
 

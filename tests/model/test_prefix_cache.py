@@ -47,19 +47,19 @@ class Contents(RuleBasedStateMachine):
         self.tokens[owner], self.salts[owner] = tokens[:known], salt
 
     @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), said=st.lists(st.integers(0, 1), min_size=1, max_size=5), num_guessed=st.integers(0, 3))
-    def compute(self, data: st.DataObject, said: list[int], num_guessed: int) -> None:
+    @rule(data=st.data(), generated=st.lists(st.integers(0, 1), min_size=1, max_size=5), num_guessed=st.integers(0, 3))
+    def compute(self, data: st.DataObject, generated: list[int], num_guessed: int) -> None:
         owner = data.draw(st.sampled_from(sorted(self.tokens)))
         try:
-            slots = self.cache.reserve(owner, len(said) + num_guessed).tolist()
+            slots = self.cache.reserve(owner, len(generated) + num_guessed).tolist()
         except OutOfSlotsError:
-            assert self.cache.num_available < len(said) + num_guessed
+            assert self.cache.num_available < len(generated) + num_guessed
             return
         for i, slot in enumerate(slots):
-            path = (*self.tokens[owner], *said[: i + 1]) if i < len(said) else (-1,)
+            path = (*self.tokens[owner], *generated[: i + 1]) if i < len(generated) else (-1,)
             self.content[slot] = (self.salts[owner], path)
-        self.cache.commit(owner, range(len(said)))
-        self.tokens[owner] = [*self.tokens[owner], *said]
+        self.cache.commit(owner, range(len(generated)))
+        self.tokens[owner] = [*self.tokens[owner], *generated]
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), length=st.integers(0, 12))
@@ -193,7 +193,7 @@ def _engine(
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in ("llama", "gemma2", "mpt", "gpt2", "qwen3")])
 def test_no_token_changes(runner_of: Runners, family: str) -> None:
-    """Alone, together, after others, in chunks, with and without speculation: what plain decoding says, uncached."""
+    """Alone, together, after others, in chunks, with and without speculation: plain decoding without a cache."""
     wanted = [run(make_engine(resized(runner_of(family), 600)), [request])[0] for request in _requests()]
     for speculates, max_tokens in ((False, 512), (True, 512), (True, 13)):
         engine = _engine(runner_of, family, speculates=speculates, max_num_batched_tokens=max_tokens)

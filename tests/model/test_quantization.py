@@ -42,7 +42,7 @@ from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, paths_o
 
 CPU = torch.device("cpu")
 BITS: tuple[Bits, ...] = (8, 4)
-WHOLE_NUMBERS = tuple(format_.BITS)  # whose products do not depend on the rows beside
+WHOLE_NUMBERS = tuple(format_.BITS)  # whose products do not depend on the other rows
 Runners = Callable[..., ModelRunner]
 Folders = Callable[..., Path]
 
@@ -77,7 +77,7 @@ def test_every_weight_is_near_the_number_its_code_stands_for(size: int, depth: i
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_numbers_that_the_format_holds_are_kept(bits: Bits) -> None:
+def test_numbers_that_the_format_represents_are_kept(bits: Bits) -> None:
     source, limit = torch.Generator().manual_seed(0), 127 if bits == 8 else 7
     numbers = torch.randint(-limit, limit + 1, (20, 128), generator=source).float()
     numbers[:, ::32] = 127 if bits == 8 else -8
@@ -248,10 +248,12 @@ def test_a_layer_and_its_replacement(bits: Bits, dtype: torch.dtype, native: boo
         assert torch.equal(twin.quantized.codes, whole.codes)
         assert torch.equal(twin.quantized.scales, whole.scales)
         assert torch.equal(twin.weight, dequantize(whole, dtype))
-        held = twin.num_bytes + sum(tensor.nbytes for tensor in twin.buffers())
+        num_bytes = twin.num_bytes + sum(tensor.nbytes for tensor in twin.buffers())
         columns = 64 if native and twin.call is not None else 37  # panels are filled up
         wanted = columns * whole.codes.shape[1] * bits // 8 + columns * whole.scales.shape[1] * 2
-        assert held - wanted in (0, 4 * columns), "two codes of 4 bits are one byte; a bias may be held beside"
+        assert num_bytes - wanted in (0, 4 * columns), (
+            "two codes of 4 bits are one byte; a bias may be stored in addition"
+        )
         for shape in ((100,), (1, 100), (2, 3, 100), (3, 0, 100), (300, 100)):
             x = _random(shape, 5, dtype)
             y = twin(x)
@@ -294,7 +296,7 @@ def _dequantized(runner: ModelRunner) -> ModelRunner:
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, quantization: str, runner_of: Runners) -> None:
-    """It says something, and what it computes is near what the rounded weights say in fp32."""
+    """Its results are close to those of the rounded weights in fp32."""
     runner = runner_of(family, quantization=quantization)
     tokens = random_prompts([24], seed=3)[0]
     found, wanted = _logits(runner, tokens), _logits(_dequantized(runner), tokens)
@@ -319,9 +321,9 @@ def test_head_embedding_and_parameters(tmp_path: Path) -> None:
     weight = make_model("llama", tie_word_embeddings=True).get_input_embeddings().weight
     assert torch.equal(model.model.embed_tokens.weight, weight)
     assert (model.lm_head.bits, model.model.layers[0].mlp.up_proj.bits) == (8, 4)
-    held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    assert by_torch.num_bytes == held < plain.num_bytes
-    assert 0.9 * held < loaded.num_bytes < plain.num_bytes
+    num_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    assert by_torch.num_bytes == num_bytes < plain.num_bytes
+    assert 0.9 * num_bytes < loaded.num_bytes < plain.num_bytes
     assert loaded.dtype == torch.float32
     assert _load(tmp_path, "int8", torch.bfloat16).dtype == torch.bfloat16
 
@@ -464,7 +466,7 @@ def test_the_library_and_its_options(model_folder: Folders) -> None:
     folder, small = model_folder(), model_folder(noise=0.15)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
 
-    def said(**options: Any) -> list[list[int]]:
+    def generated(**options: Any) -> list[list[int]]:
         with LLM(folder, device="cpu", **options) as llm:
             outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
             loaded = llm.target.loaded
@@ -473,11 +475,11 @@ def test_the_library_and_its_options(model_folder: Folders) -> None:
                 assert drafter.loaded.quantization == options.get("drafter_quantization")
         return [output.outputs[0].token_ids for output in outputs]
 
-    plain = said(tree="off", quantization="int4")
+    plain = generated(tree="off", quantization="int4")
     drafters = {"drafters": [str(small)], "tree": "2,1,1"}
-    assert said(quantization="int4", **drafters) == plain
-    assert said(quantization="int4", drafter_quantization="int8", **drafters) == plain
-    assert said(drafter_quantization="int4", **drafters) == said(tree="off")
+    assert generated(quantization="int4", **drafters) == plain
+    assert generated(quantization="int4", drafter_quantization="int8", **drafters) == plain
+    assert generated(drafter_quantization="int4", **drafters) == generated(tree="off")
 
 
 @pytest.mark.parametrize("value", ["int3", "INT8", 8, True, ["int8"], "", "none"])
@@ -535,9 +537,9 @@ def test_perplexity_is_that_of_the_logits(
         runner = runner_of(quantization=None if score is report.exact else score.name)
         surprise, divergence, same = [], [], []
         for text in PERPLEXITY_PROMPTS:
-            tokens, said = list(text[:-1]), torch.tensor(text[1:])
+            tokens, generated = list(text[:-1]), torch.tensor(text[1:])
             log_p, log_q = (_logits(r, tokens).log_softmax(dim=1) for r in (runner_of(), runner))
-            surprise.append(functional.nll_loss(log_q, said, reduction="none"))
+            surprise.append(functional.nll_loss(log_q, generated, reduction="none"))
             divergence.append(functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1))
             same.append(log_p.argmax(dim=1) == log_q.argmax(dim=1))
         assert score.num_tokens == 11

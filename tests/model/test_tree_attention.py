@@ -236,7 +236,7 @@ def test_store(run: Callable[..., None], dtype: torch.dtype) -> None:
 
 
 def test_the_reference_is_a_softmax() -> None:
-    """What everything above is held against, by hand: two keys, of which one is twice as probable."""
+    """The reference of everything above, by hand: two keys, of which one is twice as probable."""
     keys = torch.tensor([[[0.0]], [[1.0]]])
     out = reference.attention(
         torch.tensor([[1.0]]), keys, torch.tensor([[[0.0]], [[3.0]]]), float(torch.tensor(2.0).log())

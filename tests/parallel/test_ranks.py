@@ -1,4 +1,4 @@
-"""A target held by several processes says what one process says, token for token."""
+"""A target split over several processes generates the tokens that one process generates."""
 
 import os
 import socket
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_split_so_is_refused_before_anybody_is_started(
 
 @pytest.mark.distributed
 def test_two_machines_serve_one_target_and_end_together(tmp_path: Path) -> None:
-    """Both are this one; the second is only told where the first is."""
+    """Both are this one; the second is only informed where the first is."""
     folder = _folder(tmp_path, "llama")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

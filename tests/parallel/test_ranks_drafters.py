@@ -42,7 +42,7 @@ def _load(models: dict[str, Any], **settings: Any) -> LLM:
 
 
 def _say(llm: LLM) -> tuple[list[list[int]], list[Any]]:
-    """What is said, and all trees in the order in which they were drafted."""
+    """The generated tokens, and all trees in the order in which they were drafted."""
     assert llm.drafter is not None
     drawn: list[Any] = []
     draft = llm.drafter.draft
@@ -61,27 +61,27 @@ def _say(llm: LLM) -> tuple[list[list[int]], list[Any]]:
     return [list(one.token_ids) for output in outputs for one in output.outputs], drawn
 
 
-def _elsewhere(llm: LLM) -> list[str]:
+def _remote(llm: LLM) -> list[str]:
     assert llm.drafter is not None
     return [drafter.name for drafter in llm.drafter.drafters if isinstance(drafter, RemoteDrafter)]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "elsewhere"),
+    ("sizes", "remote"),
     [((2, 1), ["small-2"]), ((1, 2), ["small-2"]), ((2, 2), ["small-2", "small-3"])],
     ids=["tp2", "pp2", "tp2-pp2"],
 )
 def test_spread_over_processes_they_guess_what_they_would_have(
-    sizes: tuple[int, int], elsewhere: list[str], models: dict[str, Any]
+    sizes: tuple[int, int], remote: list[str], models: dict[str, Any]
 ) -> None:
     settings: dict[str, Any] = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
     with _load(models, **settings, drafter_placement="first") as llm:
-        assert not _elsewhere(llm)
+        assert not _remote(llm)
         expected = [_say(llm), _say(llm)]
         llm.speculate(SpeculativeConfig(tree="2,1,1", verification="multi-step"))
         expected.append(_say(llm))
     with _load(models, **settings, drafter_placement="spread") as llm:
-        assert _elsewhere(llm) == elsewhere
+        assert _remote(llm) == remote
         assert [_say(llm), _say(llm)] == expected[:2]
         with pytest.raises(ValueError, match=r"select: .*drafter_placement"):
             llm.speculate(SpeculativeConfig(tree="2,1,1", select="hedge"))
@@ -97,21 +97,21 @@ def test_another_rank_drafts_while_this_one_does(models: dict[str, Any], monkeyp
         expected = _say(llm)[0]
         ranks = llm._parts.ranks
         assert ranks is not None
-        letters: list[Future[Any]] = []
+        messages: list[Future[Any]] = []
         await_message, draft = ranks.await_message, SmallModelDrafter.draft
 
         def noted(rank: int) -> Any:
-            letters.append(await_message(rank))
-            return letters[-1]
+            messages.append(await_message(rank))
+            return messages[-1]
 
         def late(*args: Any) -> list[TokenTree]:
-            assert not wait(letters, 30).not_done
+            assert not wait(messages, 30).not_done
             return draft(*args)
 
         monkeypatch.setattr(ranks, "await_message", noted)
         monkeypatch.setattr(SmallModelDrafter, "draft", late)
         assert _say(llm)[0] == expected
-        assert len(letters) > 5
+        assert len(messages) > 5
 
 
 def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, Any]) -> None:
@@ -120,13 +120,13 @@ def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, An
     ids, link, started, count = workers(llm), drafter._model.link, [0.0], 0
     ask = link.request
 
-    def asked(letter: Any) -> Any:
+    def asked(message: Any) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             os.kill(ids[0], signal.SIGSTOP)
             started[0] = time.monotonic()
-        return ask(letter)
+        return ask(message)
 
     link.request = asked  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError, match="rank 1"):

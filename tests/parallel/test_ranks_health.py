@@ -287,17 +287,17 @@ def test_strangers_at_every_port_change_nothing(folder: str) -> None:
         assert places
         assert {host for host, _ in places} == {"127.0.0.1"}  # and no other address
         end, generator = threading.Event(), random.Random(0)
-        held: list[socket.socket] = []
+        kept: list[socket.socket] = []
 
         def attack() -> None:
             while not end.is_set():
                 for place in places:
                     connection = socket.create_connection(place, 5)
-                    held.append(connection)
+                    kept.append(connection)
                     try:
                         connection.sendall(generator.choice([*_WORDS, generator.randbytes(3000)]))
                         if generator.random() < 0.5:
-                            held.pop().close()
+                            kept.pop().close()
                     except OSError:  # it was refused
                         continue
                 time.sleep(0.005)
@@ -310,9 +310,9 @@ def test_strangers_at_every_port_change_nothing(folder: str) -> None:
         finally:
             end.set()
             attacker.join()
-        assert len(held) > 20
+        assert len(kept) > 20
         assert _say(llm) == expected
-        for connection in held:
+        for connection in kept:
             connection.close()
         assert _say(llm) == expected
         assert llm.failure is None

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class AttentionCase:
-    """Tables are filled up with a slot that holds NaN, and there are rows and requests of padding."""
+    """Tables are filled up with a slot that has NaN, and there are rows and requests of padding."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def _pieces(draw: st.DrawFn) -> list[Piece]:
 
 
 @given(_pieces())
-def test_a_padded_size_holds_its_pass(pieces: list[Piece]) -> None:
+def test_a_pass_fits_into_its_padded_size(pieces: list[Piece]) -> None:
     exact = Size.of(pieces)
     size = exact.padded()
     assert size is not None
@@ -149,7 +149,7 @@ def test_chains_are_known(visible: list[list[int]], wanted: bool) -> None:
 
 
 def _check(buffers: Buffers, pieces: list[Piece]) -> None:
-    """What the buffers hold is the pieces, and padding."""
+    """The buffers contain the pieces, and padding."""
     batch, layout = buffers.batch(None), buffers.layout  # type: ignore[arg-type]  # nothing is stored
     start = num_rows = 0
     for i, piece in enumerate(pieces):
@@ -177,10 +177,10 @@ def _check(buffers: Buffers, pieces: list[Piece]) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(_pieces(), min_size=1, max_size=4))
-def test_buffers_hold_one_pass_after_the_other(passes: list[list[Piece]]) -> None:
+def test_buffers_are_filled_by_one_pass_after_the_other(passes: list[list[Piece]]) -> None:
     """In one buffer and one table; each pass comes after a larger or a smaller one."""
     table = SlotTable(8, 30, CPU)
-    # The smallest that holds them all.
+    # The smallest that fits them all.
     size = Size(512, 8, 64, 64, 512, is_chain=False)
     buffers = Buffers(size, table, CPU)
     places = [tensor.data_ptr() for tensor in _tensors(buffers)]
@@ -474,18 +474,18 @@ def test_llms_generate_the_same_tokens(
         SamplingParams(seed=2, max_tokens=10, structured_outputs={"regex": "(the|a|d)( [a-o]+)*"}),
         SamplingParams(seed=3, max_tokens=10, tree="off", logprobs=2),
     ]
-    said, runners = [], list[ModelRunner]()
+    generated, runners = [], list[ModelRunner]()
     for graphs in (None, Graphs(CPU)):
         monkeypatch.setattr(assembly, "make_graphs", lambda *_, graphs=graphs, **__: graphs)
         with LLM(
             folder, **({"drafters": [*smalls, "suffix"]} | options), max_num_batched_tokens=16, max_num_seqs=4
         ) as made:
             outputs = made.generate([{"prompt_token_ids": [*prompt, i]} for i in range(4)], params)
-            said.append([(one.token_ids, one.text) for output in outputs for one in output.outputs])
+            generated.append([(one.token_ids, one.text) for output in outputs for one in output.outputs])
             assert made.engine.metrics.num_draft_failures == 0
             assert isinstance(made.target, ModelRunner)
             runners = [made.target, *made.small_models.values()]
-    assert said[0] == said[1]
+    assert generated[0] == generated[1]
     assert all(runner.padded is not None and runner.padded.sizes for runner in runners)
 
 
@@ -614,12 +614,12 @@ def test_graphs_are_for_gpus() -> None:
 def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
     runner = _runner(loaded_of("llama"), max_requests=4)
     assert runner.padded is not None
-    told: list[tuple[str, int, int]] = []
-    runner.prepare(lambda *now: told.append(now))
+    reported: list[tuple[str, int, int]] = []
+    runner.prepare(lambda *now: reported.append(now))
     wanted = loaded_sizes(4)
     assert set(wanted) <= set(runner.padded.sizes)
     name = f"capturing passes of {runner.loaded.folder.name}"
-    assert told == [(name, done, len(wanted)) for done in range(len(wanted) + 1)]
+    assert reported == [(name, done, len(wanted)) for done in range(len(wanted) + 1)]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

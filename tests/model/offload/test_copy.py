@@ -46,7 +46,7 @@ def load(folder: Path, copy: Path | None, quantization: str | None = None, num_r
     return ModelRunner(loaded, 2048)
 
 
-def said(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
+def generated(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
     params = SamplingParams(temperature=temperature, max_tokens=8)
     requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
     return run(make_engine(runner, max_num_batched_tokens=20), requests)
@@ -63,17 +63,17 @@ def test_every_family_generates_the_same_tokens_from_a_copy(
     tmp_path: Path, family: str, quantization: str | None
 ) -> None:
     folder = save(tmp_path / "target", family)
-    held = load_runner(folder, quantization=quantization)
+    whole = load_runner(folder, quantization=quantization)
     for num_resident in (0, 1):
         runner = load(folder, tmp_path / "copy", quantization, num_resident)
         for temperature in (0.0, 1.0):
-            assert said(runner, temperature) == said(held, temperature)
+            assert generated(runner, temperature) == generated(whole, temperature)
         close(runner)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_weights_in_floating_point_come_from_a_copy(tmp_path: Path, family: str) -> None:
-    test_every_family_generates_the_same_tokens_from_a_copy(tmp_path, family, "fp8")
+    test_every_family_generates_the_same_from_a_copy(tmp_path, family, "fp8")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -84,7 +84,7 @@ def test_every_family_generates_the_same_tokens_from_its_own_files(tmp_path: Pat
             load(folder, None)
         return
     runner = load(folder, None)
-    assert said(runner) == said(load_runner(folder))
+    assert generated(runner) == generated(load_runner(folder))
     close(runner)
 
 
@@ -94,7 +94,7 @@ def test_without_native_kernels_layers_are_streamed_as_pytorch_has_them(tmp_path
         found = []
         for offload in (OffloadConfig(), OffloadConfig("disk", None, copy)):
             loaded = load_model(folder, torch.float32, torch.device("cpu"), quantization, native=False, offload=offload)
-            found.append(said(ModelRunner(loaded, 2048)))
+            found.append(generated(ModelRunner(loaded, 2048)))
         assert found[0] == found[1]
 
 
@@ -111,7 +111,7 @@ def test_a_copy_is_read_instead_of_the_files_and_used_again(tmp_path: Path) -> N
     runner = load(folder, copies, "int8")
     assert copy.stat().st_mtime_ns == written
     shutil.rmtree(folder)  # all that is needed is in the copy
-    assert said(runner)
+    assert generated(runner)
     close(runner)
 
 
@@ -134,7 +134,7 @@ def test_a_copy_of_other_weights_is_written_anew(tmp_path: Path, change: Callabl
     (copy,) = copies.glob("*.layers")
     change(folder, copy)
     runner = load(folder, copies)
-    assert said(runner) == said(load_runner(folder))
+    assert generated(runner) == generated(load_runner(folder))
     assert len(list(copies.iterdir())) == 2
     close(runner)
 
@@ -191,7 +191,7 @@ def test_what_a_killed_process_left_of_a_copy_is_written_over(tmp_path: Path) ->
     copy.with_suffix(".part").write_bytes(b"x" * 10**6)
     copy.unlink()
     runner = load(folder, copies)
-    assert said(runner) == said(load_runner(folder))
+    assert generated(runner) == generated(load_runner(folder))
     assert {path.suffix for path in copies.iterdir()} == {".layers", ".json"}
     close(runner)
 
@@ -256,14 +256,14 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_progress_is_reported(tmp_path: Path) -> None:
-    told: list[Any] = []
+    reported: list[Any] = []
     load_model(
         save(tmp_path / "target"),
         torch.float32,
         torch.device("cpu"),
         offload=OffloadConfig("disk", None, tmp_path / "copy"),
-        progress=lambda *what: told.append(what),
+        progress=lambda *what: reported.append(what),
     )
-    assert {what for what, _, _ in told} == {"reading layers once to check them", "writing a copy"}
-    last = {what: (done, total) for what, done, total in told}
+    assert {what for what, _, _ in reported} == {"reading layers once to check them", "writing a copy"}
+    last = {what: (done, total) for what, done, total in reported}
     assert all(done == total > 0 for done, total in last.values())

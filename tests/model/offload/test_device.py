@@ -133,7 +133,7 @@ def test_a_pass_waits_for_no_copy() -> None:
     link.num_waits, link.is_stuck = 0, True
     model.run()
     model.run()
-    assert model.num_right == 0  # nothing was done yet of all that was said
+    assert model.num_right == 0  # nothing was done yet of all that was requested
     assert link.num_waits == 0
     link.finish()
     assert model.num_right == 3 * 2 * 12

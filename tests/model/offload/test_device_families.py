@@ -1,4 +1,4 @@
-"""Models of every family whose layers are brought to a device that copies late: the same text as when it holds them."""
+"""Models whose layers are brought to a device that copies late: the same text as with all layers in memory."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -67,11 +67,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def held(folder: Path, quantization: str | None = None) -> ModelRunner:
+def in_memory(folder: Path, quantization: str | None = None) -> ModelRunner:
     return ModelRunner(load_model(folder, torch.float32, _CPU, quantization, native=False), 2048)
 
 
-def said(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
+def generated(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
     params = SamplingParams(temperature=temperature, max_tokens=6)
     requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
     return run(make_engine(runner, max_num_batched_tokens=20), requests)
@@ -81,9 +81,9 @@ def said(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_from_host_memory(tmp_path: Path, device: Device, family: str, quantization: str | None) -> None:
     folder = save(tmp_path, family)
-    expected = said(held(folder, quantization))
+    expected = generated(in_memory(folder, quantization))
     runner = device.load(folder, "cpu", quantization, num_resident=2)
-    assert said(runner) == expected
+    assert generated(runner) == expected
     device.close(runner)
 
 
@@ -96,7 +96,7 @@ def test_weights_in_floating_point_from_host_memory(tmp_path: Path, device: Devi
 def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
     folder = save(tmp_path / "target", family)
     runner = device.load(folder, "disk", offload_folder=tmp_path / "copy")
-    assert said(runner, 1.0) == said(held(folder), 1.0)
+    assert generated(runner, 1.0) == generated(in_memory(folder), 1.0)
     device.close(runner)
 
 
@@ -105,7 +105,7 @@ def test_from_its_own_files(tmp_path: Path, device: Device, where: str) -> None:
     folder = save(tmp_path)
     runner = device.load(folder, where, num_resident=2)
     for _ in range(2):
-        assert said(runner) == said(held(folder))
+        assert generated(runner) == generated(in_memory(folder))
     stream = runner.loaded.stream
     assert stream is not None
     assert stream.seconds_reading > 0
@@ -125,7 +125,7 @@ def test_quantized_layers_are_brought_in_as_they_are(tmp_path: Path, device: Dev
 
 def test_a_model_that_is_let_go_gives_host_memory_back(tmp_path: Path, device: Device) -> None:
     runner = device.load(save(tmp_path), "cpu")
-    said(runner)
+    generated(runner)
     assert device.link.pinned
     del runner
     gc.collect()

@@ -1,4 +1,4 @@
-"""What a process with a streamed target holds at most, as the operating system counts it."""
+"""The peak memory of a process with a streamed target, as the operating system counts it."""
 
 import re
 import subprocess

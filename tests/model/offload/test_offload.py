@@ -1,4 +1,4 @@
-"""Targets whose layers are streamed: the same text as when they are held, from files that may fail."""
+"""Targets whose layers are streamed: the same text as when they are whole, from files that may fail."""
 
 import errno
 import gc
@@ -68,11 +68,11 @@ def serve(runner: ModelRunner, params: SamplingParams = GREEDY, **settings: Any)
 def test_logits_are_those_of_the_model_in_memory(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     # 36 outputs of keys and values, and 40 of the MLP's middle: neither ends with a panel
     save_model(tmp_path, family, num_hidden_layers=NUM_LAYERS, intermediate_size=80)
-    held = ModelRunner(load_model(tmp_path, dtype, torch.device("cpu")), 64)
+    whole = ModelRunner(load_model(tmp_path, dtype, torch.device("cpu")), 64)
     for num_resident in (0, 2, NUM_LAYERS):
         runner = streamed(tmp_path, num_resident, dtype)
         for _ in range(3):
-            assert torch.equal(_logits(held), _logits(runner))
+            assert torch.equal(_logits(whole), _logits(runner))
         assert runner.loaded.stream is not None
         assert runner.loaded.stream.num_resident == num_resident
         runner.loaded.stream.close()
@@ -129,7 +129,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Disk:
-    """Stands before `os.preadv` and fails when it is told to."""
+    """Stands before `os.preadv` and fails on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.mode, self._real, self.num_failed = "fine", os.preadv, 0
@@ -376,7 +376,7 @@ def test_what_cannot_be_is_refused_by_name(folder: Path, settings: dict[str, Any
 def test_the_least_budget_that_is_named_would_do(folder: Path) -> None:
     with pytest.raises(ValueError, match="give at least") as caught:
         LLM(folder, drafters=[], offload="disk", memory_budget="3MiB")
-    # What else the process holds may change a little until then.
+    # The other memory of the process may change a little until then.
     least = int(str(caught.value).rpartition(" ")[2].removesuffix("MiB")) + 16
     with LLM(folder, drafters=[], offload="disk", memory_budget=f"{least}MiB") as llm:
         assert llm.target.loaded.stream is not None

@@ -1,4 +1,4 @@
-"""What a target that is streamed gets by default: larger chunks of prompts, and room for large trees."""
+"""What a target that is streamed gets by default: larger chunks of prompts, and capacity for large trees."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,20 +47,20 @@ def test_known_tokens_of_a_step_by_default() -> None:
 def test_prompts_of_several_requests_are_read_in_few_passes(
     streamed: Callable[..., LLM], given: int | None, num_passes: int
 ) -> None:
-    """One stream of the weights serves all of them; the second pass says their second tokens."""
+    """One stream of the weights serves all of them; the second pass computes their second tokens."""
     with streamed(drafters=[], max_num_batched_tokens=given) as llm:
         prompts: list[Any] = [{"prompt_token_ids": [i + 1, *([5] * 199)]} for i in range(4)]
         stream = llm.target.loaded.stream
         before = stream.bytes_read
         llm.generate(prompts, GREEDY, use_tqdm=False)
         assert llm.engine.metrics.num_steps == num_passes
-        # The next pass is read ahead already, up to what the ring holds.
+        # The next pass is read ahead already, up to the capacity of the ring.
         assert num_passes <= (stream.bytes_read - before) / stream.bytes_per_pass < num_passes + 1.01
 
 
 def test_a_request_alone_may_have_a_large_tree(runner_of: Callable[..., ModelRunner]) -> None:
-    held: LoadedModel = runner_of("llama").loaded
-    for loaded, most in ((held, 64), (replace(held, stream=object()), 512)):
+    whole: LoadedModel = runner_of("llama").loaded
+    for loaded, most in ((whole, 64), (replace(whole, stream=object()), 512)):
         for num_seqs in (1, 4, 64):
             _, slots = plan_capacity(EngineConfig(100, num_seqs), loaded, [])
             assert slots == num_seqs * 100 + max(most, 64 * num_seqs)

@@ -83,9 +83,9 @@ def _passes(first: Sequence[int] = (11, 4, 7), tree: TokenTree = _TREE) -> list[
         end = start + len(chain) + (tree.num_guessed if tree else 0)
         return Piece.of_span(chain, tree, slots[i][:start] if start else none, slots[i][start:end])
 
-    said = TokenTree.root(prompts[1][-1])
+    chosen = TokenTree.root(prompts[1][-1])
     return [
-        [piece(0, 0, prompts[0][:4], None), piece(1, 0, prompts[1], said)],
+        [piece(0, 0, prompts[0][:4], None), piece(1, 0, prompts[1], chosen)],
         [piece(0, 4, [*prompts[0][4:], *first], TokenTree.root(first[-1])), piece(1, 5, [8], TokenTree.root(8))],
         [piece(0, 9 + len(first), [7], tree), piece(1, 6, [3], TokenTree.root(3))],
     ]
@@ -150,7 +150,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _folder(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def test_a_stage_holds_only_its_part(tmp_path: Path) -> None:
+def test_a_stage_has_only_its_own_modules(tmp_path: Path) -> None:
     folder = _folder(tmp_path, "opt")
     whole = sum(weight.numel() for weight in transformers_model(folder).parameters())
     first, middle, last = (_stage(transformers_model(folder), layers) for layers in _cuts(3))

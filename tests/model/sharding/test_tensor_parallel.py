@@ -55,7 +55,7 @@ def always_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_compute_what_the_whole_does(folders: dict[str, Path], family: str) -> None:
+def test_shards_compute_what_the_whole_does(folders: dict[str, Path], family: str) -> None:
     wanted = Ranks(folders[family], WHOLE, native=False).logits()
     for split in _SPLITS[family]:
         for found, whole in zip(Ranks(folders[family], split, native=False).logits(), wanted, strict=True):
@@ -74,7 +74,7 @@ def test_other_layouts_of_fused_projections(tmp_path: Path, name: str) -> None:
 @native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_parts_compute_what_the_whole_does(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family, intermediate_size=64) if family in FUSED else folders[family]
     wanted = Ranks(folder, WHOLE, native=False).logits()
     for split in _SPLITS[family]:

@@ -1,4 +1,4 @@
-"""What a rank reads and holds: its part of each weight, rounded or streamed like the whole's."""
+"""What a rank reads and stores: its shard of each weight, rounded or streamed like the whole's."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def always_native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_rounded_weights_are_parts_of_the_rounded_whole(tmp_path: Path, quantization: str) -> None:
+def test_rounded_weights_are_slices_of_the_rounded_whole(tmp_path: Path, quantization: str) -> None:
     save(tmp_path)
     (whole,) = Ranks(tmp_path, WHOLE, quantization, native=False).all
     parts = Ranks(tmp_path, (2, 1), quantization, native=False).all
@@ -55,7 +55,7 @@ def test_rounded_weights_are_parts_of_the_rounded_whole(tmp_path: Path, quantiza
 @native
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("family", "is_native"), [("llama", True), ("llama", False), ("opt", True)])
-def test_rounded_parts_compute_what_the_rounded_whole_does(
+def test_rounded_shards_compute_what_the_rounded_whole_does(
     tmp_path: Path, family: str, is_native: bool, quantization: str
 ) -> None:
     """But for sums in another order, which may move activations by a step where they are rounded to 8 bits."""
@@ -107,7 +107,7 @@ def test_parts_take_their_part_of_the_memory(tmp_path: Path, split: tuple[int, i
         assert part.num_bytes <= mine + (whole.num_bytes - 2 * around) / (split[0] * split[1]) + spare
 
 
-def test_ranks_read_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_only_their_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' rows are not read; of matrices that are cut by columns all rows are, a few at a time."""
     save(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -172,9 +172,9 @@ def test_streamed_parts_compute_what_resident_ones_do(
     )
     offload = OffloadConfig("disk", None, tmp_path / "copies" if copies else None)
     for split in [(2, 1), (2, 2)]:
-        held = Ranks(folder, split, quantization).logits()
+        whole = Ranks(folder, split, quantization).logits()
         streamed = Ranks(folder, split, quantization, offload=offload)
-        for found, wanted in zip(streamed.logits(), held, strict=True):
+        for found, wanted in zip(streamed.logits(), whole, strict=True):
             assert torch.equal(found, wanted)
         streamed.close()
     if copies:
