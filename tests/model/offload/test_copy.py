@@ -73,7 +73,7 @@ def test_every_family_generates_the_same_tokens_from_a_copy(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_weights_in_floating_point_come_from_a_copy(tmp_path: Path, family: str) -> None:
-    test_every_family_generates_the_same_from_a_copy(tmp_path, family, "fp8")
+    test_every_family_generates_the_same_tokens_from_a_copy(tmp_path, family, "fp8")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
