@@ -109,7 +109,7 @@ class Contents(RuleBasedStateMachine):
 
 
 TestContents = Contents.TestCase
-TestContents.settings = settings(max_examples=120, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+TestContents.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
 def _kept(cache: KVCache, name: str, tokens: Sequence[int], salt: str = "") -> None:

@@ -122,6 +122,8 @@ def _mutable(node: ast.AST) -> Iterator[ast.expr]:
         if name in ("annotation", "returns", "decorator_list", "bases", "keywords" if _is_dataclass(node) else ""):
             continue
         for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.keyword) and child.arg == "strict":
+                continue  # of `zip`, whose arguments are always of one length
             if not isinstance(child, ast.AST) or isinstance(child, _LEFT_OUT) or _is_log(child):
                 continue
             if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):

@@ -158,8 +158,22 @@ def _check(arm: Arm, num_runs: int, counts_of: Any, joint_of: Any) -> None:
     assert value > LEVEL / len(ARMS)
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=str)
-def test_every_arm(arm: Arm, counts_of: Any, joint_of: Any) -> None:
+# One for each rule and way to draw, and several drafters; test_exactness has the other trees, in fractions.
+QUICK = [
+    arm
+    for arm in ARMS
+    if (arm.tree, arm.drawing) in (("2,2,1", "without-replacement"), ("2,2,1", "shared-noise"), ("2,1", "iid"))
+    or (arm.tree.startswith("best-first") and arm.drawing != "without-replacement")
+]
+
+
+def test_the_quick_arms_have_every_rule_way_to_draw_and_number_of_drafters() -> None:
+    for name in ("verification", "drawing", "num_drafters", "params", "select"):
+        assert {getattr(arm, name) for arm in QUICK} >= {getattr(arm, name) for arm in ARMS if arm.drawing != "auto"}
+
+
+@pytest.mark.parametrize("arm", QUICK, ids=str)
+def test_quick_arms(arm: Arm, counts_of: Any, joint_of: Any) -> None:
     _check(arm, 1024, counts_of, joint_of)
 
 
