@@ -7,6 +7,8 @@ also be read where it is.
 import posixpath
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING
+from inspect import formatannotation
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from specinfer.cli.app import app
+from specinfer.core.flags import settings_of
+from specinfer.engine_args import EngineArgs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -26,6 +30,7 @@ PAGES = {
     "src/specinfer/demo/chat-drafter/MODEL_CARD.md": "model-cards/chat-drafter.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
+ARGUMENTS = re.compile("<!-- engine arguments.*-->")
 LINK = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([\w./-]+)(#[^)]*)?\)")
 
 
@@ -51,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         text = titles.get(target, found[1]) if found[1].endswith(".md") else found[1]
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(name) or '.')}{found[3] or ''})"
 
-    return LINK.sub(link, markdown)
+    return LINK.sub(link, ARGUMENTS.sub(lambda _: "\n".join(engine_arguments()), markdown))
 
 
 def _titles(nav: Any) -> Iterator[tuple[str, str]]:
@@ -69,6 +74,16 @@ def examples(folder: Path) -> Iterator[str]:
     yield "# Examples\n\nEach program runs as it is, with the models that come with the package.\n"
     for path in sorted(folder.glob("*.py")):
         yield f"## {path.name}\n\n```python\n{path.read_text(encoding='utf-8').strip()}\n```\n"
+
+
+def engine_arguments() -> Iterator[str]:
+    """Yield the lines of a table with the fields of `EngineArgs`."""
+    yield "| argument | type | default | |\n|---|---|---|---|"
+    for field, flag in settings_of(EngineArgs):
+        default = "" if field.default is MISSING else f"`{field.default!r}`"
+        kind = field.type if isinstance(field.type, str) else formatannotation(field.type)
+        kind = re.sub(r"pathlib\.|collections\.abc\.", "", kind).replace("|", "\\|")
+        yield f"| `{field.name}` | `{kind}` | {default} | {flag.text} |"
 
 
 def commands() -> Iterator[str]:
