@@ -1,4 +1,4 @@
-"""Several prompts at once from one event loop; the first to speak is shown as it speaks."""
+"""Complete several prompts at once in one event loop, and stream one of them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Several drafters, one tree: a small model and what was said before, under each verification rule."""
+"""Several drafters, one tree: a small model and a lookup in earlier text, under each verification rule."""
 
 from specinfer import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Stream a completion; guessed tokens in green, tokens said by the target in plain text."""
+"""Stream a completion; accepted draft tokens in green, tokens of the target in plain text."""
 
 from specinfer import LLM, SamplingParams
 
@@ -6,8 +6,8 @@ from specinfer import LLM, SamplingParams
 def main() -> None:
     llm = LLM("demo")
     for chunk in llm.stream("def main():\n", SamplingParams(temperature=0.0, max_tokens=48)):
-        guessed = any(origin is not None for origin in chunk.origins)
-        print(f"\033[32m{chunk.text}\033[0m" if guessed else chunk.text, end="", flush=True)
+        drafted = any(origin is not None for origin in chunk.origins)
+        print(f"\033[32m{chunk.text}\033[0m" if drafted else chunk.text, end="", flush=True)
         if chunk.output is not None:
             print(f"\n{chunk.output.metrics.speculative_decoding}")
 

@@ -1,4 +1,4 @@
-"""Output that fits a schema, with trees as without: guesses outside the grammar are never accepted."""
+"""Output that follows a JSON schema: draft tokens outside the grammar are never accepted."""
 
 import json
 
