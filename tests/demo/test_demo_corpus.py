@@ -2,7 +2,8 @@
 
 import pytest
 
-from specinfer.demo import corpus, vocabulary
+from demo_pair import vocabulary
+from specinfer.demo import corpus
 
 
 def test_split_is_disjoint_and_small() -> None:

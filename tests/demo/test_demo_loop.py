@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.demo.loop import Budget, LoopConfig, Progress, Windows, fit
-from specinfer.demo.measure import pass_lengths
+from demo_pair.loop import Budget, LoopConfig, Progress, Windows, fit
+from demo_pair.measure import pass_lengths
 
 
 class Toy(nn.Module):

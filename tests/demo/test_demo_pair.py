@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from demo_pair import packing
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo import corpus, pair
@@ -40,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def packed(source: Path, tmp_path: Path) -> Path:
-    pair.pack(source, tmp_path / "packed")
+    packing.pack(source, tmp_path / "packed")
     return tmp_path / "packed"
 
 

@@ -7,10 +7,10 @@ from gguf import GGUFReader, dequantize
 from torch import Tensor
 
 from specinfer.demo import chat_model
-from specinfer.demo.pair import PACKED, digest_of, pack, unpacked, verify
+from specinfer.demo.pair import PACKED, digest_of, unpacked, verify
 
-_EMBEDDING = "model.embed_tokens.weight"
-_DRAFTER = PACKED / "chat-drafter"
+EMBEDDING = "model.embed_tokens.weight"
+CHAT_DRAFTER = PACKED / "chat-drafter"
 
 
 def chat_drafter_folder() -> Path | None:
@@ -25,15 +25,9 @@ def chat_drafter_folder() -> Path | None:
     file = chat_model.find_chat_model()
     if file is None:
         return None
-    sums = verify(_DRAFTER)
+    sums = verify(CHAT_DRAFTER)
     key = digest_of({**sums, "target": str(file.stat().st_size)})
-    return unpacked(_DRAFTER, f"demo-chat-{key}", sums, torch.bfloat16, lambda: {_EMBEDDING: _embedding(file)})
-
-
-def pack_chat_drafter(folder: Path) -> None:
-    """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
-    others = (_EMBEDDING, "tokenizer.json", "tokenizer_config.json")
-    pack(folder, _DRAFTER, without=others, drafter_quantization="int8")  # the precision of the embedded weights
+    return unpacked(CHAT_DRAFTER, f"demo-chat-{key}", sums, torch.bfloat16, lambda: {EMBEDDING: _embedding(file)})
 
 
 def _embedding(file: Path) -> Tensor:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,20 +24,15 @@ OTHERS = (2, 3)  # drafters in addition to the first, tuned one after the other
 DRAFTER_NAMES = ("demo", *(f"demo-{number}" for number in OTHERS))
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
-_SCALE = ".row_scale"  # after the name of a matrix stored as int8
-_TIED = "lm_head.weight"
+ROW_SCALE = ".row_scale"  # after the name of a matrix stored as int8
 _SIZES = "unpacked.json"  # sizes of an unpacked folder's files: an incomplete one is unpacked again
-_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
 
 
 class DemoFilesError(ModelError):
     """A file of the embedded pair is missing or damaged."""
 
     def __init__(self, path: Path, fault: str) -> None:
-        super().__init__(
-            f"{path} is {fault}: reinstall specinfer, or make the demo pair anew with "
-            "`python -m specinfer.demo.train --out FOLDER`"
-        )
+        super().__init__(f"{path} is {fault}: reinstall specinfer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +53,6 @@ class DemoPair:
         return {"demo": self.drafter, **self.others}
 
 
-def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to int8: the values [rows, columns] and the scales [rows, 1]."""
-    matrix = matrix.float()
-    scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_min(1e-12)
-    return (matrix / scales).round().to(torch.int8), scales
-
-
-def pack(source_folder: Path, target_folder: Path, without: Collection[str] = (), **settings: str) -> None:
-    """Write an ordinary Hugging Face folder in the packed form.
-
-    Args:
-        without: Names of weights and files to leave out.
-        settings: Entries to add to the packed config.json.
-    """
-    tensors: dict[str, Tensor] = {}
-    config = json.loads((source_folder / "config.json").read_text())
-    for name, tensor in load_file(source_folder / WEIGHTS).items():
-        if name in without or (name == _TIED and config["tie_word_embeddings"]):
-            continue
-        if tensor.ndim == 2:
-            tensors[name], tensors[name + _SCALE] = quantize_rows(tensor)
-        else:
-            tensors[name] = tensor.float()
-    target_folder.mkdir(parents=True, exist_ok=True)
-    _save(tensors, target_folder / WEIGHTS)
-    beside = [name for name in _BESIDE if name not in without and (source_folder / name).is_file()]
-    for name in beside:
-        shutil.copyfile(source_folder / name, target_folder / name)
-    if settings:
-        (target_folder / "config.json").write_text(json.dumps(config | settings, indent=2, sort_keys=True) + "\n")
-    sums = {name: _digest(target_folder / name) for name in (WEIGHTS, *beside)}
-    (target_folder / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
-
-
 def unpack(
     packed: Path,
     folder: Path,
@@ -109,11 +70,11 @@ def unpack(
     try:
         stored = load_file(packed / WEIGHTS)
         tensors = {
-            name: (tensor * stored[name + _SCALE] if name + _SCALE in stored else tensor).to(dtype)
+            name: (tensor * stored[name + ROW_SCALE] if name + ROW_SCALE in stored else tensor).to(dtype)
             for name, tensor in stored.items()
-            if not name.endswith(_SCALE)
+            if not name.endswith(ROW_SCALE)
         } | {name: tensor.to(dtype) for name, tensor in others().items()}
-        _save(tensors, partial / WEIGHTS)
+        save(tensors, partial / WEIGHTS)
         for name in sums.keys() - {WEIGHTS, "config.json"}:
             shutil.copyfile(packed / name, partial / name)
         config = json.loads((packed / "config.json").read_text())
@@ -138,7 +99,7 @@ def verify(packed: Path) -> dict[str, str]:
     for name, expected in sums.items():
         if not (packed / name).is_file():
             raise DemoFilesError(packed / name, "missing")
-        if _digest(packed / name) != expected:
+        if digest(packed / name) != expected:
             raise DemoFilesError(packed / name, "damaged")
     return sums
 
@@ -181,12 +142,12 @@ def unpacked(
     return cache / name
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def save(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it private
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.demo.loop import precision
+from demo_pair.loop import precision
 
 
 def prompt_rows(tokens: Tensor, num_rows: int, num_prompt: int, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains the demo pair: `python -m specinfer.demo.train --out DIR`.
+"""Training of the embedded pair: `python tools/train_demo_pair.py --out DIR`.
 
 Four stages, each resumable: the tokenizer; the target, on the standard library; the drafter,
 distilled from the target; and the packing of both into the package. The other drafters of the set
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specinfer.demo import continuations, corpus, pair, report, vocabulary
-from specinfer.demo.loop import (
+from demo_pair import continuations, packing, report, vocabulary
+from demo_pair.loop import (
     Budget,
     LoopConfig,
     Progress,
@@ -30,6 +30,7 @@ from specinfer.demo.loop import (
     precision,
     save_atomically,
 )
+from specinfer.demo import corpus, pair
 
 Model = Callable[..., Any]  # a model, compiled or not
 
@@ -201,7 +202,7 @@ class Run:
         """Pack both models into the package and measure what was packed."""
         shutil.rmtree(self.out / "unpacked", ignore_errors=True)
         for name in ("target", "drafter"):
-            pair.pack(self.out / name, package / name)
+            packing.pack(self.out / name, package / name)
             pair.unpack(package / name, self.out / "unpacked" / name)
         trained = report.Pair(self.load("target"), self.load("drafter"))
         packed = report.Pair(self.load("unpacked/target"), self.load("unpacked/drafter"))
@@ -211,7 +212,7 @@ class Run:
     def others(self, tuned: Path, package: Path) -> None:
         """Pack the drafters of a run of `specinfer tune demo --beside demo`, and record its report."""
         for number, other in enumerate(pair.OTHERS, start=1):
-            pair.pack(tuned / f"drafter-{number}", package / f"drafter-{other}")
+            packing.pack(tuned / f"drafter-{number}", package / f"drafter-{other}")
         found = json.loads((tuned / "report.json").read_text())
         record = json.loads((package / "training.json").read_text())
         record["others"] = {
@@ -262,7 +263,7 @@ def _line(name: str, progress: Progress) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="specinfer.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="train_demo_pair.py", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="work folder; resumed if it exists")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     budget = parser.add_mutually_exclusive_group()
@@ -295,7 +296,3 @@ def main() -> None:
     for name, stage in stages.items():
         if arguments.stage in ("all", name):
             stage()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demo_pair.continuations import continue_rows
+from demo_pair.measure import agreement, bits_per_byte, mean_loss, rows_of
+from demo_pair.vocabulary import load_tokenizer
 from specinfer.demo import corpus
-from specinfer.demo.continuations import continue_rows
-from specinfer.demo.measure import agreement, bits_per_byte, mean_loss, rows_of
-from specinfer.demo.vocabulary import load_tokenizer
 
 _NUM_PROMPTS = 64
 _NUM_PROMPT_TOKENS = 96

@@ -1,0 +1,56 @@
+"""The packed form of models in the package: one byte per weight, with one scale per row."""
+
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING
+from specinfer.demo.pair import CHECKSUMS, ROW_SCALE, WEIGHTS, digest, save
+
+_TIED = "lm_head.weight"
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
+
+
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to int8: the values [rows, columns] and the scales [rows, 1]."""
+    matrix = matrix.float()
+    scales = (matrix.abs().amax(dim=1, keepdim=True) / 127).clamp_min(1e-12)
+    return (matrix / scales).round().to(torch.int8), scales
+
+
+def pack(source_folder: Path, target_folder: Path, without: Collection[str] = (), **settings: str) -> None:
+    """Write an ordinary Hugging Face folder in the packed form.
+
+    Args:
+        without: Names of weights and files to leave out.
+        settings: Entries to add to the packed config.json.
+    """
+    tensors: dict[str, Tensor] = {}
+    config = json.loads((source_folder / "config.json").read_text())
+    for name, tensor in load_file(source_folder / WEIGHTS).items():
+        if name in without or (name == _TIED and config["tie_word_embeddings"]):
+            continue
+        if tensor.ndim == 2:
+            tensors[name], tensors[name + ROW_SCALE] = quantize_rows(tensor)
+        else:
+            tensors[name] = tensor.float()
+    target_folder.mkdir(parents=True, exist_ok=True)
+    save(tensors, target_folder / WEIGHTS)
+    beside = [name for name in _BESIDE if name not in without and (source_folder / name).is_file()]
+    for name in beside:
+        shutil.copyfile(source_folder / name, target_folder / name)
+    if settings:
+        (target_folder / "config.json").write_text(json.dumps(config | settings, indent=2, sort_keys=True) + "\n")
+    sums = {name: digest(target_folder / name) for name in (WEIGHTS, *beside)}
+    (target_folder / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
+
+
+def pack_chat_drafter(folder: Path) -> None:
+    """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
+    others = (EMBEDDING, "tokenizer.json", "tokenizer_config.json")
+    pack(folder, CHAT_DRAFTER, without=others, drafter_quantization="int8")  # the precision of the embedded weights
