@@ -305,13 +305,13 @@ def test_what_is_streamed_while_decoding_is_counted(
     for arm, num_passes in ((PLAIN, 7), ("1,1", 3)):
         ask = OwnAsk(arm, 0, 0.0, MAX_TOKENS, [4, 5], [[1, 2, 3], [4, 5]], [0, 1])
         said[arm] = json.loads(json.dumps(answer(engine, {"do": "measure", "ask": dataclasses.asdict(ask)})))
-        run, streamed = said[arm]["run"], said[arm]["streamed"]
+        run, streamed = said[arm], said[arm]["counters"]
         assert (run["prompts"], len(run["steps"])) == ([4, 5], num_passes)
         # Readers are ahead of the passes by no more than their ring holds, a pass here.
         assert abs(streamed["bytes_read"] - num_passes * each) <= each
         assert streamed["seconds_reading"] > 0
-        assert 0 <= streamed["seconds_waiting"] <= run["decode_time"]
-    assert said[PLAIN]["run"]["outputs"] == said["1,1"]["run"]["outputs"]
+        assert 0 <= streamed["seconds_waiting"] <= run["time"]
+    assert said[PLAIN]["outputs"] == said["1,1"]["outputs"]
 
 
 def test_batches_that_the_cache_cannot_hold_are_refused(folders: tuple[str, str], engine: OwnEngine) -> None:
@@ -547,8 +547,8 @@ def test_a_full_disk_is_refused_by_the_option_that_needs_space(tmp_path: Path, m
 def test_threads_are_as_many_as_here(report: OffloadReport) -> None:
     assert report.environment.num_threads == torch.get_num_threads()
     assert report.environment.peak_memory == report.peak_resident  # not what this process holds
-    assert report.peers[0].version == f"fake on {torch.get_num_threads()}"
-    assert {token for one in report.peers[0].runs for token in one.run.token_ids} == {TOKEN}
+    assert report.peers[0].details["version"] == f"fake on {torch.get_num_threads()}"
+    assert {token for run in report.peers[0].runs for token in run.token_ids} == {TOKEN}
 
 
 @pytest.mark.parametrize("where", ["disk", "cpu"])
