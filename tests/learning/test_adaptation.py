@@ -358,7 +358,7 @@ def test_versions_are_compared_on_what_both_answered() -> None:
     exam = HeldOutEvaluation(max_tokens=400, min_tokens=200, margin=0.01)
     for _ in range(3):
         exam.add(_example(3, 100))
-    first, second, third = exam.questions
+    first, second, third = exam.held_out
     right, wrong = np.ones(100, np.float32), np.zeros(100, np.float32)
     first.hits |= {0: wrong, 1: right}
     assert not exam.is_better(1, 0), "100 tokens are too few"
@@ -366,7 +366,7 @@ def test_versions_are_compared_on_what_both_answered() -> None:
     assert exam.is_better(1, 0)
     assert not exam.is_better(0, 1)
     assert exam.rate(0) == 0.5
-    assert exam.unanswered(0) == [third]
+    assert exam.unevaluated(0) == [third]
     # 60 gained and 55 lost is what chance makes of two that are alike.
     first.hits |= {2: (np.arange(100) < 60).astype(np.float32), 3: (np.arange(100) >= 45).astype(np.float32)}
     second.hits |= {2: right, 3: right}
@@ -375,8 +375,8 @@ def test_versions_are_compared_on_what_both_answered() -> None:
     assert math.isnan(exam.rate(1))
     for _ in range(2):
         exam.add(_example(3, 100))
-    assert len(exam.questions) == 4
-    assert exam.questions[0] is second
+    assert len(exam.held_out) == 4
+    assert exam.held_out[0] is second
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

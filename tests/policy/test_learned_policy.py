@@ -161,7 +161,7 @@ def test_requests_that_are_gone_are_forgotten() -> None:
         request = make_request(str(i), [1, 2, 3])
         tracker.features([span_of(request)])
         request.finish(FinishReason.ABORT)
-    assert len(tracker._standings) < 100
+    assert len(tracker._states) < 100
 
 
 # ------------------------------------------------------------------------------------------ the choice

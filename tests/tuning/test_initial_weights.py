@@ -228,5 +228,5 @@ def test_layers_that_cannot_be_distinguished_are_refused(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specinfer.tuning.initial_weights._LAYER_LISTS", ())
-    with pytest.raises(ValueError, match="cannot be told apart; start from a checkpoint"):
+    with pytest.raises(ValueError, match="cannot be found; start from a checkpoint"):
         build(InitialWeights("layers:1", num_layers=1, is_cut=True), model_folder(), 0)

@@ -106,7 +106,7 @@ def _worth(log: StepLog, one: StepEntry, asked: frozenset[int]) -> list[float]:
 
 
 def test_a_small_tree_teaches_nothing_about_a_larger_one() -> None:
-    small = replace(entry([0, 1], [(1, 0, 0.9), (2, 0, 0.9)], [1]), asked=(0,), max_nodes=7, max_depth=6)
+    small = replace(entry([0, 1], [(1, 0, 0.9), (2, 0, 0.9)], [1]), used=(0,), max_nodes=7, max_depth=6)
     menu = make_configurations(SLOTS)
     (known,) = outcomes_of(StepLog(SLOTS, NAMES, (small,)), menu).known
     assert {str(one) for one, is_known in zip(menu, known, strict=True) if is_known} == {

@@ -507,7 +507,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_resumes_when_there_is_space
         }[stage]
         patch.setattr(place, full)
         line = refusal(*words)
-    assert "make room" in line
+    assert "free some space" in line
     assert "No space left on device" in line
     assert not list((tmp_path / "run").rglob(".*"))
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -523,11 +523,11 @@ def test_a_disk_that_is_full_indeed(target: str, data: str, tmp_path: Path) -> N
         pytest.skip("no file system can be mounted here")
     try:
         words = (target, *THREE, "--data", data, *SMALL, "--out", str(place / "run"), "--no-tensorboard")
-        assert "make room" in refusal(*words)  # what is foreseen
+        assert "free some" in refusal(*words)  # before the run
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specinfer.tuning.run.check_disk_space", lambda *_: None)
             AcceleratorState._reset_state(reset_partial_state=True)
-            assert "make room" in refusal(*words)  # what is met
+            assert "free some space" in refusal(*words)  # during the run
         for file in (place / "run").rglob("*.safetensors"):
             assert file.stat().st_size
     finally:

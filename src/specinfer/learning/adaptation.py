@@ -1,8 +1,8 @@
 """Adaptation: drafters that are models learn from the traffic while the engine is idle.
 
 Drafted tokens never change the target's output, so adaptation does not either. But learned weights mix all traffic:
-what is drafted for one caller, and so how fast an answer comes, depends on what others asked. Hence it is off unless
-requested.
+what is drafted for one caller, and so how fast an answer comes, depends on the requests of others. Hence it is off
+unless requested.
 """
 
 import time

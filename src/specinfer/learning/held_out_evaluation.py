@@ -24,7 +24,7 @@ _DEVIATIONS = 2.0  # number of standard deviations of the difference
 
 
 @dataclass(slots=True)
-class Question:
+class HeldOutExample:
     """A held-out example and the results of versions on it.
 
     Attributes:
@@ -46,31 +46,31 @@ class HeldOutEvaluation:
 
     def __init__(self, max_tokens: int, min_tokens: int, margin: float) -> None:
         self._max_tokens, self._min_tokens, self._margin = max_tokens, min_tokens, margin
-        self.questions: deque[Question] = deque()
+        self.held_out: deque[HeldOutExample] = deque()
 
     def add(self, example: TrainingExample) -> None:
         """Add an example and drop the oldest ones over the limit."""
-        self.questions.append(Question(example))
-        while sum(question.example.num_output for question in self.questions) > self._max_tokens:
-            self.questions.popleft()
+        self.held_out.append(HeldOutExample(example))
+        while sum(one.example.num_output for one in self.held_out) > self._max_tokens:
+            self.held_out.popleft()
 
-    def unanswered(self, version: int) -> list[Question]:
+    def unevaluated(self, version: int) -> list[HeldOutExample]:
         """Return the examples that the version was not evaluated on yet."""
-        return [question for question in self.questions if version not in question.hits]
+        return [one for one in self.held_out if version not in one.hits]
 
     def forget(self, version: int) -> None:
         """Drop the results of a version that no longer exists."""
-        for question in self.questions:
-            question.hits.pop(version, None)
+        for one in self.held_out:
+            one.hits.pop(version, None)
 
     def rate(self, version: int) -> float:
         """Return the hits per token, or NaN if the version was not evaluated."""
-        hits = [question.hits[version] for question in self.questions if version in question.hits]
+        hits = [one.hits[version] for one in self.held_out if version in one.hits]
         return float(np.concatenate(hits).mean()) if hits else float("nan")
 
     def is_better(self, one: int, other: int) -> bool:
         """Return whether the first version is better, significantly and by the margin, where both were evaluated."""
-        both = [(q.hits[one], q.hits[other]) for q in self.questions if one in q.hits and other in q.hits]
+        both = [(q.hits[one], q.hits[other]) for q in self.held_out if one in q.hits and other in q.hits]
         if not both:
             return False
         gained = np.concatenate([hits - hits_of_other for hits, hits_of_other in both]).astype(np.float64)

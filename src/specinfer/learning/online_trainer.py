@@ -18,7 +18,7 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.learning.held_out_evaluation import HeldOutEvaluation, Hits, hits_of
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.student import MAX_WINDOW, Student
-from specinfer.learning.traffic import Served, Traffic, batches, pieces
+from specinfer.learning.traffic import ServedExample, Traffic, batches, pieces
 from specinfer.learning.training_examples import TrainingExample
 from specinfer.learning.versions import Versions
 from specinfer.model.load import LoadedModel, load_model
@@ -92,8 +92,8 @@ class OnlineTrainer:
             except ModelError as error:
                 logger.warning("adapt_dir: %s cannot be used, and is left aside: %s", folder, error)
                 continue
-            self._put(version)
-            logger.info("drafter %s goes on as it was adapted before, from %s", self.name, folder)
+            self._use(version)
+            logger.info("drafter %s resumes from its last adapted version, %s", self.name, folder)
             break
         for older in kept:
             self._versions.drop(older)
@@ -112,7 +112,7 @@ class OnlineTrainer:
         if left < self._config.steps_between:
             yield from self._evaluate_copy()
 
-    def _look(self) -> None:
+    def _add_held_out(self) -> None:
         """Add held-out examples that are new since the last call to the evaluation."""
         new = [served for served in self._traffic if served.number >= self._num_seen]
         for served in reversed(new):
@@ -127,7 +127,7 @@ class OnlineTrainer:
         """Return about `max_tokens` of examples to train on: the least used ones, and the newest of those."""
         chosen: list[TrainingExample] = []
         num_tokens = 0
-        examples = [served for served in self._traffic if self._may_teach(served)]
+        examples = [served for served in self._traffic if self._may_train_on(served)]
         for served in sorted(examples, key=lambda served: self._uses[served.number]):
             self._uses[served.number] += 1
             for piece in pieces(served.example, self._student.window):
@@ -137,7 +137,7 @@ class OnlineTrainer:
                 break
         return chosen
 
-    def _may_teach(self, served: Served) -> bool:
+    def _may_train_on(self, served: ServedExample) -> bool:
         is_fresh = self._uses[served.number] < self._config.num_passes
         return is_fresh and not served.is_held_out and self._can_read(served.example)
 
@@ -149,7 +149,7 @@ class OnlineTrainer:
         self.stats.loss = self._student.learn(batch)
         self.stats.num_micro_steps += 1
         if np.isnan(self.stats.loss):
-            logger.warning("drafter %s: what was learned is not finite, and is thrown away", self.name)
+            logger.warning("drafter %s: what was learned is not finite, and is discarded", self.name)
             self._restart()
 
     def _restart(self) -> None:
@@ -164,12 +164,12 @@ class OnlineTrainer:
         """Put the copy in the drafter's place if it is better, both in float32 and as it would serve."""
         self._evaluation.forget(_COPY)
         for version in {self.current.number: self.current, 0: self.original}.values():
-            yield from self._answer_as(version)
-        yield from self._answer(_COPY, self._student.hits)
+            yield from self._evaluate_version(version)
+        yield from self._evaluate(_COPY, self._student.hits)
         self.stats.num_evaluations += 1
         self._note_rates()
         if self._evaluation.is_better(self.current.number, _COPY):
-            logger.info("drafter %s: what was learned makes it worse, and is thrown away", self.name)
+            logger.info("drafter %s: what was learned makes it worse, and is discarded", self.name)
             self._restart()
         if not self._evaluation.is_better(_COPY, self.current.number):
             return
@@ -177,13 +177,13 @@ class OnlineTrainer:
         try:
             candidate = self._load(written)
         except ModelError as error:
-            logger.warning("drafter %s: what was learned cannot be used, and is thrown away: %s", self.name, error)
+            logger.warning("drafter %s: what was learned cannot be used, and is discarded: %s", self.name, error)
             self._versions.drop(written)
             self._restart()
             return
         try:
             yield
-            yield from self._answer_as(candidate)
+            yield from self._evaluate_version(candidate)
             if self._evaluation.is_better(candidate.number, self.current.number):
                 self._swap_in(candidate)
         finally:
@@ -193,37 +193,37 @@ class OnlineTrainer:
     def _swap_in(self, candidate: Version) -> None:
         candidate = replace(candidate, folder=self._versions.keep(candidate.folder))
         logger.info(
-            "drafter %s is replaced by what it has learned: its guesses are right for %.1f %% of held-out tokens, "
-            "were for %.1f %%", self.name,
+            "drafter %s is replaced by what it has learned: its draft tokens are right for %.1f %% of "
+            "held-out tokens, before for %.1f %%", self.name,
             100 * self._evaluation.rate(candidate.number), 100 * self._evaluation.rate(self.current.number),
         )  # fmt: skip
         before = self.current
         if self.previous is not None:
             self._drop(self.previous)
-        self._put(candidate)
+        self._use(candidate)
         self.previous = before
         self.stats.num_swaps += 1
         self._note_rates()
 
     def watch(self) -> Generator[None]:
         """Return to an earlier version if it is better on newer traffic; yield at the end of each slice."""
-        self._look()
+        self._add_held_out()
         if self.current is self.original:
             return
         earlier = [version for version in (self.previous, self.original) if version is not None]
         versions = {version.number: version for version in (self.current, *earlier)}
-        if not any(self._evaluation.unanswered(number) for number in versions):
+        if not any(self._evaluation.unevaluated(number) for number in versions):
             return
         for version in versions.values():
-            yield from self._answer_as(version)
+            yield from self._evaluate_version(version)
         self._note_rates()
         for version in earlier:
             # Between two slices another call may already have brought one back.
             is_kept = version is self.previous or version is self.original
             if is_kept and self._evaluation.is_better(version.number, self.current.number):
                 logger.warning(
-                    "drafter %s: what it learned is worse on newer traffic (its guesses are right for %.1f %% of "
-                    "tokens, those of the version before for %.1f %%), and is taken back", self.name,
+                    "drafter %s: what it learned is worse on newer traffic (its draft tokens are right for %.1f %% "
+                    "of tokens, those of the version before for %.1f %%), and is undone", self.name,
                     100 * self._evaluation.rate(self.current.number), 100 * self._evaluation.rate(version.number),
                 )  # fmt: skip
                 self._go_back(version)
@@ -231,7 +231,7 @@ class OnlineTrainer:
 
     def _go_back(self, version: Version) -> None:
         worse, between = self.current, self.previous
-        self._put(version)
+        self._use(version)
         self.previous = None
         for gone in (worse, between):
             if gone is not None and gone is not version:
@@ -240,15 +240,15 @@ class OnlineTrainer:
         self._note_rates()
         self._restart()
 
-    def _answer(self, number: int, answer: Callable[[TrainingExample], Hits]) -> Generator[None]:
+    def _evaluate(self, number: int, evaluate: Callable[[TrainingExample], Hits]) -> Generator[None]:
         """Evaluate a version on the examples it has no hits for, one per slice."""
-        for question in self._evaluation.unanswered(number):
-            question.hits[number] = answer(question.example)
+        for example in self._evaluation.unevaluated(number):
+            example.hits[number] = evaluate(example.example)
             yield
 
-    def _answer_as(self, version: Version) -> Generator[None]:
+    def _evaluate_version(self, version: Version) -> Generator[None]:
         loaded = version.loaded
-        yield from self._answer(version.number, lambda example: hits_of(loaded, example, self._vocab_size))
+        yield from self._evaluate(version.number, lambda example: hits_of(loaded, example, self._vocab_size))
 
     def _note_rates(self) -> None:
         self.stats.hit_rate = self._evaluation.rate(self.current.number)
@@ -265,7 +265,7 @@ class OnlineTrainer:
         self._num_versions += 1
         return Version(self._num_versions, loaded, folder)
 
-    def _put(self, version: Version) -> None:
+    def _use(self, version: Version) -> None:
         self._drafter.replace(version.loaded)
         self.current = version
         self._swapped()

@@ -22,7 +22,7 @@ TOP = 16  # tokens stored of each of the target's distributions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class ServedExample:
     """One example of the traffic.
 
     Attributes:
@@ -50,10 +50,10 @@ class Traffic:
         self._max_tokens = max_tokens
         self._recorder = ExampleRecorder(TOP)
         self._running: dict[str, Request] = {}
-        self._served: deque[Served] = deque()
+        self._served: deque[ServedExample] = deque()
         self._num_examples = self._num_tokens = 0
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[ServedExample]:
         """Iterate over the examples, the newest first."""
         return reversed(self._served)
 
@@ -92,7 +92,7 @@ class Traffic:
         if example is None or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         example = last_part(example, MAX_EXAMPLE)
-        self._served.append(Served(self._num_examples, example))
+        self._served.append(ServedExample(self._num_examples, example))
         self._num_examples += 1
         self._num_tokens += len(example.tokens)
         while self._num_tokens > self._max_tokens:
@@ -112,22 +112,22 @@ def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
 
     Where a piece continues the text of another one, half of it is context that is not trained on.
     """
-    found, taught = [], example.num_prompt
-    while taught < len(example.tokens):
-        # A short prompt leaves room for more.
-        end = min(taught + max(num_tokens // 2, num_tokens - taught), len(example.tokens))
-        found.append(_part(example, max(end - num_tokens, 0), taught, end))
-        taught = end
+    found, covered = [], example.num_prompt
+    while covered < len(example.tokens):
+        # A short prompt leaves capacity for more output.
+        end = min(covered + max(num_tokens // 2, num_tokens - covered), len(example.tokens))
+        found.append(_part(example, max(end - num_tokens, 0), covered, end))
+        covered = end
     return found
 
 
-def _part(example: TrainingExample, start: int, taught: int, end: int) -> TrainingExample:
-    """Return the tokens [start, end) of an example; those before `taught` count as prompt."""
-    rows = slice(taught - example.num_prompt, end - example.num_prompt)
+def _part(example: TrainingExample, start: int, covered: int, end: int) -> TrainingExample:
+    """Return the tokens [start, end) of an example; those before `covered` count as prompt."""
+    rows = slice(covered - example.num_prompt, end - example.num_prompt)
     return replace(
         example,
         tokens=example.tokens[start:end],
-        num_prompt=taught - start,
+        num_prompt=covered - start,
         top_ids=example.top_ids[rows],
         top_logprobs=example.top_logprobs[rows],
         generated_logprobs=example.generated_logprobs[rows],

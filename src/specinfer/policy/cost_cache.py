@@ -55,13 +55,13 @@ def cached_costs(
     path = cache_folder() / f"costs-{key}.json"
     costs = None if fresh else _read(path, situation)
     if costs is None:
-        is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may find no room
+        is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may not fit
         # While a pass waits for weights, the process does not run, but not because the machine is busy.
         started, worked = time.perf_counter(), time.process_time() + target.loaded.seconds_waiting
         costs = measure_costs(target, drafter, progress=progress)
         seconds, worked = time.perf_counter() - started, time.process_time() + target.loaded.seconds_waiting - worked
         if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
-            logger.info("measured costs are not kept: other requests or processes held the measurement up")
+            logger.info("measured costs are not kept: other requests or processes delayed the measurement")
             return costs
         _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
     return costs

@@ -63,28 +63,28 @@ def feature_names(slots: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class _Skill:
+class _HitRates:
     """Success rates of a drafter: shares of its first proposals that were right."""
 
     fast: float = 0.5
     slow: float = 0.5
     streak: int = 0
-    sure: float = 0.5
+    confidence: float = 0.5
 
-    def note(self, hit: bool, sure: float | None = None) -> None:
+    def note(self, hit: bool, confidence: float | None = None) -> None:
         self.fast += (1 - _FAST) * (hit - self.fast)
         self.slow += (1 - _SLOW) * (hit - self.slow)
         self.streak = min(self.streak + 1, _MAX_STREAK) if hit else 0
-        if sure is not None:
-            self.sure += (1 - _FAST) * (sure - self.sure)
+        if confidence is not None:
+            self.confidence += (1 - _FAST) * (confidence - self.confidence)
 
 
 @dataclass(slots=True)
-class _Standing:
+class _RequestState:
     """State of one request: the drafters' success rates and the target's last distribution."""
 
     request: Request
-    skills: dict[str, _Skill]  # by slot
+    hit_rates: dict[str, _HitRates]  # by slot
     target: tuple[float, ...] = (math.nan,) * len(_OF_TARGET)
     prospects: dict[str, Prospect] = field(default_factory=dict)  # what lookups would have proposed in this step
 
@@ -102,42 +102,44 @@ class FeatureTracker:
         self._lookups = {slot: part for slot, part in self._slots.items() if isinstance(part, Lookup)}
         self.slots = tuple(self._slots)
         self.names = feature_names(self.slots)
-        self._standings: dict[str, _Standing] = {}
-        self._overall = {slot: _Skill() for slot in self._slots}  # initial values of new requests
+        self._states: dict[str, _RequestState] = {}
+        self._overall = {slot: _HitRates() for slot in self._slots}  # initial values of new requests
 
     def features(self, spans: Sequence[Span]) -> Floats:
         """Return the features of requests that are about to emit a token: [spans, features], NaN if not known yet."""
-        if len(self._standings) > 2 * len(spans) + 64:
-            self._standings = {name: known for name, known in self._standings.items() if not known.request.is_finished}
-        standings = [self._standing(span.request) for span in spans]
+        if len(self._states) > 2 * len(spans) + 64:
+            self._states = {name: known for name, known in self._states.items() if not known.request.is_finished}
+        states = [self._state_of(span.request) for span in spans]
         for slot, lookup in self._lookups.items():
             try:
                 prospects = lookup.prospects(spans)
             except Exception:  # the failure costs its features, not the step
-                logger.exception("drafter %s cannot tell what it would guess", lookup.name)
+                logger.exception("drafter %s cannot predict what it would propose", lookup.name)
                 prospects = [Prospect()] * len(spans)
-            for standing, prospect in zip(standings, prospects, strict=True):
-                standing.prospects[slot] = prospect
-        return np.asarray([self._row(standing) for standing in standings])
+            for state, prospect in zip(states, prospects, strict=True):
+                state.prospects[slot] = prospect
+        return np.asarray([self._row(state) for state in states])
 
-    def _standing(self, request: Request) -> _Standing:
-        known = self._standings.get(request.request_id)
+    def _state_of(self, request: Request) -> _RequestState:
+        known = self._states.get(request.request_id)
         if known is None or known.request is not request:
-            skills = {slot: _Skill(all_.slow, all_.slow, 0, all_.sure) for slot, all_ in self._overall.items()}
-            known = self._standings[request.request_id] = _Standing(request, skills)
+            hit_rates = {
+                slot: _HitRates(all_.slow, all_.slow, 0, all_.confidence) for slot, all_ in self._overall.items()
+            }
+            known = self._states[request.request_id] = _RequestState(request, hit_rates)
         return known
 
-    def _row(self, standing: _Standing) -> list[float]:
-        params = standing.request.params
-        row = [*standing.target, params.temperature, float(params.is_greedy)]
-        for slot, skill in standing.skills.items():
-            row += (skill.fast, skill.slow, math.log2(1 + skill.streak))
-            prospect = standing.prospects.get(slot)
+    def _row(self, state: _RequestState) -> list[float]:
+        params = state.request.params
+        row = [*state.target, params.temperature, float(params.is_greedy)]
+        for slot, rates in state.hit_rates.items():
+            row += (rates.fast, rates.slow, math.log2(1 + rates.streak))
+            prospect = state.prospects.get(slot)
             if prospect is None:
-                row.append(skill.sure)
+                row.append(rates.confidence)
             else:
-                chance = prospect.path_probs[0] if prospect.path_probs else 0.0
-                row += (math.log2(1 + prospect.match), chance, math.log2(1 + prospect.reach))
+                prob = prospect.path_probs[0] if prospect.path_probs else 0.0
+                row += (math.log2(1 + prospect.match), prob, math.log2(1 + prospect.reach))
         return row
 
     def on_tokens(
@@ -145,34 +147,34 @@ class FeatureTracker:
     ) -> None:
         """Update the features of a request, as `Observer.on_tokens`."""
         if request.is_finished:
-            self._standings.pop(request.request_id, None)
+            self._states.pop(request.request_id, None)
             return
-        standing = self._standings.get(request.request_id)
-        if standing is None or standing.request is not request:
+        state = self._states.get(request.request_id)
+        if state is None or state.request is not request:
             return
         tokens = request.token_ids[-num_generated:]
         nodes = (0, *acceptance.path)[:num_generated]
-        standing.target = _distribution_features(logits[nodes[-1]], tokens[-1])
-        for slot, prospect in standing.prospects.items():
-            for guess, token in zip(prospect.tokens, tokens, strict=False):
-                self._note(standing, slot, guess == token)
-                if guess != token:
+        state.target = _distribution_features(logits[nodes[-1]], tokens[-1])
+        for slot, prospect in state.prospects.items():
+            for proposed, token in zip(prospect.tokens, tokens, strict=False):
+                self._note(state, slot, proposed == token)
+                if proposed != token:
                     break
-        standing.prospects.clear()
+        state.prospects.clear()
         for node, token in zip(nodes, tokens, strict=True):
             met: set[str] = set()  # only the first proposal of each drafter counts
-            for child, drafter, _, sure in tree.candidates[node]:
+            for child, drafter, _, confidence in tree.candidates[node]:
                 slot = self._slot_of.get(drafter, "")
                 if slot and slot not in met and slot not in self._lookups:
                     met.add(slot)
-                    self._note(standing, slot, tree.tokens[child] == token, sure)
+                    self._note(state, slot, tree.tokens[child] == token, confidence)
 
-    def _note(self, standing: _Standing, slot: str, hit: bool, sure: float | None = None) -> None:
-        standing.skills[slot].note(hit, sure)
+    def _note(self, state: _RequestState, slot: str, hit: bool, confidence: float | None = None) -> None:
+        state.hit_rates[slot].note(hit, confidence)
         overall = self._overall[slot]
         overall.slow += (1 - _OVERALL) * (hit - overall.slow)
-        if sure is not None:
-            overall.sure += (1 - _OVERALL) * (sure - overall.sure)
+        if confidence is not None:
+            overall.confidence += (1 - _OVERALL) * (confidence - overall.confidence)
 
 
 def _distribution_features(logits: Tensor, token: int) -> tuple[float, ...]:
@@ -181,5 +183,5 @@ def _distribution_features(logits: Tensor, token: int) -> tuple[float, ...]:
     values = torch.cat(
         [distribution.topk(2).values, torch.special.entr(distribution).sum()[None], distribution[token][None]]
     )
-    first, second, entropy, said = values.tolist()
-    return first, first - second, entropy, said
+    first, second, entropy, emitted = values.tolist()
+    return first, first - second, entropy, emitted

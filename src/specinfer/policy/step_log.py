@@ -34,7 +34,7 @@ class StepEntry:
 
     Attributes:
         features: Features before the step, in the order of the log's names; NaN for unknown ones.
-        asked: Indices of the slots that were used.
+        used: Indices of the slots that were used.
         max_nodes, max_depth, min_path_prob: The tree's budget.
         parents: Parents of the nodes 1, 2, ...
         draws: (node, index of the slot, confidence) in draw order.
@@ -42,7 +42,7 @@ class StepEntry:
     """
 
     features: tuple[float, ...]
-    asked: tuple[int, ...]
+    used: tuple[int, ...]
     max_nodes: int
     max_depth: int
     min_path_prob: float
@@ -54,24 +54,24 @@ class StepEntry:
         """Return the entry as plain values for JSON."""
         return {
             "features": [None if math.isnan(value) else round(value, 5) for value in self.features],
-            "budget": [list(self.asked), self.max_nodes, self.max_depth, self.min_path_prob],
+            "budget": [list(self.used), self.max_nodes, self.max_depth, self.min_path_prob],
             "parents": list(self.parents),
-            "draws": [[node, slot, round(sure, 4)] for node, slot, sure in self.draws],
+            "draws": [[node, slot, round(confidence, 4)] for node, slot, confidence in self.draws],
             "path": list(self.path),
         }
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "StepEntry":
         """Make an entry from a parsed line. Raises KeyError, TypeError or ValueError if it is not one."""
-        asked, max_nodes, max_depth, min_path_prob = record["budget"]
+        used, max_nodes, max_depth, min_path_prob = record["budget"]
         return cls(
             tuple(math.nan if value is None else float(value) for value in record["features"]),
-            tuple(map(int, asked)),
+            tuple(map(int, used)),
             int(max_nodes),
             int(max_depth),
             float(min_path_prob),
             tuple(map(int, record["parents"])),
-            tuple((int(node), int(slot), float(sure)) for node, slot, sure in record["draws"]),
+            tuple((int(node), int(slot), float(confidence)) for node, slot, confidence in record["draws"]),
             tuple(map(int, record["path"])),
         )
 
@@ -82,7 +82,7 @@ class StepEntry:
             len(self.features) == num_features
             and all(0 <= parent < node for node, parent in zip(nodes, self.parents, strict=True))
             and all(node in nodes and 0 <= slot < num_slots for node, slot, _ in self.draws)
-            and all(0 <= slot < num_slots for slot in self.asked)
+            and all(0 <= slot < num_slots for slot in self.used)
             and all(
                 node in nodes and self.parents[node - 1] == above
                 for above, node in zip((0, *self.path), self.path, strict=False)
@@ -144,9 +144,9 @@ class LoggedPolicy:
     ) -> None:
         pending = self._pending.pop(request.request_id, None)
         if pending is not None:
-            _, row, budget, room = pending
+            _, row, budget, max_new_tokens = pending
             # The end of the output cuts trees and accepted paths: near it a tree shows only what shallower ones yield.
-            budget = budget.cut(room - 1, budget.max_nodes)
+            budget = budget.cut(max_new_tokens - 1, budget.max_nodes)
             # Nothing is learned if the request could not use its budget, or drafted from its own prediction.
             is_free = request.may_guess and not request.prediction_ids and not request.is_finished
             if budget.max_nodes and not budget.widths and is_free:
@@ -157,13 +157,15 @@ class LoggedPolicy:
     def _entry(self, row: tuple[float, ...], budget: TreeBudget, tree: TokenTree, acceptance: Acceptance) -> StepEntry:
         return StepEntry(
             features=row,
-            asked=tuple(i for name, i in self._names.items() if budget.asks(name)),
+            used=tuple(i for name, i in self._names.items() if budget.asks(name)),
             max_nodes=budget.max_nodes,
             max_depth=budget.max_depth,
             min_path_prob=budget.min_path_prob,
             parents=tree.parents[1:],
             draws=tuple(
-                (node, self._names[drafter], sure) for node, drafter, _, sure in tree.draws if drafter in self._names
+                (node, self._names[drafter], confidence)
+                for node, drafter, _, confidence in tree.draws
+                if drafter in self._names
             ),
             path=acceptance.path,
         )

@@ -124,7 +124,7 @@ def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) 
     wanted = max(count - len(whole), 0)
     cut = []
     for ids in texts:
-        # Each text contributes in proportion; where there is room, cuts are at least a prompt's length apart.
+        # Each text contributes in proportion; where the text is long enough, cuts are at least a prompt's length apart.
         share = min(max(round(wanted * len(ids) / total), 1), max(len(ids) // length, 1))
         step = max(len(ids) - length, 0) / share
         cut += [tuple(ids[round(i * step) : round(i * step) + length]) for i in range(share)]

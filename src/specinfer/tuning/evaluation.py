@@ -1,7 +1,7 @@
 """Evaluation of tuned drafters on held-out data: predicted tokens, and target passes with merged chains.
 
-Hit rates are computed from the marks. Passes are counted with the engine itself on the held-out prompts, and all arms
-generate the same tokens. Nothing here is timed, so machine and load do not matter.
+Hit rates are computed from the predictions. Passes are counted with the engine itself on the held-out prompts, and all
+arms generate the same tokens. Nothing here is timed, so machine and load do not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -157,11 +157,11 @@ def count_passes(
             ]
             outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
             counted = [output.metrics.speculative_decoding for output in outputs]
-            passes, guesses, steps = (
+            passes, drafted, steps = (
                 sum(float(str(one[name])) for one in counted)
                 for name in ("num_target_passes", "num_draft_tokens", "num_spec_steps")
             )
             num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
-            found.append(Passes(arm, mode, num_output / max(passes, 1.0), guesses / max(steps, 1.0)))
+            found.append(Passes(arm, mode, num_output / max(passes, 1.0), drafted / max(steps, 1.0)))
         note(number + 1)
     return found

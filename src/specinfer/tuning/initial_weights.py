@@ -169,7 +169,7 @@ def _layer_list(model: Any) -> tuple[nn.Module, str]:
         for name in _LAYER_LISTS:
             if isinstance(getattr(module, name, None), nn.ModuleList):
                 return module, name
-    raise ValueError("drafter: the layers of this target cannot be told apart; start from a checkpoint or from nothing")
+    raise ValueError("drafter: the layers of this target cannot be found; start from a checkpoint or from new:N")
 
 
 def _set_layers(config: Any, count: int, kept: Sequence[int]) -> None:

@@ -43,8 +43,8 @@ def reporting_disk_errors(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else first_line(error)
         raise TrainingError(
-            f"{folder} cannot be written or read ({reason}); make room or mend it, and start again: what was saved is "
-            "as it was"
+            f"{folder} cannot be written or read ({reason}); free some space or repair it, and start again: what was "
+            "saved is as it was"
         ) from error
 
 
@@ -251,7 +251,7 @@ def _save(path: Path, model: nn.Module, optimizers: Sequence[Any], progress: Pro
         write_atomically(path, write)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise TrainingError(
-            f"{path} cannot be written ({error}); make room and start again: the last one is intact"
+            f"{path} cannot be written ({error}); free some space and start again: the last one is intact"
         ) from error
 
 

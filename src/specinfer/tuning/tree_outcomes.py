@@ -1,7 +1,7 @@
 """The yield of smaller trees, read off a logged tree: full information on every configuration.
 
 A tree of one drafter is a part of the merged tree, and a smaller best-first tree is a prefix of a larger one: the nodes
-with the highest path probability among those of the drafters that are asked.
+with the highest path probability among those of the drafters that are used.
 """
 
 from collections.abc import Sequence
@@ -54,14 +54,14 @@ def outcomes_of(log: StepLog, menu: Sequence[Configuration]) -> TreeOutcomes:
     kinds = {one.slots: frozenset(map(log.slots.index, one.slots)) for one in menu}
     for i, entry in enumerate(log.entries):
         tree = _Tree(entry, calibration, entry.features[greedy] > 0)
-        parts = {slots: tree.ordered(asked) for slots, asked in kinds.items()}
+        parts = {slots: tree.ordered(used) for slots, used in kinds.items()}
         for j, one in enumerate(menu):
-            asked = kinds[one.slots]
+            used = kinds[one.slots]
             known[i, j] = (
-                asked <= set(entry.asked)
+                used <= set(entry.used)
                 and one.max_nodes <= entry.max_nodes
                 and one.max_depth <= entry.max_depth
-                and (not asked or one.min_path_prob >= entry.min_path_prob)
+                and (not used or one.min_path_prob >= entry.min_path_prob)
             )
             order, quality = parts[one.slots]
             fits = (tree.depths[order] <= one.max_depth) & (quality >= one.min_path_prob)
@@ -92,9 +92,9 @@ def _ranks(entry: StepEntry) -> list[int]:
 def _count(calibration: Calibration, entry: StepEntry, greedy: bool) -> None:
     """Count the draws at each node that the target reached."""
     walk = {0, *entry.path}
-    for (node, slot, sure), rank in zip(entry.draws, _ranks(entry), strict=True):
+    for (node, slot, confidence), rank in zip(entry.draws, _ranks(entry), strict=True):
         if entry.parents[node - 1] in walk:
-            calibration.count(_sources(slot, greedy), rank, sure, kept=node in walk)
+            calibration.count(_sources(slot, greedy), rank, confidence, kept=node in walk)
 
 
 class _Tree:
@@ -111,11 +111,11 @@ class _Tree:
         self.is_accepted[list(entry.path)] = True
         self._draws = np.asarray([node for node, _, _ in entry.draws], dtype=np.int64)
         self._slots = np.asarray([slot for _, slot, _ in entry.draws], dtype=np.int64)
-        ranks, sure = np.asarray(_ranks(entry), dtype=np.int64), np.asarray([draw[2] for draw in entry.draws])
-        self._chances = np.zeros(len(self._draws))
+        ranks, confidence = np.asarray(_ranks(entry), dtype=np.int64), np.asarray([draw[2] for draw in entry.draws])
+        self._probs = np.zeros(len(self._draws))
         for slot in set(self._slots.tolist()):
             of = self._slots == slot
-            self._chances[of] = calibration.acceptance_prob(_sources(slot, greedy), ranks[of], sure[of])
+            self._probs[of] = calibration.acceptance_prob(_sources(slot, greedy), ranks[of], confidence[of])
 
     def made_by(self, slots: frozenset[int]) -> npt.NDArray[np.bool_]:
         """Return whether one of these drafters drafted a node, [nodes]."""
@@ -127,7 +127,7 @@ class _Tree:
         """Return the nodes of these drafters and their path probabilities, highest first, parents before children."""
         of = np.isin(self._slots, list(slots))
         missed = np.ones(len(self._parents))
-        np.multiply.at(missed, self._draws[of], 1.0 - self._chances[of])
+        np.multiply.at(missed, self._draws[of], 1.0 - self._probs[of])
         quality = (1.0 - missed).tolist()
         quality[0] = 1.0
         for node in range(1, len(quality)):
