@@ -57,8 +57,8 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
         return ShardDefinition.make(job)
     with open_checkpoint(job) as checkpoint:
         if job.shard.is_whole:  # transformers would treat a GGUF file as quantized, and reads only some correctly
-            return ShardDefinition.make(job, checkpoint.read_all())
-        definition = ShardDefinition.make(job, checkpoint.meta_weights())
+            return ShardDefinition.make(job, checkpoint.weights(lambda _layer: True))
+        definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: False))
         prepare_conversion(checkpoint, definition.model, job)
         checkpoint.fill(definition.model)
         return definition
@@ -88,6 +88,6 @@ def prepare_conversion(checkpoint: Checkpoint, model: nn.Module, job: LoadConfig
 
 def _layer_tensors(checkpoint: Checkpoint, job: LoadConfig, layer: int) -> dict[str, Tensor]:
     """Return a layer's weights by name, as in the family's definition."""
-    model = ShardDefinition.make(job, checkpoint.state_dict(only=layer)).model
+    model = ShardDefinition.make(job, checkpoint.weights(lambda number: number == layer)).model
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in tensors if checkpoint.layer_of(name) == layer}

@@ -44,7 +44,7 @@ def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> 
     budget = Budget(job.offload.budget_bytes, job.device)
     with open_checkpoint(job, progress, stays_open=True) as checkpoint:
         budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")
-        weights = checkpoint.state_dict() if job.shard.is_whole else checkpoint.meta_weights()
+        weights = checkpoint.weights(lambda layer: layer is None and job.shard.is_whole)
         definition = ShardDefinition.make(job, weights)
         if job.quantization is not None and job.is_direct:
             raise ModelError(
@@ -180,7 +180,7 @@ def _convert(
 
 def _read_layer(checkpoint: Checkpoint, job: LoadConfig, layer: int) -> Entries:
     """Return what is streamed of a layer, with its weights."""
-    model = ShardDefinition.make(job, checkpoint.state_dict(only=layer)).model
+    model = ShardDefinition.make(job, checkpoint.weights(lambda number: number == layer)).model
     entries = _convert(model, checkpoint, job, warns=False)[1]  # the first warning is enough
     return entries[layer - job.layers.start]
 

@@ -23,6 +23,12 @@ _AT_ONCE = 2**18  # numbers checked at a time, few enough for the processor's ca
 _AROUND = 64 * 2**20  # libraries loaded by the first pass, and the readers' own memory
 
 
+def layer_number(name: str) -> int | None:
+    """Return the number of the layer that a tensor of the files belongs to, or None."""
+    found = _NUMBERED.search(name)
+    return None if found is None else int(found[1])
+
+
 def needs_copy(name: str) -> ModelError:
     """Return the error for weights whose form in the files differs from the form used for computing."""
     return ModelError(
@@ -66,44 +72,31 @@ class Checkpoint:
         """Return the decoder layer that a name belongs to, or None."""
         if not name.startswith(self._prefixes):
             return None
-        found = _NUMBERED.search(name)
-        assert found is not None
-        return int(found[1])
+        number = layer_number(name)
+        assert number is not None
+        return number
 
-    def meta_weights(self) -> dict[str, Tensor]:
-        """Return meta weights for all weights."""
-        return {name: MetaWeight.of(name, source.shape, source.dtype) for name, source in self.shards.sources.items()}
+    def weights(self, is_read: Callable[[int | None], bool]) -> dict[str, Tensor]:
+        """Return all weights by name, with meta weights for those that are not read.
 
-    def read_all(self) -> dict[str, Tensor]:
-        """Read all weights."""
-        return {name: source.read() for name, source in self.shards.sources.items()}
-
-    def state_dict(self, only: int | None = None) -> dict[str, Tensor]:
-        """Return the weights outside of layers, or those of the layer `only`, with meta weights for the rest."""
-        tensors: dict[str, Tensor] = {}
-        for name, source in self.shards.sources.items():
-            found = _NUMBERED.search(name)
-            number = None if found is None else int(found[1])
-            tensors[name] = source.read() if number == only else MetaWeight.of(name, source.shape, source.dtype)
-        return tensors
-
-    def is_numbered(self, name: str) -> bool:
-        """Return whether a tensor of the files belongs to one of several layers."""
-        return _NUMBERED.search(name) is not None
+        Args:
+            is_read: Function of a layer's number, or of None for the weights outside of layers.
+        """
+        return {
+            name: source.read() if is_read(layer_number(name)) else MetaWeight.of(name, source.shape, source.dtype)
+            for name, source in self.shards.sources.items()
+        }
 
     def least_bytes(self) -> int:
         """Return the bytes that loading takes.
 
         They are: the weights outside of layers twice, as read and as packed, two layers, and a little more.
         """
-        layers: dict[str, int] = defaultdict(int)
-        outside = 0
+        sizes: dict[int | None, int] = defaultdict(int)
         for name, source in self.shards.sources.items():
-            if (found := _NUMBERED.search(name)) is not None:
-                layers[found[0]] += source.num_bytes
-            else:
-                outside += source.num_bytes
-        return 2 * (outside + max(layers.values(), default=0)) + _AROUND
+            sizes[layer_number(name)] += source.num_bytes
+        outside = sizes.pop(None, 0)
+        return 2 * (outside + max(sizes.values(), default=0)) + _AROUND
 
     def check_sources(self, model: nn.Module) -> None:
         """Refuse a model that needs a copy of its layers.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from specinfer.model.offload.budget import WIDTHS, Budget, PassCapacity, used_bytes
-from specinfer.model.offload.checkpoint import Checkpoint
+from specinfer.model.offload.checkpoint import Checkpoint, layer_number
 
 
 def check_budget(
@@ -33,8 +33,8 @@ def check_budget(
     try:
         loading = checkpoint.least_bytes()
         sources = checkpoint.shards.sources
-        outside = [one for name, one in sources.items() if not checkpoint.is_numbered(name)]
-        inside = [one for name, one in sources.items() if checkpoint.is_numbered(name)]
+        outside = [one for name, one in sources.items() if layer_number(name) is None]
+        inside = [one for name, one in sources.items() if layer_number(name) is not None]
         widest = max((size for one in inside for size in one.shape), default=1)
         vocab = max((one.shape[0] for one in outside if len(one.shape) > 1), default=1)
     finally:
