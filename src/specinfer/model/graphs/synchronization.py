@@ -1,4 +1,4 @@
-"""Waits: detection of operations that wait for the device, which a captured program must not do."""
+"""SynchronizationCheck: detection of operations that wait for the device, which a captured program must not do."""
 
 from typing import Any
 
@@ -28,14 +28,14 @@ class SynchronizationCheck(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _waits(func, args, kwargs):
+        if _synchronizes(func, args, kwargs):
             raise SynchronizationError(f"{func.overloadpacket.__name__} waits for the device")
         with self:  # in inference mode, a composite operation arrives as a whole
             found = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if found is NotImplemented else found
 
 
-def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _synchronizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = func.overloadpacket.__name__
     if name == "index":  # a mask index counts its true elements
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
