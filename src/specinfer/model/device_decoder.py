@@ -19,7 +19,7 @@ from specinfer.kernels.plain_layer import rotation_table
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch, taken_apart
-from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, window_of
+from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, linears_of, window_of
 from specinfer.model.linears import can_join, joined
 
 
@@ -68,15 +68,13 @@ class _Layer(nn.Module):
 
     def __init__(self, layer: Any, index: int) -> None:
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.index, self.scale, self.window = index, float(attention.scaling), window_of(attention)
         self.eps = float(layer.input_layernorm.variance_epsilon)
         self.attention_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         self.query_norm, self.key_norm = norms
-        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output, self.down = attention.o_proj, mlp.down_proj
-        self.gated = joined([mlp.gate_proj, mlp.up_proj])
+        self.qkv, self.output, self.gated, self.down = map(joined, linears_of(layer))
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, added: Tensor | None, rotations: Tensor) -> Tensor:
         """Return [tokens, width], which the caller adds to `hidden`.
@@ -103,18 +101,11 @@ def can_fuse_on_device(model: Any, device: torch.device) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    together = (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (mlp.gate_proj, mlp.up_proj),
-        (attention.o_proj,),
-        (mlp.down_proj,),
-    )
     return all(
         can_join(one)
-        and type(one) is type(parts[0])
-        and (one.bias is None) == (parts[0].bias is None)
+        and type(one) is type(joined_layers[0])
+        and (one.bias is None) == (joined_layers[0].bias is None)
         and getattr(one, "call", None) is None
-        for parts in together
-        for one in parts
+        for joined_layers in linears_of(layer)
+        for one in joined_layers
     )

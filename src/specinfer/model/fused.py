@@ -17,7 +17,7 @@ from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import BITS, Bits
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.cut import Cut
-from specinfer.model.layer_kind import LayerKind, activation_of, kind_of, window_of
+from specinfer.model.layer_kind import LayerKind, activation_of, kind_of, linears_of, window_of
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
@@ -48,7 +48,7 @@ class FusedDecoder(nn.Module):
         self.width = int(model.config.hidden_size)
         parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
         self.layers = [_Layer(layer, kind, model.config, packing) for layer in parts]
-        self.stream: LayerStream | None = None
+        self.stream: LayerStream | None = None  # brings in the layers, if they are not in memory
         self.is_first = not isinstance(trunk.embed_tokens, EmbeddingPlaceholder)
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
@@ -64,10 +64,6 @@ class FusedDecoder(nn.Module):
         self.rotary = trunk.rotary_emb
         self.group: Group = Alone()  # the ranks with shards of the same layers
         self._tables: dict[tuple[str, ...], _Table] = {}
-
-    def stream_from(self, stream: LayerStream) -> None:
-        """Use a stream to bring in the layers from now on."""
-        self.stream = stream
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
@@ -177,7 +173,7 @@ class _Layer:
     """
 
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: _Packing) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
         self.window = window_of(attention)
         self.rotation: tuple[str, ...] = (attention.layer_type,) if kind.rotates_by_type else ()
@@ -185,20 +181,13 @@ class _Layer:
             _weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
             for name in ("q_norm", "k_norm")
         ]
-        qkv = _call([attention.q_proj, attention.k_proj, attention.v_proj], packing)
-        output = _call([attention.o_proj], packing)
-        gated = _call([mlp.gate_proj, mlp.up_proj], packing, interleaved=True)
-        down = _call([mlp.down_proj], packing)
+        made_of = linears_of(layer)
+        qkv, output = (_call(list(linears), packing) for linears in made_of[:2])
+        gated, down = _call(list(made_of[2]), packing, interleaved=True), _call(list(made_of[3]), packing)
         norms = _weights(layer, kind.norms, kind)
         post_norms = None if kind.post_norms is None else _weights(layer, kind.post_norms, kind)
         self.eps, gate = float(config.rms_norm_eps), GATES[activation_of(config)]
         self.call = LayerCall((qkv, output, gated, down), norms, self.eps, post_norms=post_norms, gate=gate)
-        made_of = (
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (attention.o_proj,),
-            (mlp.gate_proj, mlp.up_proj),
-            (mlp.down_proj,),
-        )
         self.origins = [
             Origin(call, tuple(origin_of(part.weight) for part in parts), interleaved=call is gated)
             for call, parts in zip(self.call.linears, made_of, strict=True)

@@ -53,6 +53,15 @@ def activation_of(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
+def linears_of(layer: Any) -> tuple[tuple[Any, ...], ...]:
+    """Return the linear layers of a decoder layer, those with the same input together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
+    )  # fmt: skip
+
+
 def window_of(attention: Any) -> int | None:
     """Return how many positions back a layer sees, or None for all; families set it per layer or in the config."""
     window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))

@@ -126,7 +126,7 @@ def _attach(
 ) -> None:
     """Let the model take its layers from the stream, and check that fused layers compute what the definition does."""
     if isinstance(model, FusedDecoder):
-        model.stream_from(stream)
+        model.stream = stream
         verdict = probed.judge(model, definition.dtype, job.quantization)
         if not verdict.is_right:
             raise ModelError(f"offload: the native layers are not those of the model, leave offload out: {verdict}")

@@ -26,8 +26,8 @@ from specinfer.parallel.torch_group import TorchGroup, Traffic
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_VERDICT_SECONDS = 4.0  # wait for the cause: a broken connection is noticed before it is known which rank broke it
-_FAREWELL_SECONDS = 3.0
+_DIAGNOSIS_SECONDS = 4.0  # wait for the cause: a broken connection is noticed before it is known which rank broke it
+_SHUTDOWN_SECONDS = 3.0
 _TENSOR, _STAGES, _WORLD, _COMMANDS, _MESSAGES = range(1, 6)  # numbers of the groups
 
 
@@ -187,7 +187,7 @@ class Ranks:
 
     def _reason(self, error: Exception) -> str:
         """Return the reason for a broken connection, as soon as it is known which rank broke it."""
-        end = time.monotonic() + _VERDICT_SECONDS
+        end = time.monotonic() + _DIAGNOSIS_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(BEAT_SECONDS / 10)
         self.fail(f"a pass over several ranks failed: {error}")
@@ -212,7 +212,7 @@ class Ranks:
                 elif (wrong := self._monitor.check()) is not None:
                     self.fail(wrong)
             if self.failure is None and self._were_notified:
-                children.wait(_FAREWELL_SECONDS)
+                children.wait(_SHUTDOWN_SECONDS)
             elif self.failure is not None:
                 logger.critical("%s; the target cannot be used any more", self.failure)
                 self._abort()
@@ -223,25 +223,25 @@ class Ranks:
             if self._children is not None:
                 self._children.kill()
 
-    def close(self, farewell: Callable[[], None] | None = None) -> None:
+    def close(self, stop_others: Callable[[], None] | None = None) -> None:
         """End the workers. Repeated calls do nothing.
 
         Args:
-            farewell: Function that lets them end in order, or None to kill them, as after a failure.
+            stop_others: Function that lets them end in order, or None to kill them, as after a failure.
         """
         if self._is_closed.is_set():
             return
-        if self.failure is None and farewell is not None:
+        if self.failure is None and stop_others is not None:
             with contextlib.suppress(Exception):
-                self.submit(farewell).result(_FAREWELL_SECONDS)
+                self.submit(stop_others).result(_SHUTDOWN_SECONDS)
                 self._were_notified = True
         self._is_closed.set()
         if self._watcher.is_alive():
-            self._watcher.join(2 * _FAREWELL_SECONDS)
+            self._watcher.join(2 * _SHUTDOWN_SECONDS)
         self.fail("the ranks were ended")
-        self._messages.end(_FAREWELL_SECONDS)
+        self._messages.end(_SHUTDOWN_SECONDS)
         self._tasks.add(self._disconnect)
-        self._tasks.end(_FAREWELL_SECONDS)
+        self._tasks.end(_SHUTDOWN_SECONDS)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
