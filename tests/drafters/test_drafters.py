@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import reference
 from specinfer.core.request import Request, Span
@@ -25,6 +26,7 @@ from specinfer.drafters import (
 )
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES
+from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
@@ -186,6 +188,23 @@ def test_small_model_reads_long_prompts_in_chunks(
     request = make_request("0", random_prompts([30])[0])
     assert set(paths_of(_draft(drafter, request, 2, 2))) == _expected(make_model("mistral"), request, (2, 2))
     drafter.forget("0")
+
+
+def test_small_model_computes_only_the_last_token_of_a_cached_prompt(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = resized(runner_of("llama"), 200, keeps_prefixes=True)
+    drafter, sizes, forward = SmallModelDrafter(runner, VOCAB), list[int](), runner.forward
+
+    def counted(pieces: Sequence[Piece]) -> Tensor:
+        sizes.append(sum(len(piece.tokens) for piece in pieces))
+        return forward(pieces)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    for name in ("first", "second"):
+        _draft(drafter, make_request(name, range(1, 21)), 1)
+        drafter.forget(name)
+    assert sizes == [20, 1]
 
 
 def test_small_model_without_free_slots_drafts_less(runner_of: Callable[..., ModelRunner]) -> None:
