@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from benchmarks.parallel import cable
-from specinfer.bench.network import Link
+from specinfer.planning.network import Link
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")  # of the hosts; not visible outside them
 _REMEDY = "measure with namespaces off"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specinfer.bench.loop import batches, rotated
-from specinfer.bench.network import Link, parse_rate, parse_seconds
 from specinfer.bench.options import (
     bench_params,
     check_batches,
@@ -22,6 +21,7 @@ from specinfer.bench.prompts import AnyPrompt
 from specinfer.bench.results import PLAIN
 from specinfer.core.config import parse_select
 from specinfer.core.sampling import SamplingParams
+from specinfer.planning.network import Link, parse_rate, parse_seconds
 
 _MAX_RANKS = 16  # all of them run on this machine
 _WARMUP_TOKENS = 12  # generated for each prompt by a warm-up run

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.parallel.plans import Setting
-from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
-from specinfer.bench.network import Link
 from specinfer.bench.results import Run
-from specinfer.bench.simulation_plans import Planner, run_round
 from specinfer.core.config import parse_tree
 from specinfer.core.step_record import StepRecord
+from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
+from specinfer.planning.network import Link
+from specinfer.planning.simulation_plans import Planner, run_round
 from specinfer.policy.acceptance import expected_tokens
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.optimizer import TreeSizes

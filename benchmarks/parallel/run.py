@@ -22,14 +22,14 @@ from benchmarks.parallel.prediction import HereCosts
 from benchmarks.parallel.processes import Engine, Where, message_seconds
 from benchmarks.parallel.report import ParallelReport, plot_parallel
 from benchmarks.parallel.turns import ParallelTurns
-from specinfer.bench.cluster import TargetShape
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.network import Link
 from specinfer.bench.prompts import token_prompts
-from specinfer.bench.simulate import BYTES
 from specinfer.core.config import parse_tree
 from specinfer.core.cpus import usable_cpus
+from specinfer.planning.cluster import TargetShape
+from specinfer.planning.network import Link
+from specinfer.planning.simulate import BYTES
 from specinfer.policy.base import budget_of
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.reporting.files import check_files, options_of

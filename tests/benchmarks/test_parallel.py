@@ -36,11 +36,11 @@ from benchmarks.parallel.report import (
 from benchmarks.parallel.run import run_parallel
 from benchmarks.program import app
 from benchmarks.runs import read_run
-from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
-from specinfer.bench.network import Link
 from specinfer.bench.results import PLAIN, Run
-from specinfer.bench.simulation_plans import Planner, run_round
 from specinfer.core.step_record import StepRecord
+from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
+from specinfer.planning.network import Link
+from specinfer.planning.simulation_plans import Planner, run_round
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.reporting.environment import Environment
 from tiny import random_prompts, save_model

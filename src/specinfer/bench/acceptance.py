@@ -36,7 +36,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
 from specinfer.model.runner import ModelRunner
 from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import check_files
+from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
 
 _NUM_WARMUP = 4  # prompts from which best-first trees first learn acceptance probabilities
@@ -96,7 +96,7 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
             small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
             environment = Environment.of(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
-    report = AcceptanceReport(hit_rates, parts, shown, config.as_dict(), environment, shift, asked.kinds[num_more:])
+    report = AcceptanceReport(hit_rates, parts, shown, options_of(config), environment, shift, asked.kinds[num_more:])
     write_files(report, config.json, config.plot, plot_acceptance)
     return report
 

@@ -1,16 +1,23 @@
 """Options of the acceptance measurement, and the setups that each of its tables compares."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.bench.chat_prompts import check_kinds, kinds_for
-from specinfer.bench.options import check_seed, check_whole
+from specinfer.bench.options import (
+    bench_params,
+    check_distinct,
+    check_models,
+    check_once,
+    check_prompts,
+    check_seed,
+    check_whole,
+)
 from specinfer.bench.prompts import AnyPrompt
-from specinfer.core.config import BEST_FIRST, DRAFT_SAMPLINGS, MAX_TREE_NODES, check_quantization, parse_select
-from specinfer.core.sampling import MAX_SEED, SamplingParams
-from specinfer.model.device import DTYPES
+from specinfer.core.config import BEST_FIRST, DRAFT_SAMPLINGS, MAX_TREE_NODES, parse_select
+from specinfer.core.sampling import SamplingParams
 
 SHIFT = "shift"
 PARTS = ("table1", "table2", "table3", "rules", "drafters", SHIFT)
@@ -88,24 +95,15 @@ class AcceptanceConfig:
         check_seed(self.seed)
         if unknown := [part for part in self.parts if part not in PARTS]:
             raise ValueError(f"part must be one of {', '.join(PARTS)}, not {unknown[0]!r}")
-        for name in ("parts", "nodes", "temperatures"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(
-                    f"{name}: {', '.join(map(str, values)) or 'none'} given; give at least one, none twice"
-                )
+        for name in ("parts", "temperatures"):
+            check_once(name, getattr(self, name))
+        check_distinct("nodes", self.nodes, MAX_TREE_NODES)
         if parse_select(self.select) is None:
             raise ValueError('select: shift compares with "all" anyway; name a choice, such as "hedge:1"')
-        for count in self.nodes:
-            check_whole("nodes", count, 1, MAX_TREE_NODES)
         if self.verification is not None and self.verification not in DRAFT_SAMPLINGS:
             raise ValueError(f"verification must be one of {', '.join(DRAFT_SAMPLINGS)}, not {self.verification!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        check_quantization("quantization", self.quantization)
-        check_quantization("drafter_quantization", self.drafter_quantization)
-        if self.prompts is not None and not all(self.prompts or [()]):
-            raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_prompts(self.prompts)
         check_kinds(self.kinds, self.prompts)
         for temperature in self.temperatures:
             self.sampling_params(0, temperature)
@@ -117,16 +115,7 @@ class AcceptanceConfig:
 
     def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
         """Return the sampling parameters of a prompt, which are the same for every arm."""
-        return SamplingParams(
-            temperature=temperature,
-            max_tokens=self.max_tokens,
-            seed=(self.seed + prompt) & MAX_SEED,
-            ignore_eos=not self.asked_kinds,
-        )
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {name: None if (file := getattr(self, name)) is None else str(file)
-                               for name in ("json", "plot", "shift_to")}  # fmt: skip
+        return bench_params(temperature, self.max_tokens, self.seed + prompt, ignore_eos=not self.asked_kinds)
 
 
 Plan = list[tuple[str, str, dict[str, Setup]]]  # group, label, column -> setup

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specinfer.bench.options import check_dtype, check_seed, check_whole
+from specinfer.bench.loop import rotated
+from specinfer.bench.options import check_models, check_once, check_seed, check_whole
 from specinfer.bench.results import PLAIN
 from specinfer.client import server_url
-from specinfer.core.config import check_quantization, parse_tree
+from specinfer.core.config import parse_tree
 from specinfer.demo.corpus import heldout_prompts
 
 DEFAULT = "default"  # the arm whose requests name no tree, so that the server uses its own setting
@@ -85,9 +86,7 @@ class ServeConfig:
         if self.max_concurrency is not None:
             check_whole("max_concurrency", self.max_concurrency, 1)
         check_seed(self.seed)
-        check_dtype(self.dtype)
-        check_quantization("quantization", self.quantization)
-        check_quantization("drafter_quantization", self.drafter_quantization)
+        check_models(self.dtype, self.quantization, self.drafter_quantization)
         self._check_server()
         self._check_load()
         self._check_numbers()
@@ -103,8 +102,7 @@ class ServeConfig:
                 raise ValueError("grow: the server has its model already; leave grow or base_url out")
         if self.endpoint not in ENDPOINTS:
             raise ValueError(f"endpoint must be one of {', '.join(ENDPOINTS)}, not {self.endpoint!r}")
-        if not self.trees or len(set(self.trees)) < len(self.trees):
-            raise ValueError(f"trees: {', '.join(self.trees) or 'none'} given; give at least one, and none twice")
+        check_once("trees", self.trees)
         for tree in set(self.trees) - {DEFAULT}:
             parse_tree(tree)
 
@@ -166,8 +164,7 @@ def schedule(config: ServeConfig) -> Iterator[Turn]:
     """Yield all rates in each repeat, so that a slower machine affects all of them alike."""
     for repeat in range(config.repeats):
         for place, rate in enumerate(config.request_rates):
-            shift = (repeat + place) % len(config.trees)
-            yield Turn(rate, repeat, (*config.trees[shift:], *config.trees[:shift]))
+            yield Turn(rate, repeat, rotated(config.trees, repeat + place))
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

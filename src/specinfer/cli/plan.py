@@ -61,10 +61,10 @@ def plan(
 ) -> None:
     """Show the cost of a step on this machine, and the trees that auto chooses by batch size."""
     quiet_libraries(debug=debug)
-    from specinfer.bench.plan import PlanConfig, run_plan
-    from specinfer.bench.plan_table import print_plan
-    from specinfer.bench.simulate import run_simulation
-    from specinfer.bench.simulation_table import print_simulation
+    from specinfer.planning.plan import PlanConfig, run_plan
+    from specinfer.planning.plan_table import print_plan
+    from specinfer.planning.simulate import run_simulation
+    from specinfer.planning.simulation_table import print_simulation
 
     screen = Screen()
     with checking():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from specinfer.cli.options import flag
 
 if TYPE_CHECKING:
-    from specinfer.bench.simulation_plans import SimulationConfig
+    from specinfer.planning.simulation_plans import SimulationConfig
 
 _PANEL = "Machines"
 
@@ -58,7 +58,7 @@ class SimulationOptions:
         Raises:
             ValueError: An option cannot be used, or needs --simulate.
         """
-        from specinfer.bench.simulation_plans import SimulationConfig
+        from specinfer.planning.simulation_plans import SimulationConfig
 
         texts = ("link_latency", "link_bandwidth", "inner_latency", "inner_bandwidth", "memory_bandwidth",
                  "device_memory", "layer_overhead", "message_overhead")  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specinfer.bench.simulation_report import Prediction, SimulationReport
+from specinfer.planning.simulation_report import Prediction, SimulationReport
 from specinfer.reporting.plots import Panel, Series, draw_plot
 from specinfer.reporting.tables import Column, print_rows
 

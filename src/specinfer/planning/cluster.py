@@ -16,11 +16,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.bench.network import Floats, Link
 from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.parallel.torch_group import SMALL_BYTES
+from specinfer.planning.network import Floats, Link
 from specinfer.policy.cost_model import CostModel, Curve
 
 _LAYER_WEIGHT = re.compile(r"\b(?:layers|h|blocks)\.\d+\.")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.bench.cluster import Split
-from specinfer.bench.network import Floats
+from specinfer.planning.cluster import Split
+from specinfer.planning.network import Floats
 
 _MAX_ROUNDS = 200
 _SAME = 1e-6  # relative difference below which two rounds count as equal

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from specinfer.bench.cluster import TargetShape
-from specinfer.bench.plan_report import PlanReport
+from specinfer.planning.cluster import TargetShape
+from specinfer.planning.plan_report import PlanReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specinfer.bench import plan
-from specinfer.bench.plan import PlanConfig, run_plan
-from specinfer.bench.plan_table import bar, plot_plan, print_plan
 from specinfer.cli.app import app
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.llm import LLM
 from specinfer.model.offload.stream import Stream
 from specinfer.model.runner import ModelRunner
+from specinfer.planning import plan
+from specinfer.planning.plan import PlanConfig, run_plan
+from specinfer.planning.plan_table import bar, plot_plan, print_plan
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_cache import MAX_AGE, cached_costs

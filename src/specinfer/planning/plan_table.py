@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specinfer.bench.plan_report import Choice, PlanReport, Streaming
+from specinfer.planning.plan_report import Choice, PlanReport, Streaming
 from specinfer.reporting.plots import Panel, Series, draw_plot
 from specinfer.reporting.tables import Column, make_table, millions, print_table
 

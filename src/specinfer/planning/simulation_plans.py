@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
-from specinfer.bench.network import Floats, Link, parse_rate, parse_seconds
 from specinfer.bench.options import check_distinct, check_whole
-from specinfer.bench.simulation import Round, group_step, groups_of, simulate
-from specinfer.bench.simulation_report import Prediction
 from specinfer.core.errors import check_float
 from specinfer.core.sizes import parse_size
+from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
+from specinfer.planning.network import Floats, Link, parse_rate, parse_seconds
+from specinfer.planning.simulation import Round, group_step, groups_of, simulate
+from specinfer.planning.simulation_report import Prediction
 from specinfer.policy.acceptance import expected_tokens
 from specinfer.policy.cost_measurement import SIZES
 from specinfer.policy.cost_model import CostModel, Curve
@@ -76,13 +76,14 @@ class SimulationConfig:
 
     @property
     def cluster(self) -> Cluster:
-        return Cluster(
-            Link(parse_seconds("link_latency", self.link_latency), parse_rate("link_bandwidth", self.link_bandwidth)),
-            Link(
-                parse_seconds("inner_latency", self.inner_latency), parse_rate("inner_bandwidth", self.inner_bandwidth)
-            ),
-            self.per_machine,
+        link, inner = (
+            Link(parse_seconds(f"{name}_latency", latency), parse_rate(f"{name}_bandwidth", bandwidth))
+            for name, latency, bandwidth in (
+                ("link", self.link_latency, self.link_bandwidth),
+                ("inner", self.inner_latency, self.inner_bandwidth),
+            )
         )
+        return Cluster(link, inner, self.per_machine)
 
     def costs(self, measured: CostModel, shape: TargetShape) -> RankCosts:
         """Return the costs of a device of these machines, derived from the costs measured here."""

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
 
-from specinfer.bench.cluster import Cluster, RankCosts, Split, TargetShape
-from specinfer.bench.network import Link, parse_rate, parse_seconds
-from specinfer.bench.plan import PlanConfig
-from specinfer.bench.simulate import run_simulation
-from specinfer.bench.simulation import GroupStep, groups_of, simulate
-from specinfer.bench.simulation_plans import Planner, SimulationConfig, plan_machines, run_round, splits_for
-from specinfer.bench.simulation_table import plot_simulation, print_simulation
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.parallel.torch_group import SMALL_BYTES
+from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
+from specinfer.planning.network import Link, parse_rate, parse_seconds
+from specinfer.planning.plan import PlanConfig
+from specinfer.planning.simulate import run_simulation
+from specinfer.planning.simulation import GroupStep, groups_of, simulate
+from specinfer.planning.simulation_plans import Planner, SimulationConfig, plan_machines, run_round, splits_for
+from specinfer.planning.simulation_table import plot_simulation, print_simulation
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel, Curve

@@ -6,7 +6,7 @@ predict.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
-from specinfer.bench.options import check_seed, check_whole
-from specinfer.bench.plan_report import Choice, PlanReport, Streaming
-from specinfer.bench.plan_table import plot_plan
+from specinfer.bench.options import bench_params, check_models, check_seed, check_whole
 from specinfer.bench.prompts import AnyPrompt, token_prompts
-from specinfer.core.config import OffloadConfig, SpeculativeConfig, check_quantization, parse_tree
+from specinfer.core.config import OffloadConfig, SpeculativeConfig, parse_tree
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.llm import LLM
-from specinfer.model.device import DTYPES, find_device
+from specinfer.model.device import find_device
+from specinfer.planning.plan_report import Choice, PlanReport, Streaming
+from specinfer.planning.plan_table import plot_plan
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.base import FixedPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
@@ -33,7 +33,7 @@ from specinfer.policy.cost_model import CostModel
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import check_files
+from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
 from specinfer.verify import Acceptance
 
@@ -96,21 +96,14 @@ class PlanConfig:
         check_seed(self.seed)
         for size in self.batch_sizes or (0,):
             check_whole("batch_sizes", size, 1, 4096)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        check_quantization("quantization", self.quantization)
-        check_quantization("drafter_quantization", self.drafter_quantization)
+        check_models(self.dtype, self.quantization, self.drafter_quantization)
         OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
         if self.acceptance is not None:
             _check_acceptance(self.acceptance)
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed, ignore_eos=True)
-
-    def as_dict(self) -> dict[str, object]:
-        files = {name: None if (file := getattr(self, name)) is None else str(file) for name in ("json", "plot")}
-        return asdict(self) | files
+        return bench_params(self.temperature, self.max_tokens, self.seed)
 
 
 def _check_acceptance(chances: Sequence[float]) -> None:
@@ -151,7 +144,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
             streaming = _streaming(llm, costs)
     choices = tuple(_choose(costs, acceptance, size) for size in config.batch_sizes)
     by_rank = tuple(acceptance.by_rank().tolist())
-    report = PlanReport(costs, by_rank, choices, config.as_dict(), environment, streaming)
+    report = PlanReport(costs, by_rank, choices, options_of(config), environment, streaming)
     write_files(report, config.json, config.plot, plot_plan)
     return report
 

@@ -4,13 +4,13 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
-from specinfer.bench.cluster import TargetShape
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import find_models
-from specinfer.bench.plan import PlanConfig, run_plan
-from specinfer.bench.simulation_plans import SimulationConfig, plan_machines
-from specinfer.bench.simulation_report import SimulationReport
-from specinfer.bench.simulation_table import plot_simulation
+from specinfer.planning.cluster import TargetShape
+from specinfer.planning.plan import PlanConfig, run_plan
+from specinfer.planning.simulation_plans import SimulationConfig, plan_machines
+from specinfer.planning.simulation_report import SimulationReport
+from specinfer.planning.simulation_table import plot_simulation
 from specinfer.reporting.files import check_files
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56, "fp8": 1.0}  # per weight
