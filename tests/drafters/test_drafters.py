@@ -183,7 +183,7 @@ def test_small_model_keeps_up_with_any_output(
 def test_small_model_reads_long_prompts_in_chunks(
     runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specinfer.drafters.small_model.MAX_CHUNK", 7)
+    monkeypatch.setattr("specinfer.drafters.drafter_cache.MAX_CHUNK", 7)
     drafter = SmallModelDrafter(runner_of("mistral"), VOCAB)
     request = make_request("0", random_prompts([30])[0])
     assert set(paths_of(_draft(drafter, request, 2, 2))) == _expected(make_model("mistral"), request, (2, 2))

@@ -128,7 +128,7 @@ def test_only_the_end_of_a_long_text_is_scored(
     runner = resized(runner_of("llama"), 1024, keeps_prefixes=True)
     prompt = random_prompts([100])[0]
     for chunk in (512, 80):
-        monkeypatch.setattr("specinfer.drafters.small_model.MAX_CHUNK", chunk)
+        monkeypatch.setattr("specinfer.drafters.drafter_cache.MAX_CHUNK", chunk)
         drafter = _scored(runner)
         request = make_request("0", prompt, PARAMS["greedy"])
         drafter.replay([request])

@@ -1,0 +1,131 @@
+"""The cache of a small model, which follows the known tokens of each request."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
+from specinfer.drafters.merge.scoring import MAX_SCORED, Scoring
+from specinfer.drafters.vocabulary.token_map import Known, Vocabulary
+from specinfer.model.batch import Piece
+from specinfer.model.kv_cache import KVCache, OutOfSlotsError
+from specinfer.model.runner import ModelRunner
+
+MAX_CHUNK = 512  # the largest number of known tokens of a request that are read in one pass
+
+
+class DrafterCache:
+    """Keys and values of a prefix of each request's known tokens, and the passes that bring it up to date.
+
+    Args:
+        scoring: The record of how well the drafter does, or None for no record.
+    """
+
+    def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, scoring: Scoring | None) -> None:
+        self._runner, self._vocabulary, self._scoring = runner, vocabulary, scoring
+        self.known: dict[str, Known] = {}  # the cache has a prefix of these ids, all while a tree grows
+        self._salts: dict[str, str | None] = {}  # salts of the requests with something in the cache
+
+    @property
+    def _cache(self) -> KVCache:
+        return self._runner.cache  # another one after a change of the weights
+
+    def sync(self, request: Request) -> Known | None:
+        """Return the known tokens to draft from and drop all others from the cache; None if they cannot be read."""
+        cache, request_id = self._cache, request.request_id
+        known = self._vocabulary.read(request, len(cache.slots(request_id)))
+        if known is None:
+            return None
+        self.known[request_id] = known
+        num_scored = self._scoring.begin(request, len(known.ids)) if self._scoring else len(known.ids)
+        cache.commit(request_id, ())  # drafts that were never observed
+        if request_id not in self._salts:
+            self._salts[request_id] = request.cache_salt
+            num_read = 1 + MAX_SCORED if self._scoring else 1  # tokens whose logits are needed
+            cache.attach(request_id, request.cache_salt, known.ids[:-num_read])
+        else:
+            # The root and the token before any token to score are always computed, since their logits are needed.
+            cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
+        return known
+
+    def prefill(self, request: Request) -> bool:
+        """Compute all known tokens but the last; return False if there are too few slots."""
+        request_id, ids = request.request_id, self.known[request.request_id].ids
+        try:
+            while (start := len(self._cache.slots(request_id))) < len(ids) - 1:
+                self._compute(request, start, min(start + MAX_CHUNK, len(ids) - 1))
+                if start < len(request.prompt_ids):
+                    self._cache.share(request_id, request.cache_salt, ids)
+        except OutOfSlotsError:
+            self.release(request_id)
+            return False
+        return True
+
+    def catch_up(self, requests: Sequence[Request]) -> Tensor:
+        """Compute the known tokens that the cache lacks; return [requests, vocab] logits after the last of each."""
+        cache = self._cache
+        num_rows = {request.request_id: self._num_rows(request, len(requests)) for request in requests}
+        for request in requests:
+            start, end = len(cache.slots(request.request_id)), len(self.known[request.request_id].ids)
+            while end - start > MAX_CHUNK:
+                size = min(MAX_CHUNK, end - start - num_rows[request.request_id])
+                self._compute(request, start, start + size)
+                start += size
+        pieces = []
+        for request in requests:
+            ids = self.known[request.request_id].ids
+            piece = self._piece(request, len(cache.slots(request.request_id)), len(ids), TokenTree.root(ids[-1]))
+            pieces.append(replace(piece, num_logits=num_rows[request.request_id]) if self._scoring else piece)
+        logits = self._runner.forward(pieces)
+        for request, piece in zip(requests, pieces, strict=True):
+            cache.commit(request.request_id, range(len(piece.tokens)))
+            if len(piece.prefix_slots) < len(request.prompt_ids):  # the prompt has just been read
+                cache.share(request.request_id, request.cache_salt, self.known[request.request_id].ids)
+        return self._score(requests, logits, list(num_rows.values())) if self._scoring else logits
+
+    def _compute(self, request: Request, start: int, end: int) -> None:
+        self._runner.forward([self._piece(request, start, end, None)])
+        self._cache.commit(request.request_id, range(end - start))
+
+    def _piece(self, request: Request, start: int, end: int, tree: TokenTree | None) -> Piece:
+        slots = self._cache.reserve(request.request_id, end - start)
+        ids = self.known[request.request_id].ids[start:end]
+        return Piece.of_span(ids, tree, self._cache.slots(request.request_id), slots)
+
+    def _num_rows(self, request: Request, num_requests: int) -> int:
+        """Return how many of the last known tokens need logits."""
+        if not self._scoring:
+            return 1
+        start, end = len(self._cache.slots(request.request_id)), len(self.known[request.request_id].ids)
+        return min(self._scoring.num_rows(request, start, end, num_requests), MAX_CHUNK)
+
+    def _score(self, requests: Sequence[Request], logits: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """Return the last row of each request, [requests, vocab]; the rows before it score what was read."""
+        assert self._scoring is not None
+        parts = logits.split(list(num_rows))
+        for request, rows in zip(requests, parts, strict=True):
+            if not self._vocabulary.translates:
+                rows = self._vocabulary.compact(rows)
+            self._scoring.read(request, self.known[request.request_id].ids, rows[:-1])
+        return torch.stack([rows[-1] for rows in parts])
+
+    def clear(self) -> None:
+        """Drop what is known of every request, as after a change of the weights."""
+        for request_id in self.known:
+            self._vocabulary.forget(request_id)
+        self.known.clear()
+        self._salts.clear()
+
+    def forget(self, request_id: str) -> None:
+        """Drop all state of the request."""
+        self.release(request_id)
+        self.known.pop(request_id, None)
+        self._vocabulary.forget(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Free all slots; what was computed stays cached as long as there are free slots."""
+        if request_id in self._salts:
+            self._cache.release(request_id, self._salts.pop(request_id), self.known[request_id].ids)
