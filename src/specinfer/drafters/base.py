@@ -50,7 +50,7 @@ class Draft(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LaterDraft:
-    """Trees that are grown only in `wait`, since this process has one thread for drafting."""
+    """Trees that are made only in `wait`, by a function."""
 
     grow: Callable[[], list[TokenTree]]
 

@@ -28,10 +28,10 @@ import numpy.typing as npt
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import Calibration, source
+from specinfer.drafters.growth.calibration import Calibration, Floats, source
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
 from specinfer.drafters.growth.guesses import Guesses, places
-from specinfer.drafters.growth.nodes import Bools, Floats, Ints, Nodes
+from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
 from specinfer.drafters.growth.subtree_size import NUM_BINS, bins_of, count_bins, floors, subtree_size_of
 
 BEST_FIRST_WIDTH = 8  # the largest number of children of a node, best first

@@ -6,8 +6,9 @@ from itertools import pairwise, repeat
 import numpy as np
 
 from specinfer.core.tree import Distribution, Draw
+from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.nodes import Bools, Floats, Ints
+from specinfer.drafters.growth.nodes import Bools, Ints
 
 
 class Guesses:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from specinfer.drafters.growth.calibration import Floats
+from specinfer.drafters.growth.nodes import Ints
 
 _STEPS = 4  # bins for each halving of the path probability
 NUM_BINS = 64  # down to 2^-16

@@ -70,8 +70,10 @@ class MergedDrafter:
             drafts = {i: self._guarded[i].launch(spans, shares[i]) for i in reversed(shares)}
             trees = {i: self._guarded[i].collect(drafts[i], spans, shares[i]) for i in shares}
             num_left = [left - sum(of[k].num_guessed for of in trees.values()) for k, left in enumerate(num_left)]
-            self._note_lookups(spans, shares, trees)
             drafted |= trees
+            if self.selection is not None:
+                for i in trees:
+                    self.selection.note_lookups(spans, shares[i], self._guarded[i].name, trees[i])
         return self._merge(spans, [drafted[i] for i in sorted(drafted)], budgets)
 
     def _groups(self) -> Iterator[tuple[list[int], list[int]]]:
@@ -111,16 +113,6 @@ class MergedDrafter:
             return budget.share(budget.max_nodes).cut(budget.max_depth, num_left)
         asked = [j for j in rest if self._guarded[j].is_asked(budget)]
         return budget.share(self._budget_split.share(num_left, asked))
-
-    def _note_lookups(
-        self, spans: Sequence[Span], shares: dict[int, list[TreeBudget]], trees: dict[int, list[TokenTree]]
-    ) -> None:
-        """Pass what lookups draft to the selection, which scores them."""
-        if self.selection is not None:
-            for i in trees:
-                for span, share, tree in zip(spans, shares[i], trees[i], strict=True):
-                    if share.max_nodes:
-                        self.selection.note_lookup(span.request, self._guarded[i].name, tree)
 
     def _select(
         self, selection: Selection, spans: Sequence[Span], budgets: Sequence[TreeBudget]

@@ -6,16 +6,14 @@ The nodes of all requests are ranked in common arrays, like the trees that a sma
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import Calibration, source
+from specinfer.drafters.growth.calibration import Calibration, Floats, source
 from specinfer.drafters.growth.guesses import places
+from specinfer.drafters.growth.nodes import Ints
 from specinfer.verify import Acceptance
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 _ALL = "all"  # the source of guesses when all drafters are taken together
 
 

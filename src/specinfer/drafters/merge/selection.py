@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specinfer.core.request import Request
+from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.merge.hedge import Hedge
 from specinfer.drafters.merge.scoring import Losses, lookup_losses
@@ -134,10 +134,14 @@ class Selection:
             course.least_loss = best
         course.least_loss = min(course.least_loss, best)
 
-    def note_lookup(self, request: Request, name: str, tree: TokenTree) -> None:
-        """Note what a lookup drafts in this step."""
-        if name in self.lookups and request.request_id in self._courses:
-            self._courses[request.request_id].looked_up[name] = (len(request.token_ids), tree)
+    def note_lookups(
+        self, spans: Sequence[Span], budgets: Sequence[TreeBudget], name: str, trees: Sequence[TokenTree]
+    ) -> None:
+        """Note what a drafter drafts in this step, if it is a lookup, where its budget lets it."""
+        for span, budget, tree in zip(spans, budgets, trees, strict=True) if name in self.lookups else ():
+            course = self._courses.get(span.request.request_id)
+            if course is not None and budget.max_nodes:
+                course.looked_up[name] = (len(span.request.token_ids), tree)
 
     def observe(self, request: Request) -> None:
         """Score the lookups on the tokens of this step, which are part of the request by now."""

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.base import Draft
-from specinfer.drafters.growth.calibration import Calibration, source
+from specinfer.drafters.base import Draft, LaterDraft
+from specinfer.drafters.growth.calibration import Calibration, Floats, source
 from specinfer.drafters.remote.request_proxy import can_be_sent, describe
 from specinfer.drafters.remote.wire import (
     CalibrationState,
     DraftRequest,
-    Floats,
     Kind,
     RequestUpdate,
     TreeRequest,
@@ -99,7 +98,7 @@ class RemoteDrafter:
     is_remote = True
 
     def __init__(self, model: RemoteModel, name: str, draft_sampling: str, calibration: Calibration) -> None:
-        self._model, self._name, self._calibration = model, name, calibration
+        self._model, self.name, self._calibration = model, name, calibration
         self._keys = itertools.count()
         self._requests: dict[str, _Sent] = {}
         self._updates: list[RequestUpdate] = []
@@ -107,10 +106,6 @@ class RemoteDrafter:
         about = Writer(Kind.FRESH, model.number)
         about.text(json.dumps({"name": name, "draft_sampling": draft_sampling}))
         model.link.send(about.message())
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         return self.begin(spans, budgets).wait()
@@ -123,14 +118,20 @@ class RemoteDrafter:
             if budget.max_nodes and can_be_sent(span.request)
         ]
         if not wanted:
-            return _Asked(trees, [], self._name, None)
+            return LaterDraft(lambda: trees)
         updates, self._updates = self._updates, []
         tree_requests = [self._tree_request(spans[i].request, budgets[i]) for i in wanted]
         learned = self._learned_since([spans[i].request for i in wanted])
         answer = self._model.link.request(
             write_draft_request(self._model.number, DraftRequest(updates, learned, tree_requests))
         )
-        return _Asked(trees, wanted, self._name, answer)
+
+        def wait() -> list[TokenTree]:
+            for i, tree in zip(wanted, read_trees(answer(), self.name), strict=True):
+                trees[i] = tree
+            return trees
+
+        return LaterDraft(wait)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         sent = self._requests.get(request.request_id)
@@ -151,7 +152,7 @@ class RemoteDrafter:
             about = describe(request)
         sent.is_growing = True
         return TreeRequest(
-            sent.key, about, self._new_tokens(request, sent), request.begin_draws(self._name),
+            sent.key, about, self._new_tokens(request, sent), request.begin_draws(self.name),
             dataclasses.replace(budget, drafters=None),
         )  # fmt: skip
 
@@ -163,31 +164,9 @@ class RemoteDrafter:
     def _learned_since(self, requests: Sequence[Request]) -> list[CalibrationState]:
         """Return the changed calibration states that the draft of these requests depends on."""
         found = []
-        for is_greedy, name in sorted({(one.params.is_greedy, source(self._name, one)) for one in requests}):
+        for is_greedy, name in sorted({(one.params.is_greedy, source(self.name, one)) for one in requests}):
             state: Floats = self._calibration.state(name)
             if self._learned.get(name) != state.tobytes():
                 self._learned[name] = state.tobytes()
                 found.append(CalibrationState(not is_greedy, state))
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Trees requested from another rank.
-
-    Attributes:
-        trees: The trees with only the root.
-        wanted: Indices of the trees that are grown.
-    """
-
-    trees: list[TokenTree]
-    wanted: list[int]
-    drafter: str
-    answer: Callable[[], Tensor] | None
-
-    def wait(self) -> list[TokenTree]:
-        if self.answer is not None:
-            grown = read_trees(self.answer(), self.drafter)
-            for i, tree in zip(self.wanted, grown, strict=True):
-                self.trees[i] = tree
-        return self.trees
