@@ -100,8 +100,8 @@ def _machine(runners: Runners, max_in_flight: int = 1) -> Any:
                 assert cache.num_available == cache.num_slots
             assert not self.engine.scheduler._in_flight
             assert not self.engine.scheduler._turns
-            assert not self.small._known
-            assert not self.small._salts
+            assert not self.small._cache.known
+            assert not self.small._cache._salts
 
     return States
 

@@ -372,7 +372,7 @@ def test_it_keeps_up_with_any_output(
         if seen:
             drafter.observe(request, tree, Acceptance(path, token))
     drafter.forget("0")
-    assert not drafter._vocabulary._readings, "nothing is left of a request"  # type: ignore[attr-defined]
+    assert not drafter.vocabulary._readings, "nothing is left of a request"  # type: ignore[attr-defined]
 
 
 def test_accepted_guesses_are_not_read_again(runner_of: Callable[..., ModelRunner]) -> None:
@@ -385,13 +385,13 @@ def test_accepted_guesses_are_not_read_again(runner_of: Callable[..., ModelRunne
     request = make_request("0", tokenizer.encode("the \u00e9 cat"), params)  # one character is two target tokens
     for _ in range(5):
         tree = _draft(drafter, request, TreeBudget.expansion((2, 1, 1)))
-        num_known = len(drafter._known["0"].ids)
+        num_known = len(drafter._cache.known["0"].ids)
         path = tree.path(len(tree) - 1)
         for token in (*(tree.tokens[node] for node in path), tree.tokens[1]):
             request.append(token, None)
         drafter.observe(request, tree, Acceptance(path, tree.tokens[1]))
         assert len(drafter.runner.cache.slots("0")) == num_known + 2  # nothing hung on the last one
-        known = drafter._read(request)
+        known = drafter._sync(request)
         assert known is not None
         assert len(known.ids) == num_known + 4
         assert known.num_kept == num_known + 2
@@ -411,7 +411,7 @@ def test_long_texts_are_read_in_chunks(runner_of: Callable[..., ModelRunner], mo
     request, budget = make_request("0", make_tokenizer().encode("the cat is in the station, " * 3)), TreeBudget(6, 3)
     whole = _drafter("merges", runner_of("llama"))
     tree = _draft(whole, request, budget)
-    monkeypatch.setattr("specinfer.drafters.small_model.MAX_CHUNK", 7)
+    monkeypatch.setattr("specinfer.drafters.drafter_cache.MAX_CHUNK", 7)
     parts = _drafter("merges", runner_of("llama"))
     assert _paths(_draft(parts, request, budget)) == _paths(tree)
     assert tree.num_guessed == 6
@@ -582,7 +582,7 @@ def test_recorded_distributions_are_over_target_tokens(
     kind: str, drawing: str, runner_of: Callable[..., ModelRunner]
 ) -> None:
     drafter = _drafter(kind, runner_of("llama"), 8000, draft_sampling=drawing)
-    shared = set(drafter._vocabulary._pairs)  # type: ignore[attr-defined]
+    shared = set(drafter.vocabulary._pairs)  # type: ignore[attr-defined]
     num_distributions, draft = 0, drafter.draft
 
     def watched(*args: Any) -> list[TokenTree]:
