@@ -142,7 +142,7 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
 ) -> None:
     """What the other ranks sent for it would be taken for the next one's."""
     llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
-    ids, part = workers(llm), llm.target._part  # type: ignore[union-attr]
+    ids, runner = workers(llm), llm.target.shard_runner  # type: ignore[union-attr]
     failed = threading.Event()
 
     def fail() -> None:
@@ -153,7 +153,7 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
         llm.engine._abandon()
 
     with monkeypatch.context() as patch:
-        _before(part, "run", 1, fail, patch)
+        _before(runner, "run", 1, fail, patch)
         _before(llm.engine, "_finish", 1, forget, patch)
         with pytest.raises(IndexError):
             _say(llm)

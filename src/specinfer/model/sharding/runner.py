@@ -58,7 +58,7 @@ class DistributedRunner:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
-        self._shard = ShardRunner(
+        self.shard_runner = ShardRunner(
             loaded, num_slots, ranks.connections.stages, torch.float32
         )  # rank 0 sends no hidden states
         self._send(Command.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
@@ -107,7 +107,7 @@ class DistributedRunner:
 
     def _run(self, pieces: Sequence[Piece]) -> Tensor:
         try:
-            return self._shard.run(pieces)
+            return self.shard_runner.run(pieces)
         except Exception as error:
             if is_broken(error):
                 raise  # the waiting caller finds out which rank failed
