@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
@@ -23,7 +23,7 @@ REFUSED: dict[str, list[Any]] = {
     "repetition_penalty": [*NO_FLOAT, 0.0, 1e-40, 0.0099, -1.0, 100.5],
     "logit_bias": [{-1: 0.0}, {True: 0.0}, {1.5: 0.0}, {"x": 0.0}, {"-1": 0.0}, {3: NAN}, {3: 100.5}, {3: "1"}],
     "allowed_token_ids": [[], [-1], [True], [1.0], ["1"], [3, None]],
-    "seed": [*NO_INT, -1, MAX_SEED + 1],
+    "seed": [*NO_INT, -1, 2**63],
     "stop": ["", [""], ["a", ""], [1], [None], b"x"],
     "stop_token_ids": [[-1], [False], [2.0], ["1"]],
     "max_tokens": [*NO_INT, 0, -1, -(10**30)],
@@ -102,7 +102,7 @@ def test_message_gives_the_range(fields: dict[str, Any], says: str) -> None:
         {"max_tokens": 10**18},
         {"min_tokens": 16},
         {"seed": 0},
-        {"seed": MAX_SEED},
+        {"seed": 2**63 - 1},
         {"n": 128},
         {"logprobs": 0},
         {"logprobs": MAX_LOGPROBS},

@@ -75,6 +75,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 # depends on it.
 EQUIVALENT = {
     ("length = text.lengths[state] if state >= 0 else 0", "1"),
+    ("while source >= 0 and (known := self.follow(source, token)) < 0:", "(known := self.follow(source, token)) <= 0"),
+    ("while source >= 0 and (known := self.follow(source, token)) < 0:", "1"),
     ("while (target := self.follow(state, token)) < 0:", "(target := self.follow(state, token)) <= 0"),
     (
         "last = (count_bins(owners, bins, len(self.growing_trees)).cumsum(axis=1) < num_left[:, None]).sum(axis=1)",
