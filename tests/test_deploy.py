@@ -1,7 +1,6 @@
 """What operators start from: images, the composition, the unit, the dashboard all name things that there are."""
 
 import configparser
-import dataclasses
 import importlib
 import json
 import re
@@ -14,7 +13,8 @@ from typer.main import get_command
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.cli.app import app
-from specinfer.cli.options import EngineOptions
+from specinfer.cli.commands import flags_of
+from specinfer.cli.options import ServedOptions
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.llm import LLM
@@ -36,7 +36,7 @@ SECRET = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)=(?!/)", re.IGNORECASE)  # a pa
 
 def settings() -> set[str]:
     """The names of all settings of serve."""
-    return {field.name for kind in (EngineOptions, ServerOptions, ReplicaOptions) for field in dataclasses.fields(kind)}
+    return {flag.name for kind in (ServedOptions, ServerOptions, ReplicaOptions) for flag in flags_of(kind) or ()}
 
 
 def variables() -> set[str]:

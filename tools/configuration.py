@@ -1,15 +1,16 @@
 """Write the table of settings in docs/configuration.md from the options themselves; with --check only compare.
 
-Flags, environment variables and keys of configuration files have one source, the dataclasses of options.
+Flags, environment variables and keys of configuration files have one source: EngineArgs and the dataclasses of options.
 """
 
-import dataclasses
 import sys
 from collections.abc import Iterator
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from specinfer.cli.options import EngineOptions
+from specinfer.cli.commands import flags_of
+from specinfer.cli.options import ServedOptions
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 
@@ -18,21 +19,20 @@ BEGIN, END = "<!-- settings: written by tools/configuration.py -->\n", "<!-- end
 
 
 def table() -> str:
-    """All settings as Markdown, a table for each section."""
+    """Return all settings as Markdown, a table for each section."""
     sections: dict[str, list[str]] = {}
-    for kind in (EngineOptions, ServerOptions, ReplicaOptions):
-        hints = get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            option = get_args(hints[field.name])[1]
-            sections.setdefault(option.rich_help_panel, []).append(_row(field, option))
+    for kind in (ServedOptions, ServerOptions, ReplicaOptions):
+        for parameter in flags_of(kind) or ():
+            option = get_args(parameter.annotation)[1]
+            sections.setdefault(option.rich_help_panel, []).append(_row(parameter, option))
     return "\n".join(_sections(sections))
 
 
-def _row(field: "dataclasses.Field[Any]", option: Any) -> str:
-    key = field.name.replace("_", "-")
-    default = "" if field.default is None or field.default is False or field.default == "" else f"`{field.default}`"
+def _row(parameter: Parameter, option: Any) -> str:
+    key, default = parameter.name.replace("_", "-"), parameter.default
+    shown = "" if default is None or default is False or default == "" else f"`{default}`"
     text = option.help.replace("|", "\\|")
-    return f"| `--{key}` | `SPECINFER_{field.name.upper()}` | {default} | {text} |"
+    return f"| `--{key}` | `SPECINFER_{parameter.name.upper()}` | {shown} | {text} |"
 
 
 def _sections(sections: dict[str, list[str]]) -> Iterator[str]:
@@ -45,14 +45,14 @@ def _sections(sections: dict[str, list[str]]) -> Iterator[str]:
 
 
 def renewed(document: str) -> str:
-    """The document with the table of today."""
+    """Return the document with the current table."""
     head, _, rest = document.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
 
 
 def main() -> None:
-    """Renew the document, or with --check say whether it would change."""
+    """Renew the document, or with --check fail if it would change."""
     before = DOCUMENT.read_text(encoding="utf-8")
     after = renewed(before)
     if "--check" in sys.argv:

@@ -47,7 +47,7 @@ class EngineArgs:
     dtype: str = setting(
         "auto",
         _MODEL,
-        "Data type of the weights: {choices}. auto is that of the checkpoint; drafters follow the target.",
+        "Data type of the weights: {choices}; auto is that of the checkpoint.",
         choices=DTYPES,
     )
     quantization: str | None = setting(
@@ -123,7 +123,7 @@ class EngineArgs:
     draft_sampling: str = setting(
         "auto",
         _SPECULATION,
-        "Sampling of draft tokens: {choices}. auto is that of the verification rule.",
+        "Sampling of draft tokens: {choices}; auto is that of the verification rule.",
         choices=("auto", *DRAFT_SAMPLINGS["coupled"]),
         old_name="drawing",
     )

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specinfer.cli.app import app
-from specinfer.cli.options import EngineOptions
+from specinfer.cli.commands import flags_of
+from specinfer.cli.options import ServedOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
 from specinfer.core.queue_limits import QueueLimits
@@ -336,9 +337,9 @@ def test_the_document_has_the_settings_of_today() -> None:
     tool = _tool()
     document = tool.DOCUMENT.read_text(encoding="utf-8")
     assert document == tool.renewed(document), "run tools/configuration.py"
-    for kind in (EngineOptions, ServerOptions):
-        for name in kind.__slots__:
-            assert f"| `--{name.replace('_', '-')}` | `SPECINFER_{name.upper()}` |" in document
+    for kind in (ServedOptions, ServerOptions):
+        for flag in flags_of(kind) or ():
+            assert f"| `--{flag.name.replace('_', '-')}` | `SPECINFER_{flag.name.upper()}` |" in document
 
 
 def test_options_have_the_defaults_of_the_settings() -> None:

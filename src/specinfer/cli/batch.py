@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.cli.commands import UsageError, checking
-from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag
+from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag, load
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 
@@ -48,15 +48,15 @@ def run_batch(
     """Run a batch file of requests (custom_id, method, url and body in each line) and write a file of responses."""
     screen = Screen()
     with checking(), contextlib.ExitStack() as files:
-        model = engine.named(argument)
+        args = engine.args(argument)
         lines, total = _open_input(input_file, files)
         output, skipped_ids = _open_output(output_file, files, resume=resume)
         quiet_libraries(debug=debug)
-        llm = engine.load(model, screen)
+        llm = load(args, screen)
         kept = files.pop_all()
     with kept, _progress(screen.err, total) as advance:
-        names = tuple(served_model_name or [model])
-        concurrency = max_concurrency or 2 * engine.max_num_seqs
+        names = tuple(served_model_name or [str(args.model)])
+        concurrency = max_concurrency or 2 * llm.max_num_seqs
         try:
             counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, advance))
         except KeyboardInterrupt:

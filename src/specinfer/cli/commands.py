@@ -12,14 +12,19 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, get_args, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from specinfer.cli.values import join_dotted
+from specinfer.cli.values import join_dotted, warn_renamed
 from specinfer.core.errors import ModelError, RequestError
+from specinfer.core.flags import settings_of
+from specinfer.engine_args import EngineArgs
+
+# Flags by their names, with the names that they had.
+_OLD_NAMES = {about.name or each.name: about.old_name for each, about in settings_of(EngineArgs) if about.old_name}
 
 
 class UsageError(Exception):
@@ -87,39 +92,98 @@ def _drop_unwritten() -> None:
 
 
 def add_command(group: typer.Typer, function: Callable[..., None], *, environment: bool = False) -> None:
-    """Add a function as the command of its name, with a flag for each field of its dataclass parameters.
+    """Add a function as the command of its name, with the flags of its options.
 
     Args:
         environment: Whether environment variables such as SPECINFER_PORT set flags that are not given.
     """
     parameters: list[inspect.Parameter] = []
-    options: dict[str, Any] = {}  # the dataclasses, by parameter name
+    options: dict[str, Any] = {}  # annotations by parameter name
     for parameter in inspect.signature(function).parameters.values():
-        kind = parameter.annotation
-        if not dataclasses.is_dataclass(kind):
+        flags = flags_of(parameter.annotation)
+        if flags is None:
             parameters.append(parameter)
             continue
-        options[parameter.name] = kind
-        hints = get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            hint = _with_variable(field.name, hints[field.name]) if environment else hints[field.name]
-            parameters.append(
-                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hint)
-            )
+        options[parameter.name] = parameter.annotation
+        parameters += [_with_variable(one) if environment else one for one in flags]
+    names = {parameter.name for parameter in parameters}
+    for name in _OLD_NAMES.keys() & names:
+        old = inspect.Parameter(_OLD_NAMES[name], inspect.Parameter.KEYWORD_ONLY, default=None)
+        old = old.replace(annotation=Annotated[str | None, typer.Option(hidden=True)])
+        parameters.append(_with_variable(old) if environment else old)
+    if "context" not in names:
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters.append(context)
 
-    def run(**values: Any) -> None:
-        for name, kind in options.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
-        function(**values)
+    def run(context: typer.Context, **values: Any) -> None:
+        with checking():
+            flags = Given(context, values)
+        more = {"context": context} if "context" in names else {}
+        function(**flags.others(options), **{name: flags.read(kind) for name, kind in options.items()}, **more)
 
     run.__doc__ = function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     group.command(function.__name__.replace("_", "-"))(run)
 
 
-def _with_variable(name: str, hint: Any) -> Any:
+def flags_of(annotation: Any) -> list[inspect.Parameter] | None:
+    """Return a parameter for each flag of an annotation, or None if it has no options."""
+    kind, *more = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    if hasattr(kind, "flags"):  # made from another class
+        flags: list[inspect.Parameter] = kind.flags(*more)
+        return flags
+    if not dataclasses.is_dataclass(kind):
+        return None
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(kind)
+    ]
+
+
+class Given:
+    """The values of all flags of a call, under the names of today; a former name is reported.
+
+    Raises:
+        ValueError: A flag is given by both names.
+    """
+
+    def __init__(self, context: typer.Context, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._given = {name for name in values if source_of(context, name) != "DEFAULT"}
+        for new, old in _OLD_NAMES.items():
+            value = self._values.pop(old, None)
+            if value is not None:
+                if context.get_parameter_source(new).name != "DEFAULT":  # type: ignore[union-attr]
+                    raise ValueError(f"{old}: it is now {new}; give only that")
+                warn_renamed(f"--{old.replace('_', '-')}", f"--{new.replace('_', '-')}")
+                self._values[new] = value
+
+    def read(self, annotation: Any) -> Any:
+        """Return the options of an annotation."""
+        kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+        names = [flag.name for flag in flags_of(annotation) or ()]
+        if hasattr(kind, "flags"):
+            return kind({name: self._values[name] for name in names if name in self._given})
+        return kind(**{name: self._values[name] for name in names})
+
+    def others(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of flags that are in none of the options."""
+        taken = {flag.name for annotation in options.values() for flag in flags_of(annotation) or ()}
+        return {name: value for name, value in self._values.items() if name not in taken}
+
+
+def source_of(context: typer.Context, name: str) -> str:
+    """Return where a flag was given: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (a file) or DEFAULT."""
+    sources = (context.get_parameter_source(each) for each in (name, _OLD_NAMES.get(name, name)))
+    return next((source.name for source in sources if source is not None and source.name != "DEFAULT"), "DEFAULT")
+
+
+def _with_variable(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return the flag with an environment variable that also sets it."""
-    kind, option = get_args(hint)
+    kind, option = get_args(parameter.annotation)
     option = copy.copy(option)
-    option.envvar = f"SPECINFER_{name.upper()}"
-    return Annotated[kind, option]
+    option.envvar = f"SPECINFER_{parameter.name.upper()}"
+    return parameter.replace(annotation=Annotated[kind, option])

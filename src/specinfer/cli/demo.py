@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from specinfer.cli.commands import checking
-from specinfer.cli.options import DEBUG, EngineOptions
+from specinfer.cli.options import DEBUG, load
 from specinfer.cli.recording import Step
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.tree_view import render_tree
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, default_model
+from specinfer.engine_args import EngineArgs
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from torch import Tensor
@@ -57,7 +58,7 @@ def demo(*, debug: DEBUG = False) -> None:
     if missing is not None:
         screen.note(missing)
     with checking():
-        llm = EngineOptions().load(model, screen)
+        llm = load(EngineArgs(model), screen)
     if model == CHAT:
         _show_responses(llm, screen)
     else:

@@ -18,9 +18,9 @@ from specinfer.cli.options import (
     PIPELINE_PARALLEL_SIZE,
     PLOT,
     QUANTIZATION,
-    SCHEDULER,
     SEED,
     SELECT,
+    SPECULATION_POLICY,
     TENSOR_PARALLEL_SIZE,
     flag,
     one_name,
@@ -69,7 +69,7 @@ class CompareOptions:
     dtype: DTYPE = "auto"
     quantization: QUANTIZATION = None
     drafter_quantization: DRAFTER_QUANTIZATION = None
-    scheduler: SCHEDULER = None
+    speculation_policy: SPECULATION_POLICY = None
     device: DEVICE = "auto"
     tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1
     pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1
@@ -97,13 +97,14 @@ class CompareOptions:
             ValueError: Options cannot be used together.
         """
         name = measured(argument, self.model)
-        same = ("grow", "dtype", "quantization", "drafter_quantization", "scheduler", "device", "tensor_parallel_size",
+        same = ("grow", "dtype", "quantization", "drafter_quantization", "device", "tensor_parallel_size",
                 "pipeline_parallel_size", "num_prompts", "repeats", "seed", "plot")  # fmt: skip
         return {field: getattr(self, field) for field in same} | {
             "model": name,
             "drafters": drafter_names(self.drafter),
             "trees": tuple(self.tree or ["auto"]),
             "select": self.select or "all",
+            "scheduler": self.speculation_policy,
             "kinds": tuple(self.kind) if self.kind else None,
             "temperature": usual_temperature(name, 0.0) if self.temperature is None else self.temperature,
             "json": self.as_json,

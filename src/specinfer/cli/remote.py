@@ -46,20 +46,21 @@ class RemoteOptions:
             ValueError: An option cannot be used.
         """
         assert self.url is not None
-        defaults = EngineOptions()
-        for field in dataclasses.fields(EngineOptions):
-            if field.name not in _OF_A_REQUEST and getattr(engine, field.name) != getattr(defaults, field.name):
-                raise ValueError(f"{field.name}: it was chosen when the server was started; leave it out with --url")
-        if argument is not None and engine.model is not None:
+        given = engine.given
+        defaults = {each.name: each.default for each in EngineOptions.flags()}
+        for name, value in given.items():
+            if name not in _OF_A_REQUEST and value != defaults[name]:
+                raise ValueError(f"{name}: it was chosen when the server was started; leave it out with --url")
+        if argument is not None and "model" in given:
             raise ValueError("model: named twice, as MODEL and with --model; leave one out")
         extra: dict[str, Any] = {}
-        if engine.tree is not None:
-            extra["speculative"] = {"tree": engine.tree}
-        if engine.seed != defaults.seed:
-            extra["seed"] = engine.seed
+        if "tree" in given:
+            extra["speculative"] = {"tree": given["tree"]}
+        if given.get("seed"):
+            extra["seed"] = given["seed"]
         server = Server(server_url(self.url), self.api_key, screen, extra)
         try:
-            server.find_model(argument or engine.model)
+            server.find_model(argument or given.get("model"))
         except RequestError as error:
             raise UsageError(f"url: {error}") from error
         return server

@@ -1,13 +1,11 @@
 """Options of replicas: their number, and the resources of each."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from specinfer.cli.options import flag
 from specinfer.core.cpus import usable_cpus
-
-if TYPE_CHECKING:  # these imports need packages of the server
-    from specinfer.server.replicas.settings import Resources, Scaling
+from specinfer.server.replicas.settings import Resources, Scaling, read_counts
 
 _REPLICAS = "Replicas"
 
@@ -54,14 +52,12 @@ class ReplicaOptions:
         float, flag(_REPLICAS, "Time of lower demand before replicas are removed, in seconds, for MIN:MAX.")
     ] = 300.0
 
-    def scaling(self) -> "Scaling":
+    def scaling(self) -> Scaling:
         """Return the number of replicas and when it changes.
 
         Raises:
             ValueError: A setting cannot be used.
         """
-        from specinfer.server.replicas.settings import Scaling, read_counts
-
         if self.replicas is None:
             raise ValueError("replicas: give a number or a range, such as 2 or 1:3")
         least, most = read_counts(self.replicas)
@@ -74,7 +70,7 @@ class ReplicaOptions:
             down_seconds=self.scale_down_seconds,
         )
 
-    def resources(self, device: str, num_ranks: int = 1) -> "Resources":
+    def resources(self, device: str, num_ranks: int = 1) -> Resources:
         """Return the resources of each replica.
 
         Args:
@@ -84,8 +80,6 @@ class ReplicaOptions:
         Raises:
             ValueError: A setting cannot be used.
         """
-        from specinfer.server.replicas.settings import Resources
-
         cpus, gpus, most = self.replica_cpus, self.replica_gpus, self.scaling().max_replicas
         cores = usable_cpus()
         if cpus is None:

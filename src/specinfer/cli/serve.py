@@ -1,21 +1,21 @@
 """The command serve: an HTTP server with OpenAI's API."""
 
-import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 import specinfer
-from specinfer.cli import serve_replicas
-from specinfer.cli.commands import UsageError, checking
+from specinfer.cli import replica_deployment
+from specinfer.cli.commands import UsageError, checking, source_of
 from specinfer.cli.config_file import read_config
 from specinfer.cli.loading import LoadingLog
-from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag
+from specinfer.cli.options import ARGUMENT, DEBUG, ServedOptions, flag, follow
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
+from specinfer.server.config import ServerConfig, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ CONFIG = Annotated[
 ]
 # Variables that are read elsewhere, and those that Kubernetes sets for a Service called specinfer.
 _OTHER_VARIABLES = ("SPECINFER_NATIVE", "SPECINFER_SERVICE_", "SPECINFER_PORT_")
-_LAYERS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
+_PLACES = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
 def serve(
@@ -41,7 +41,7 @@ def serve(
     argument: ARGUMENT = None,
     *,
     config: CONFIG = None,
-    engine: EngineOptions,
+    engine: ServedOptions,
     server: ServerOptions,
     replicas: ReplicaOptions,
     debug: DEBUG = False,
@@ -51,65 +51,60 @@ def serve(
     Flags can also be set as SPECINFER_FLAG in the environment or in a YAML file; the command line takes precedence.
     """
     _check_installed()
-    from specinfer.server import logs, process, telemetry, trace
-    from specinfer.server.config import is_loopback
-
     with checking():
         # A model on the command line takes precedence over one in the environment or a file.
-        if argument is not None and _layer(context, "model") != "command line":
-            engine = dataclasses.replace(engine, model=None)
-        model, settings = engine.named(argument), engine.settings()
-        configured, limits = server.config(), server.limits()
-        if configured.otlp_endpoint is not None:
-            telemetry.check_installed()
-        if configured.trace is not None and replicas.replicas is None:
-            trace.check_writable(configured.trace)
+        if argument is not None and source_of(context, "model") != "COMMANDLINE":
+            engine = engine.without_model()
+        args, configured, limits = engine.args(argument), server.config(), server.limits()
+        deployment = None
         if replicas.replicas is None:
             replicas.check_alone()
         else:
-            serve_replicas.check_installed()
-            deployment = serve_replicas.replica_deployment(model, engine, server, replicas)
-        logs.configure("debug" if debug else configured.log_level)
-        logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
-        for line in _given(context, engine, server, replicas):
-            logger.info("%s", line)
-        if not (configured.api_keys or configured.uds or is_loopback(configured.host)):
-            logger.warning("insecure: whoever reaches %s can use this server; no key is asked for", configured.host)
-        if unknown := _unknown_variables(context):
-            logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
+            replica_deployment.check_installed()
+            deployment = replica_deployment.replica_deployment(args, server, replicas)
+        _start_logs(context, str(args.model), configured, {**engine.given, **asdict(server), **asdict(replicas)}, debug)
+        from specinfer.server import process, trace
 
-        engine.follow(model, settings | server.adaptation())
+        if configured.trace is not None and deployment is None:
+            trace.check_writable(configured.trace)
+        follow(args)
 
         def load() -> Any:
             from specinfer.llm import LLM
 
-            llm = LLM(model, **settings, **server.adaptation(), progress=LoadingLog(logger))
+            llm = LLM.from_engine_args(args, LoadingLog(logger))
             llm.prepare()
             return llm
 
-        names = tuple(server.served_model_name or (model,))
-        service = process.Service(load, model, names, configured, limits)
+        names = tuple(server.served_model_name or (str(args.model),))
         try:
-            if replicas.replicas is None:
-                code = process.run(service)
+            if deployment is None:
+                code = process.run(process.Service(load, str(args.model), names, configured, limits))
             else:
-                code = serve_replicas.serve(context, deployment, replicas)
+                code = replica_deployment.serve(context, deployment, replicas)
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
     raise typer.Exit(code)
 
 
-def _given(context: typer.Context, *options: Any) -> Iterator[str]:
-    """Yield the settings that differ from the defaults, one line per source."""
-    for layer in _LAYERS.values():
-        given = [
-            shown(field.name, getattr(kind, field.name))
-            for kind in options
-            for field in dataclasses.fields(kind)
-            if _layer(context, field.name) == layer
-        ]
+def _start_logs(
+    context: typer.Context, model: str, config: ServerConfig, settings: dict[str, Any], debug: bool
+) -> None:
+    """Log the start, and each setting that differs from the default with the place that it came from."""
+    from specinfer.server import logs, telemetry
+
+    if config.otlp_endpoint is not None:
+        telemetry.check_installed()
+    logs.configure("debug" if debug else config.log_level)
+    logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
+    for source, place in _PLACES.items():
+        given = [shown(name, value) for name, value in settings.items() if source_of(context, name) == source]
         if given:
-            yield f"{layer}: {', '.join(given)}"
+            logger.info("%s: %s", place, ", ".join(given))
+    if not (config.api_keys or config.uds or is_loopback(config.host)):
+        logger.warning("insecure: whoever reaches %s can use this server; no key is asked for", config.host)
+    if unknown := _unknown_variables(context):
+        logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
 
 
 def _unknown_variables(context: typer.Context) -> list[str]:
@@ -117,11 +112,6 @@ def _unknown_variables(context: typer.Context) -> list[str]:
     known = {getattr(option, "envvar", None) for option in context.command.params}
     found = (name for name in os.environ if name.startswith("SPECINFER_") and name not in known)
     return sorted(name for name in found if not name.startswith(_OTHER_VARIABLES))
-
-
-def _layer(context: typer.Context, name: str) -> str | None:
-    source = context.get_parameter_source(name)
-    return None if source is None else _LAYERS.get(source.name)
 
 
 def _check_installed() -> None:

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from specinfer.cli.options import flag
-
-if TYPE_CHECKING:  # these imports need packages of the server
-    from specinfer.core.queue_limits import QueueLimits
-    from specinfer.server.config import ServerConfig
+from specinfer.core.queue_limits import QueueLimits
+from specinfer.server.config import ServerConfig
 
 _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Address", "Access", "Limits", "Watching"
 SECRETS = frozenset({"api_key"})  # never logged
@@ -24,20 +22,6 @@ class ServerOptions:
     ] = None
     chat_template: Annotated[
         str | None, flag("Model", "Chat template to use instead of that of the model.", metavar="FILE")
-    ] = None
-
-    adapt_drafters: Annotated[
-        bool,
-        flag(
-            "Speculation",
-            "Train draft models on the traffic in idle moments. Outputs do not change, but their speed then depends on "
-            "the requests of others.",
-            "--adapt-drafters",
-        ),
-    ] = False
-    adapt_dir: Annotated[
-        str | None,
-        flag("Speculation", "Folder to keep the trained drafters in, for the next start.", metavar="FOLDER"),
     ] = None
 
     host: Annotated[str, flag(_ADDRESS, "Address to listen on; any but loopback requires an API key.")] = "127.0.0.1"
@@ -119,14 +103,12 @@ class ServerOptions:
         flag(_WATCH, "Endpoint for OpenTelemetry spans, such as http://localhost:4318/v1/traces.", metavar="URL"),
     ] = None
 
-    def config(self) -> "ServerConfig":
+    def config(self) -> ServerConfig:
         """Return the checked settings.
 
         Raises:
             ValueError: A setting cannot be used, or a file cannot be read.
         """
-        from specinfer.server.config import ServerConfig
-
         keys = [*(self.api_key or ()), *_keys_in(self.api_key_file)]
         names = {field.name for field in fields(self)} & {field.name for field in fields(ServerConfig)}
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -143,18 +125,12 @@ class ServerOptions:
         }
         return ServerConfig(**settings)
 
-    def adaptation(self) -> dict[str, Any]:
-        """Return the keyword arguments of `LLM` for online adaptation."""
-        return {"adapt_drafters": self.adapt_drafters, "adapt_dir": self.adapt_dir}
-
-    def limits(self) -> "QueueLimits":
+    def limits(self) -> QueueLimits:
         """Return the limits of the queue.
 
         Raises:
             ValueError: A limit is out of range.
         """
-        from specinfer.core.queue_limits import QueueLimits
-
         return QueueLimits(
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
@@ -169,7 +145,7 @@ def _keys_in(path: str | None) -> list[str]:
     lines = [line.strip() for line in _text_of("api_key_file", path).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"api_key_file: {path} holds no key; write one a line")
+        raise ValueError(f"api_key_file: {path} has no key; write one in each line")
     return keys
 
 

@@ -10,9 +10,10 @@ import typer
 
 from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
-from specinfer.cli.options import ARGUMENT, EngineOptions, OutputOptions, SamplingOptions, flag
+from specinfer.cli.options import ARGUMENT, EngineOptions, OutputOptions, flag, load
 from specinfer.cli.prompts import read_prompts
 from specinfer.cli.remote import RemoteOptions, RemotePartner
+from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import is_interactive, typed_lines
 from specinfer.core.errors import RequestError
@@ -54,16 +55,16 @@ def generate(
 ) -> None:
     """Complete prompts from arguments, a file, or the lines of standard input. Without MODEL, demo-chat is used."""
     words = [word for word in (argument, *(prompts or ())) if word is not None]
-    names_model = bool(words) and engine.model is None and not _is_prompt(words[0])
+    names_model = bool(words) and "model" not in engine.given and not _is_prompt(words[0])
     with checking():
         name = words.pop(0) if names_model else None
         asked = read_prompts(words, file)
         if logprobs is not None and not as_json:
             raise ValueError("logprobs: they are part of the JSON output only; add --json")
-        model = engine.named(name)
-        params = sampling.params(_DEFAULT_MAX_TOKENS, model, n=n, logprobs=logprobs)
+        args = engine.args(name)
+        params = sampling.params(_DEFAULT_MAX_TOKENS, str(args.model), n=n, logprobs=logprobs)
         screen = output.screen()
-        llm = engine.load(model, screen)
+        llm = load(args, screen)
     fitted = [sampling.fit(params, llm, prompt) for prompt in asked]
     if screen.is_terminal and not as_json and len(asked) == n == 1:
         streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False).output
@@ -96,9 +97,10 @@ def complete(
             screen, params = Screen(stats=output.stats), sampling.params(_DEFAULT_MAX_TOKENS)
             remote = server.connect(engine, argument, screen)
         else:
-            name = engine.named(argument)
-            screen, params = output.screen(), sampling.params(_DEFAULT_MAX_TOKENS, name)
-            llm = engine.load(name, screen)
+            args = engine.args(argument)
+            params = sampling.params(_DEFAULT_MAX_TOKENS, str(args.model))
+            screen = output.screen()
+            llm = load(args, screen)
 
     def answer(line: str, *, stoppable: bool) -> None:
         if server.url is not None:
@@ -129,9 +131,10 @@ def chat(
             screen, params = Screen(stats=output.stats), sampling.params(None)
             partner = RemotePartner(server.connect(engine, argument, screen), params)
         else:
-            name = engine.named(argument)
-            screen, params = output.screen(), sampling.params(None, name)
-            partner = LocalPartner(engine.load(name, screen), screen, params)
+            args = engine.args(argument)
+            params = sampling.params(None, str(args.model))
+            screen = output.screen()
+            partner = LocalPartner(load(args, screen), screen, params)
     talk = Chat(partner, screen, system_prompt)
     talk.check()
     if quick is not None:

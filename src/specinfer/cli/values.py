@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specinfer.core.config import MAX_TREE_NODES
+from specinfer.core.flags import current_names
 from specinfer.core.lookups import LOOKUPS, quoted_lookups
+from specinfer.engine_args import EngineArgs
 
 
 def parse_json(name: str, text: str) -> Any:
@@ -94,17 +97,6 @@ def parse_numbers(name: str, text: str) -> tuple[float, ...]:
         raise ValueError(f"{name}: {text[:60]!r} cannot be read; give numbers with commas, such as 0.7,0.1") from error
 
 
-def parse_bytes(text: str | None) -> int | None:
-    """Parse a size in vLLM's format: k, m, g are powers of 1000; K, M, G are powers of 1024."""
-    if text is None:
-        return None
-    number, unit = (text[:-1], text[-1]) if text[-1:] in tuple("kmgtKMGT") else (text, "")
-    if not (number.isascii() and number.isdecimal() and len(number) < 20):
-        raise ValueError(f"kv_cache_memory_bytes: {text!r} is not understood; give bytes, or a size such as 512M or 1G")
-    base, power = 1000 if unit.islower() else 1024, " KMGT".index(unit.upper() or " ")
-    return int(number) * int(base**power)
-
-
 def parse_drafters(names: Sequence[str]) -> str | list[str]:
     """Return the `drafters` argument of `LLM`: "auto", or a list that is empty for "none"."""
     for word, meaning in (("auto", "auto"), ("none", [])):
@@ -115,11 +107,17 @@ def parse_drafters(names: Sequence[str]) -> str | list[str]:
     return list(names)
 
 
-def parse_speculative_config(text: str) -> dict[str, Any]:
+def warn_renamed(old: str, new: str) -> None:
+    print(f"specinfer: warning: {old} is now {new}; the old name ends with the next release", file=sys.stderr)
+
+
+def parse_speculative_config(text: str | None) -> dict[str, Any]:
     """Return the arguments of `LLM` for vLLM's `speculative_config`."""
-    same = ("tree", "verification", "drawing", "select", "scheduler")
+    if text is None:
+        return {}
+    same = ("tree", "verification", "draft_sampling", "select", "speculation_policy")
     keys = ("method", "model", "quantization", "num_speculative_tokens", *same)
-    config = parse_object("speculative_config", text)
+    config = current_names(EngineArgs, parse_object("speculative_config", text), warn_renamed)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         if name in config:
             raise ValueError(

@@ -632,8 +632,8 @@ def test_the_option_reaches_the_captures(
         asked.append((device, enforce_eager))
 
     monkeypatch.setattr(assembly, "make_graphs", make)
-    settings = EngineOptions(device="cpu", enforce_eager=enforce_eager, drafter=["ngram"]).settings()
-    with LLM(model_folder("llama", tokenizer=True), **settings) as made:
+    options = EngineOptions({"device": "cpu", "enforce_eager": enforce_eager, "drafter": ["ngram"]})
+    with LLM.from_engine_args(options.args(str(model_folder("llama", tokenizer=True)))) as made:
         assert isinstance(made.target, ModelRunner)
         assert made.target.padded is None
     assert asked == [(CPU, enforce_eager)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specinfer.cli import serve_replicas
+from specinfer.cli import replica_deployment
 from specinfer.cli.app import app
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_replicas import build
@@ -43,7 +43,7 @@ def test_options_of_replicas_need_replicas(flag: str) -> None:
 
 @pytest.mark.parametrize("words", [["--nnodes", "2", "--master-addr", "a"], ["--master-port", "29500"]])
 def test_a_replica_is_on_one_machine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_replicas, "check_installed", lambda: None)
+    monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
     assert "nnodes, node_rank, master_addr, master_port: " in refused("--replicas", "2", "-tp", "2", *words)
     assert "tensor_parallel_size must be" in refused("--replicas", "2", "-tp", "0")
 
@@ -90,7 +90,7 @@ try:
 except Exception as error:
     print(type(error).__name__, ray.is_initialized())
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(serve_replicas.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(replica_deployment.__file__).parents[2])}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["RaySystemError", "False"]
 
@@ -107,15 +107,15 @@ def test_settings_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def serve(context: Any, told: Any, replicas: Any) -> int:
         file.write_text("replicas: '2:3'\nmax-num-seqs: 3\nray-address: auto")
-        read.extend([told, serve_replicas.read_again(context)])
+        read.extend([told, replica_deployment.read_again(context)])
         return 0
 
-    monkeypatch.setattr(serve_replicas, "check_installed", lambda: None)
-    monkeypatch.setattr(serve_replicas, "serve", serve)
+    monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
+    monkeypatch.setattr(replica_deployment, "serve", serve)
     file.write_text("replicas: '2'\nmax-num-seqs: 5\nray-address: auto")
     result = CliRunner().invoke(app, ["serve", "demo", "--config", str(file), "--max-model-len", "128"])
     assert result.exit_code == 0, result.output
     before, after = read
-    assert (before.scaling.max_replicas, before.settings.engine["max_num_seqs"]) == (2, 5)
-    assert (after.scaling.max_replicas, after.settings.engine["max_num_seqs"]) == (3, 3)
-    assert before.settings.engine["max_model_len"] == after.settings.engine["max_model_len"] == 128
+    assert (before.scaling.max_replicas, before.settings.engine.max_num_seqs) == (2, 5)
+    assert (after.scaling.max_replicas, after.settings.engine.max_num_seqs) == (3, 3)
+    assert before.settings.engine.max_model_len == after.settings.engine.max_model_len == 128

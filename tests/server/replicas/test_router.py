@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving import Caller, error_of, events_of, slow_steps
-from specinfer import AsyncLLM, QueueLimits
+from specinfer import AsyncLLM, EngineArgs, QueueLimits
 from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
@@ -74,8 +75,8 @@ def through(replica_set: LocalReplicaSet | None, work: Work, **config: Any) -> A
 @pytest.fixture
 def settings(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ReplicaSettings:
     monkeypatch.setattr(logs, "configure", lambda level: None)  # of the whole process
-    engine = {"drafters": ["ngram"], "tree": "1,1", "max_num_seqs": 8}
-    return ReplicaSettings(model=str(model_folder(tokenizer=True)), names=("tiny",), engine=engine)
+    model = str(model_folder(tokenizer=True))
+    return ReplicaSettings(EngineArgs(model, drafters=["ngram"], tree="1,1", max_num_seqs=8), ("tiny",))
 
 
 def replicated(settings: ReplicaSettings, work: Work, count: int = 2, **config: Any) -> Any:
@@ -174,9 +175,7 @@ def test_keys_and_limits_hold_at_the_port(settings: ReplicaSettings) -> None:
         assert answer.headers["x-request-id"] == "mine"
 
     config: dict[str, Any] = {"api_keys": ("secretsecret",), "max_body_bytes": 1000}
-    with_key = ReplicaSettings(
-        model=settings.model, names=("tiny",), engine=settings.engine, server=ServerConfig(**config)
-    )
+    with_key = replace(settings, server=ServerConfig(**config))
     replicated(with_key, work, 1, **config)
 
 
@@ -407,27 +406,21 @@ def test_resources_and_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="scale_ttft"):
         Scaling(min_replicas=1, max_replicas=1, target_ttft=0)
     with pytest.raises(ValueError, match="adapt_dir"):
-        ReplicaSettings(model="m", names=("m",), engine={"adapt_dir": "x"})
+        ReplicaSettings(EngineArgs("m", adapt_drafters=True, adapt_dir="x"), ("m",))
 
 
 def test_each_replica_writes_files_of_its_own() -> None:
-    settings = ReplicaSettings(
-        model="m", names=("m",), engine={"step_log": "/a/steps"}, server=ServerConfig(trace="/a.b/trace.jsonl")
-    )
+    args = EngineArgs("m", step_log="/a/steps")
+    settings = ReplicaSettings(args, ("m",), server=ServerConfig(trace="/a.b/trace.jsonl"))
     of_one = settings.of_replica("r7")
     assert of_one.server.trace == "/a.b/trace.r7.jsonl"
-    assert of_one.engine["step_log"] == "/a/steps.r7"
+    assert of_one.engine.step_log == "/a/steps.r7"
     assert not of_one.server.access_log
 
 
 def test_limits_reach_the_replica(settings: ReplicaSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch)
-    few = ReplicaSettings(
-        model=settings.model,
-        names=("tiny",),
-        engine=settings.engine | {"max_num_seqs": 1},
-        limits=QueueLimits(max_num_queued_reqs=0),
-    )
+    few = replace(settings, engine=replace(settings.engine, max_num_seqs=1), limits=QueueLimits(max_num_queued_reqs=0))
 
     async def work(client: httpx.AsyncClient, replica_set: LocalReplicaSet) -> list[int]:
         asked = [client.post("/v1/completions", json=BODY | {"max_tokens": 50}) for _ in range(5)]

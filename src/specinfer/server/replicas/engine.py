@@ -5,6 +5,7 @@ Requests and responses are bytes (`messages.py`), so all endpoints, errors and s
 
 import asyncio
 import contextlib
+import dataclasses
 import sys
 import time
 import zlib
@@ -41,10 +42,11 @@ class EngineReplica:
         logs.configure(settings.server.log_level)
         settings = settings.of_replica(name)
         # Replicas get different seeds, so that requests without a seed do not all get the same random numbers.
-        seed = int(settings.engine.get("seed", 0)) + zlib.crc32(name.encode())
+        seed = settings.engine.seed + zlib.crc32(name.encode())
         self._name = name
-        self._engine = AsyncLLM(settings.load(seed), settings.limits)
-        self._state = ServerState(None, settings.server, settings.names, settings.model)
+        self._engine = AsyncLLM.from_engine_args(dataclasses.replace(settings.engine, seed=seed), settings.limits)
+        self._engine.llm.prepare()
+        self._state = ServerState(None, settings.server, settings.names, str(settings.engine.model))
         self._state.put_engine(self._engine)
         self._observation = Observation(self._engine, self._state)
         self._app = create_app(self._state)

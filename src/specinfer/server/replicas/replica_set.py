@@ -22,7 +22,6 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from specinfer.core.config import EngineConfig
 from specinfer.core.errors import ModelError
 from specinfer.server.replicas.engine import EngineReplica
 from specinfer.server.replicas.metrics_merge import may_ask
@@ -85,7 +84,7 @@ class Cluster:
 
 def application(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> Any:
     """Return the deployment of the replicas, to run it or to bind it to another."""
-    num_seqs = settings.engine.get("max_num_seqs", EngineConfig().max_num_seqs)
+    num_seqs = settings.engine.max_num_seqs
     many: dict[str, Any] = {"num_replicas": scaling.min_replicas}
     if not scaling.is_fixed:
         many = {"autoscaling_config": _autoscaling(scaling)}

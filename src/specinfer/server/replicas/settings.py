@@ -4,14 +4,11 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from specinfer.core.errors import check_float, check_int
 from specinfer.core.queue_limits import QueueLimits
+from specinfer.engine_args import EngineArgs
 from specinfer.server.config import ServerConfig
-
-if TYPE_CHECKING:
-    from specinfer.llm import LLM
 
 _COUNTS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
 
@@ -96,51 +93,34 @@ class Resources:
         return max(int(self.cpus / self.num_ranks), 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """The model that each replica loads, and how it serves it.
 
     Attributes:
-        engine: Keyword arguments of `LLM`, without the model.
         names: The names by which clients may call the model.
         server: The settings of all replicas and of the router; both check requests by them.
         limits: The limits of each replica's own queue.
     """
 
-    model: str
+    engine: EngineArgs
     names: tuple[str, ...]
-    engine: dict[str, Any] = field(default_factory=dict)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: QueueLimits = field(default_factory=QueueLimits)
 
     def __post_init__(self) -> None:
-        if self.engine.get("adapt_dir") is not None:
+        if self.engine.adapt_dir is not None:
             raise ValueError("adapt_dir: one server at a time uses a folder; leave it out with --replicas")
 
     def of_replica(self, name: str) -> "ReplicaSettings":
         """Return the settings of one replica: it logs no requests, as the router does, and has its own trace files."""
-        files = {key: _named_after(name, self.engine[key]) for key in ("step_log",) if self.engine.get(key)}
         trace = None if self.server.trace is None else _named_after(name, self.server.trace)
         server = dataclasses.replace(self.server, access_log=False, trace=trace)
-        return dataclasses.replace(self, engine=self.engine | files, server=server)
-
-    def load(self, seed: int) -> "LLM":
-        """Load the model and prepare it for serving.
-
-        Args:
-            seed: The seed for requests that have none.
-
-        Raises:
-            ModelError, ValueError: The model cannot be used.
-        """
-        from specinfer.llm import LLM
-
-        llm = LLM(self.model, **(self.engine | {"seed": seed}))
-        llm.prepare()
-        return llm
+        log = None if self.engine.step_log is None else _named_after(name, self.engine.step_log)
+        return dataclasses.replace(self, engine=dataclasses.replace(self.engine, step_log=log), server=server)
 
 
-def _named_after(name: str, path: str) -> str:
+def _named_after(name: str, path: str | Path) -> str:
     """Return a path with the replica's name in it: steps.jsonl becomes steps.NAME.jsonl."""
     place = Path(path)
     return str(place.with_name(f"{place.stem}.{name}{place.suffix}"))
