@@ -62,11 +62,13 @@ def serve(
         else:
             replica_deployment.check_installed()
             deployment = replica_deployment.replica_deployment(args, server, replicas)
-        _start_logs(context, str(args.model), configured, {**engine.given, **asdict(server), **asdict(replicas)}, debug)
-        from specinfer.server import process, trace
+        from specinfer.server import process, telemetry, trace
 
+        if configured.otlp_endpoint is not None:
+            telemetry.check_installed()
         if configured.trace is not None and deployment is None:
             trace.check_writable(configured.trace)
+        _start_logs(context, str(args.model), configured, {**engine.given, **asdict(server), **asdict(replicas)}, debug)
         follow(args)
 
         def load() -> Any:
@@ -91,10 +93,8 @@ def _start_logs(
     context: typer.Context, model: str, config: ServerConfig, settings: dict[str, Any], debug: bool
 ) -> None:
     """Log the start, and each setting that differs from the default with the place that it came from."""
-    from specinfer.server import logs, telemetry
+    from specinfer.server import logs
 
-    if config.otlp_endpoint is not None:
-        telemetry.check_installed()
     logs.configure("debug" if debug else config.log_level)
     logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
     for source, place in _PLACES.items():
