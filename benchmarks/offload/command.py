@@ -64,9 +64,9 @@ def offload(
         list[str] | None,
         flag(
             "Speculation",
-            "Another engine, held to the same memory: accelerate (layers on the disk), accelerate-cpu (in host memory, "
-            "for a GPU), llama.cpp (mapped) or llama.cpp-draft; may end in a type of weights, such as :q8_0; may be "
-            "repeated.",
+            "Another engine with the same memory limit: accelerate (layers on the disk), accelerate-cpu (in host "
+            "memory, for a GPU), llama.cpp (mapped) or llama.cpp-draft; may end in a type of weights, such as :q8_0; "
+            "may be repeated.",
             metavar="NAME",
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Sizes of the models to measure, and a check that the disk has room for the files to be written first."""
+"""Sizes of the models to measure, and a check that the files fit on the disk to be written first."""
 
 import os
 import shutil
@@ -96,7 +96,7 @@ def check_room(needs: Sequence[Need]) -> None:
         if need.num_bytes > free:
             raise ValueError(
                 f"{need.field}: {need.num_bytes / 1e9:.1f} GB would be written to {need.place}, and "
-                f"{max(free, 0) / 1e9:.1f} GB are to be had there; free some, or have it elsewhere (XDG_CACHE_HOME "
+                f"{max(free, 0) / 1e9:.1f} GB are free there; free some, or choose another place (XDG_CACHE_HOME "
                 "moves what is cached)"
             )
         taken[device] = taken.get(device, 0) + need.num_bytes

@@ -110,7 +110,7 @@ class OffloadReport:
     Attributes:
         target_bytes: Approximate bytes of all weights of the target.
         memory_budget: Memory limit of a process in bytes.
-        own_cap: Method by which the operating system held our process to the budget, or "none".
+        own_cap: Method by which the operating system limited our process to the budget, or "none".
         disk_rates: Bytes per second of each way to read the disk directly, or to copy to the device, by round.
         disk_is_direct: True if those reads bypassed the page cache.
         peers: Other engines measured in the same run, one arm for each temperature. Their details are the temperature,

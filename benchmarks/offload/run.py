@@ -38,7 +38,7 @@ from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
 
 _BUDGET_SHARE = 3  # the default budget is the target's bytes divided by this
-_AUTO_NODES = 256  # assumed size of an "auto" tree: the cache must have room for the largest requested tree
+_AUTO_NODES = 256  # assumed size of an "auto" tree: the cache must hold the largest requested tree
 _LEAST_TREE_ROOM = 64  # cache slots that each request has in addition to those of its tokens
 _MAX_READ = 2048  # prefill tokens in one pass, since activations count against the budget
 _MAX_SHARE = 0.8  # share of the machine's memory that a resident target may take
@@ -167,7 +167,7 @@ def _job(
         "select": config.select,
         "device": config.device,
         "max_model_len": longest,
-        # Each sequence adds cache slots for drafts. If the budget has no room, trees of large batches are cut.
+        # Each sequence adds cache slots for drafts. If the budget is too small, trees of large batches are cut.
         "max_num_seqs": max(config.largest, math.ceil(num_slots / (longest + _LEAST_TREE_ROOM))),
         "max_num_batched_tokens": min(sum(lengths[: config.largest]), _MAX_READ),
         "enable_prefix_caching": False,  # every arm runs its own prefill

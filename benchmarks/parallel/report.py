@@ -266,19 +266,19 @@ def plot_parallel(report: ParallelReport, path: str | Path) -> None:
     for factor, style in ((1.0, "-"), (1 - _CLOSE, "--"), (1 + _CLOSE, "--")):
         ends = [0.0, 1.1 * most]
         predictions.append(Series("", [factor * end for end in ends], x=ends, colour="black", line=style, marker=""))
-    held = [
+    peaks = [
         (WHOLE.name if split == WHOLE.split else f"{split}, rank {number}", 100 * rank.peak / max(whole.peak, 1))
         for split, ranks in report.memory.items()
         for number, rank in enumerate(ranks)
     ]
-    memory = Series("peak", [share for _, share in held], notes=[f"{share:.0f}" for _, share in held])
+    memory = Series("peak", [share for _, share in peaks], notes=[f"{share:.0f}" for _, share in peaks])
     panels = [
         Panel("Speed over plain decoding, split alike", ratios, kind="bars", names=list(map(_label, results)),
               label="ratio, median over batches; bars: quartiles", levels=(1.0,), legend="inside"),
         Panel("Simulated; dashed: 20 % off", predictions, label="tokens per second, predicted",
               place_label="tokens per second, measured", legend="inside"),
         Panel("Peak memory, % of one process", [memory], kind="bars", horizontal=True,
-              names=[name for name, _ in held]),
+              names=[name for name, _ in peaks]),
     ]  # fmt: skip
     title = f"{Path(str(report.options['model'])).name}: {report.environment.description}, split over processes"
     draw_plot(path, title, panels, width=6 + 0.9 * len(results), height=4.8)

@@ -16,7 +16,7 @@ from benchmarks.peers.messages import Ask, Generated, Load, Settings, Stopwatch
 from benchmarks.process import WorkerError
 
 _COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # draft tokens in a chain
-_LEAST_CHANCES = (0.0, 0.4, 0.75)  # least probability under the drafter at which it proposes a token
+_LEAST_PROBS = (0.0, 0.4, 0.75)  # least probability under the drafter at which it proposes a token
 _SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # (count, probability) to try where a pass costs the same at any size
 
 
@@ -41,7 +41,7 @@ class LlamaCppEngine:
         if job.drafter is None:
             return [{}]
         self._drafter = Sequence(job.drafter, max_len, self._num_threads)
-        tried = _SLOW if job.is_slow else itertools.product(_COUNTS, _LEAST_CHANCES)
+        tried = _SLOW if job.is_slow else itertools.product(_COUNTS, _LEAST_PROBS)
         return [{"num_draft": count, "p_min": least} for count, least in tried]
 
     def generate(self, ask: Ask) -> Generated:
@@ -57,11 +57,11 @@ class LlamaCppEngine:
 
 def _decode(target: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
     stopwatch = Stopwatch()
-    said = [chooser.token(target.read(ask.token_ids))]
+    generated = [chooser.token(target.read(ask.token_ids))]
     stopwatch.arrived(1)
-    while len(said) < ask.max_tokens:
-        said.append(chooser.token(target.read(said[-1:])))
-    return stopwatch.stop(said)
+    while len(generated) < ask.max_tokens:
+        generated.append(chooser.token(target.read(generated[-1:])))
+    return stopwatch.stop(generated)
 
 
 def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
@@ -108,8 +108,8 @@ class Chooser:
     def token(self, row: Any) -> int:  # [vocab]
         if self._temperature == 0:
             return int(row.argmax())
-        chances = np.cumsum(np.exp((row - row.max()) / self._temperature))
-        return int(min(np.searchsorted(chances, self._random.random() * chances[-1], "right"), len(row) - 1))
+        cumulative = np.cumsum(np.exp((row - row.max()) / self._temperature))
+        return int(min(np.searchsorted(cumulative, self._random.random() * cumulative[-1], "right"), len(row) - 1))
 
 
 class Sequence:
@@ -134,7 +134,7 @@ class Sequence:
         params.n_threads = params.n_threads_batch = num_threads
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
-            raise WorkerError(f"llama.cpp has no room for a context of {max_len} tokens")
+            raise WorkerError(f"llama.cpp has no memory for a context of {max_len} tokens")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(max_len, 0, 1)

@@ -66,7 +66,7 @@ def test_a_drafter_that_is_the_target_is_always_right(report: AcceptanceReport) 
         if row.label == "any rule" or row.label.startswith("coupled"):
             # Chains of 4, and 12 tokens: passes of 5, 5 and 2.
             assert row.cells["chain"].tokens_per_pass.value == pytest.approx(4.0)
-            assert row.cells["chain"].said == (12, 12)
+            assert row.cells["chain"].generated == (12, 12)
             assert row.cells["chain"].passes == (3, 3)
 
 

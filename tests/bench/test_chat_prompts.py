@@ -231,7 +231,7 @@ def test_acceptance_by_kind_adds_up_to_the_whole(folder: str) -> None:
     by_kind = report.by_kind(counts)
     for kind, rate in by_kind.items():
         numbers = [i for i, own in enumerate(report.kinds) if own == kind]
-        assert rate == sum(counts.said[i] for i in numbers) / sum(counts.passes[i] for i in numbers)
+        assert rate == sum(counts.generated[i] for i in numbers) / sum(counts.passes[i] for i in numbers)
     written: Any = json.loads(json.dumps(report.as_dict()))
     assert written["by_kind"]["drafters"][0]["tokens_per_pass"] == by_kind
     assert "By kind of prompt: tokens per pass, temperature 0" in shown(print_acceptance, report)

@@ -540,7 +540,7 @@ def test_what_must_be_written_first(folders: tuple[str, str], tmp_path: Path, mo
 def test_a_full_disk_is_refused_by_the_option_that_needs_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 * 10**9}))
     check_room([Need("grow", tmp_path / "a" / "b", 4 * 10**9)])
-    with pytest.raises(ValueError, match=r"peers: 2\.0 GB would be written to .*c, and 0\.7 GB are to be had there"):
+    with pytest.raises(ValueError, match=r"peers: 2\.0 GB would be written to .*c, and 0\.7 GB are free there"):
         check_room([Need("grow", tmp_path / "a", 4 * 10**9), Need("peers", tmp_path / "c", 2 * 10**9)])
 
 

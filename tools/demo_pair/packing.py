@@ -13,7 +13,7 @@ from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING
 from specinfer.demo.pair import CHECKSUMS, ROW_SCALE, WEIGHTS, digest, save
 
 _TIED = "lm_head.weight"
-_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
+_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
 
 
 def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,12 +41,12 @@ def pack(source_folder: Path, target_folder: Path, without: Collection[str] = ()
             tensors[name] = tensor.float()
     target_folder.mkdir(parents=True, exist_ok=True)
     save(tensors, target_folder / WEIGHTS)
-    beside = [name for name in _BESIDE if name not in without and (source_folder / name).is_file()]
-    for name in beside:
+    copied = [name for name in _COPIED if name not in without and (source_folder / name).is_file()]
+    for name in copied:
         shutil.copyfile(source_folder / name, target_folder / name)
     if settings:
         (target_folder / "config.json").write_text(json.dumps(config | settings, indent=2, sort_keys=True) + "\n")
-    sums = {name: digest(target_folder / name) for name in (WEIGHTS, *beside)}
+    sums = {name: digest(target_folder / name) for name in (WEIGHTS, *copied)}
     (target_folder / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 
 

@@ -129,7 +129,7 @@ def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], lo
         drafter_quantization=config.drafter_quantization,
         device=config.device,
         max_model_len=longest + config.max_tokens,
-        # All prompts run together. The cache adds 64 slots per sequence, so more sequences make room for every tree.
+        # All prompts run together. The cache adds 64 slots per sequence: with more sequences it holds every tree.
         max_num_seqs=config.num_prompts * (1 + most // 64),
         enable_prefix_caching=False,  # every arm runs its own prefill
         seed=config.seed,

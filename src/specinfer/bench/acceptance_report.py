@@ -64,13 +64,13 @@ class Counts:
     """Counts of one setup for each prompt."""
 
     setup: Setup
-    said: tuple[int, ...]  # generated tokens
+    generated: tuple[int, ...]  # tokens
     passes: tuple[int, ...]
     guessed: tuple[int, ...]  # drafted nodes
 
     @property
     def tokens_per_pass(self) -> Estimate:
-        return jackknife(self._rate, len(self.said))
+        return jackknife(self._rate, len(self.generated))
 
     @property
     def guessed_per_pass(self) -> float:
@@ -82,10 +82,10 @@ class Counts:
 
     def over(self, other: "Counts") -> Estimate:
         """Return these tokens per pass as a multiple of the other's, on the same prompts."""
-        return jackknife(lambda prompts: self._rate(prompts) / other._rate(prompts), len(self.said))
+        return jackknife(lambda prompts: self._rate(prompts) / other._rate(prompts), len(self.generated))
 
     def _rate(self, prompts: Sequence[int]) -> float:
-        return sum(self.said[i] for i in prompts) / sum(self.passes[i] for i in prompts)
+        return sum(self.generated[i] for i in prompts) / sum(self.passes[i] for i in prompts)
 
     def as_dict(self) -> dict[str, object]:
         setup = self.setup
@@ -97,7 +97,7 @@ class Counts:
             "temperature": setup.temperature,
             "tokens_per_pass": self.tokens_per_pass.as_dict(),
             "guessed_per_pass": self.guessed_per_pass,
-            "num_tokens": list(self.said),
+            "num_tokens": list(self.generated),
             "num_passes": list(self.passes),
         }
 

@@ -24,7 +24,7 @@ def token_prompts(
     num_chars: int = 600,
     prompts: Sequence[AnyPrompt] | None = None,
 ) -> list[list[int]]:
-    """Return prompts as token ids for the model in `folder`. Each leaves room for `max_tokens`.
+    """Return prompts as token ids for the model in `folder`. The context also holds `max_tokens` more.
 
     Args:
         count: Number of held-out texts to use if no prompts are given.

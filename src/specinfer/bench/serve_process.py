@@ -75,7 +75,7 @@ def _is_ready(address: ServerAddress) -> bool:
 def _last_words(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "its log is empty"
 
 
 def _free_port() -> int:

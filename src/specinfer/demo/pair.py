@@ -62,7 +62,7 @@ def unpack(
     """Make an ordinary Hugging Face folder of a packed one; two processes may do so at once.
 
     Args:
-        others: Returns the weights that were packed elsewhere, by name.
+        others: Returns the weights that are not in the packed folder, by name.
     """
     sums = verify(packed)
     folder.parent.mkdir(parents=True, exist_ok=True)

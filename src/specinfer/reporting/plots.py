@@ -81,7 +81,7 @@ class Panel:
         horizontal: Whether values run from left to right, and places from top to bottom.
         counts: Whether places are counts, on a log 2 scale with a tick for each.
         log: Whether values are on a log scale.
-        top: Upper limit of the values. None for room for all of them; without `from_zero` the lower limit is free too.
+        top: Upper limit of the values. None for one above all of them; without `from_zero` the lower limit is free too.
         levels: Values at which a reference line is drawn.
         legend: Whether to name the series: next to the values, or below the axes.
     """
@@ -175,8 +175,8 @@ class Panel:
             (axes.set_xscale if self.horizontal else axes.set_yscale)("log")
         elif self.from_zero:
             low, high = axes.get_xlim() if self.horizontal else axes.get_ylim()
-            room = 1.15 if any(one.notes for one in self.series) else 1.0
-            top = room * high if self.top is None else self.top
+            margin = 1.15 if any(one.notes for one in self.series) else 1.0
+            top = margin * high if self.top is None else self.top
             (axes.set_xlim if self.horizontal else axes.set_ylim)(min(0.0, low) if self.kind == "lines" else 0.0, top)
 
 

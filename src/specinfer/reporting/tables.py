@@ -87,7 +87,7 @@ def print_models(report: MeasuredModels, console: Console) -> None:
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
         f"drafters: {drafters or 'ngram'}; {environment.precision} on {environment.device}, "
-        f"{environment.num_threads} threads, {environment.cpu}, at most {environment.peak_memory / 2**30:.2f} GiB held"
+        f"{environment.num_threads} threads, {environment.cpu}, peak memory {environment.peak_memory / 2**30:.2f} GiB"
     )
 
 
