@@ -8,6 +8,7 @@ from benchmarks.host_command import host
 from benchmarks.kernels.command import kernels
 from benchmarks.latency_command import latency
 from benchmarks.offload.command import offload
+from benchmarks.paper.command import paper
 from benchmarks.parallel.command import parallel
 from benchmarks.perplexity_command import perplexity
 from benchmarks.schedule.command import schedule
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (latency, kernels, offload, parallel, schedule, perplexity, host):
+for command in (latency, kernels, offload, parallel, schedule, perplexity, host, paper):
     add_command(app, command)
 
 

@@ -126,20 +126,20 @@ def paper_widths(k: int, depth: int = _PAPER_DEPTH) -> tuple[int, ...]:
     return (1, 1, k, *[1] * (depth - 3))
 
 
-def _expansion(widths: Sequence[int]) -> str:
+def expansion(widths: Sequence[int]) -> str:
     return ",".join(map(str, widths))
 
 
 def shapes(num_nodes: int) -> dict[str, str]:
     """Return the largest tree of each kind that has at most `num_nodes` nodes."""
-    found = {"chain": _expansion([1] * num_nodes)}
+    found = {"chain": expansion([1] * num_nodes)}
     if num_nodes >= 4:
         # The paper's expansion has 2 + k * levels nodes. Of the closest fits, take the depth nearest to the paper's.
         pairs = [(k, (num_nodes - 2) // k) for k in range(2, num_nodes - 1)]
         k, levels = min(pairs, key=lambda p: (num_nodes - 2 - p[0] * p[1], abs(2 + p[1] - _PAPER_DEPTH)))
-        found["paper"] = _expansion(paper_widths(k, 2 + levels))
+        found["paper"] = expansion(paper_widths(k, 2 + levels))
     if num_nodes >= 2 * _WIDE:
-        found["wide"] = _expansion([_WIDE, *[1] * (num_nodes // _WIDE - 1)])
+        found["wide"] = expansion([_WIDE, *[1] * (num_nodes // _WIDE - 1)])
     found[BEST_FIRST] = f"{BEST_FIRST}:{num_nodes}:{min(num_nodes, _MAX_DEPTH)}"
     return found
 
@@ -162,7 +162,7 @@ def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
             f"expansion <1,1,k,1,1,1,1,1>; sampled text at temperature 1, verified by {rule}",
             mode,
             {
-                f"k={k}": Setup(drafters[:1], *_rule_for(temperature, rule), _expansion(paper_widths(k)), temperature)
+                f"k={k}": Setup(drafters[:1], *_rule_for(temperature, rule), expansion(paper_widths(k)), temperature)
                 for k in range(1, TOP + 1)
             },
         )
@@ -172,7 +172,7 @@ def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
 
 def _naive_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
     """Return the setups of Table 3: naive sampling of top-k drafts and of sampled drafts, then multi-step sampling."""
-    tree = _expansion(paper_widths(TOP))
+    tree = expansion(paper_widths(TOP))
     pairs = (("target-only", "top-k"), ("target-only", "without-replacement"), ("multi-step", "without-replacement"))
     return [
         (

@@ -1,0 +1,82 @@
+"""The reproduction of the paper: sequences give the tree's results, and every part stands beside the paper's numbers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.paper.parts import PaperConfig
+from benchmarks.paper.run import run_paper
+from benchmarks.paper.sequences import SequenceRunner, paths_of, split
+from specinfer.core.tree import Draw, TokenTree
+from specinfer.model.batch import Piece
+from specinfer.model.runner import ModelRunner
+from tiny import VOCAB, resized
+
+# Two branches below the root, one of which forks again: paths 0-1-3, 0-1-4 and 0-2.
+TREE = TokenTree((7, 8, 9, 10, 11), (-1, 0, 0, 1, 1), tuple(Draw(node, "d", None, 0.5) for node in range(1, 5)))
+
+
+def _piece(runner: ModelRunner) -> Piece:
+    cache = runner.cache
+    prefix = [3, 4, 5]
+    slots = cache.reserve("r", len(prefix))
+    runner.forward([Piece.of_span(prefix, None, cache.slots("r"), slots)])
+    cache.commit("r", range(len(prefix)))
+    return Piece.of_span([6, 7], TREE, cache.slots("r"), cache.reserve("r", 6))
+
+
+def test_a_tree_is_split_into_its_paths(runner_of) -> None:  # type: ignore[no-untyped-def]
+    runner = resized(runner_of(), 64)
+    piece = _piece(runner)
+    assert paths_of(piece) == [[0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
+    sequences = split(piece, runner.cache)
+    assert [places for _, places in sequences] == [[0, 2], [1, 3], [4]]
+    assert [sequence.num_logits for sequence, _ in sequences] == [2, 2, 1]
+    own = np.concatenate([piece.slots[path[-one.num_logits :]] for (one, _), path in zip(sequences, paths_of(piece))])
+    assert set(own) == set(piece.slots[1:].tolist())
+    runner.cache.free("sequences")
+    runner.cache.free("r")
+
+
+def test_sequences_have_the_logits_and_the_cache_of_the_tree(runner_of) -> None:  # type: ignore[no-untyped-def]
+    runner = resized(runner_of(), 64)
+    piece = _piece(runner)
+    expected = runner.forward([piece]).clone()
+    keys = [layer[piece.slots].clone() for layer in runner.tensors.keys]
+    for layer in runner.tensors.keys:
+        layer[piece.slots] = 0
+    logits = SequenceRunner(runner).forward([piece])
+    assert logits.shape == (len(TREE), VOCAB)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for layer, key in zip(runner.tensors.keys, keys, strict=True):
+        torch.testing.assert_close(layer[piece.slots], key, rtol=1e-4, atol=1e-4)
+    assert len(runner.cache.reserved("sequences")) == 0
+    runner.cache.free("r")
+
+
+def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path) -> None:
+    config = PaperConfig(
+        "demo", parts=("table1", "table2", "figure11"), batch_sizes=(1, 2), num_prompts=2, max_tokens=8, out=tmp_path
+    )
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))
+    parts = run_paper(config, console)
+    assert [part.name for part in parts] == ["table1", "table2", "figure9", "figure11"]
+    shown = console.export_text()
+    assert "greedy, paper" in shown
+    assert "62-70" in shown
+    written = json.loads((tmp_path / "paper.json").read_text())
+    assert {line["label"] for line in written["figure11"]["table"]} >= {"tree, ms of a pass", "sequences, ms of a pass"}
+    outputs = {
+        arm["num_passes"] for batch in written["figure11"]["results"]["batches"] for arm in batch["arms"].values()
+    }
+    assert min(outputs) > 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".svg"}
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="part: 'table4' is not known"):
+        run_paper(PaperConfig(parts=("table4",)), Console(quiet=True))
