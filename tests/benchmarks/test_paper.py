@@ -1,5 +1,6 @@
-"""The reproduction of the paper: sequences give the tree's results, and every part stands beside the paper's numbers."""
+"""The reproduction of the paper: sequences give the results of the tree; parts show the numbers of the paper."""
 
+import io
 import json
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def test_a_tree_is_split_into_its_paths(runner_of) -> None:  # type: ignore[no-u
     sequences = split(piece, runner.cache)
     assert [places for _, places in sequences] == [[0, 2], [1, 3], [4]]
     assert [sequence.num_logits for sequence, _ in sequences] == [2, 2, 1]
-    own = np.concatenate([piece.slots[path[-one.num_logits :]] for (one, _), path in zip(sequences, paths_of(piece))])
+    own = np.concatenate(
+        [piece.slots[path[-one.num_logits :]] for (one, _), path in zip(sequences, paths_of(piece), strict=True)]
+    )
     assert set(own) == set(piece.slots[1:].tolist())
     runner.cache.free("sequences")
     runner.cache.free("r")
@@ -62,7 +65,7 @@ def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path) -> No
     config = PaperConfig(
         "demo", parts=("table1", "table2", "figure11"), batch_sizes=(1, 2), num_prompts=2, max_tokens=8, out=tmp_path
     )
-    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))
+    console = Console(width=100, record=True, file=io.StringIO())
     parts = run_paper(config, console)
     assert [part.name for part in parts] == ["table1", "table2", "figure9", "figure11"]
     shown = console.export_text()
