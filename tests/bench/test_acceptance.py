@@ -121,6 +121,16 @@ def test_ranks_are_those_of_the_model_itself(runner_of: Callable[..., ModelRunne
     assert next_token_ranks(runner, prompt, output) == expected
 
 
+def test_a_token_that_a_drafter_does_not_know_is_behind_all_that_it_knows(
+    runner_of: Callable[..., ModelRunner],
+) -> None:
+    folder, ids = runner_of().loaded.folder, torch.tensor([9, 6, 1])
+    cut = ModelRunner(load_model(folder, torch.float32, torch.device("cpu"), token_map=ids), 64)
+    ranks = next_token_ranks(cut, [3, 1, 4], [9, 2, 6])
+    assert ranks[1] == len(ids)
+    assert max(ranks[0], ranks[2]) < len(ids)
+
+
 def next_rows(runner: ModelRunner, tokens: list[int]) -> list[float]:
     from specinfer.core.tree import TokenTree
     from specinfer.model.batch import Piece

@@ -31,6 +31,7 @@ from specinfer.core.tree import expansion_nodes
 from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders
+from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
@@ -195,9 +196,11 @@ def next_token_ranks(runner: ModelRunner, prompt: Sequence[int], output: Sequenc
     try:
         slots = cache.reserve(_PROBE, len(known))
         piece = replace(Piece.of_span(known, None, cache.slots(_PROBE), slots), num_logits=len(output))
-        logits = runner.forward([piece])  # [output, vocab]
+        logits = runner.forward([piece])  # [output, the tokens that the drafter knows]
     finally:
         cache.free(_PROBE)
+    if runner.loaded.token_map is not None:  # it never drafts another token
+        logits = TokenMap(runner.loaded.token_map, runner.loaded.vocab_size).expand(logits)
     wanted = torch.tensor(output, device=logits.device).unsqueeze(1)
     ranks: list[int] = (logits > logits.gather(1, wanted)).sum(dim=1).tolist()
     return ranks
