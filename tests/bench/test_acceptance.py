@@ -121,7 +121,7 @@ def test_ranks_are_those_of_the_model_itself(runner_of: Callable[..., ModelRunne
     assert next_token_ranks(runner, prompt, output) == expected
 
 
-def test_a_token_that_a_drafter_does_not_know_is_behind_all_that_it_knows(
+def test_an_unknown_token_ranks_behind_all_that_a_drafter_knows(
     runner_of: Callable[..., ModelRunner],
 ) -> None:
     folder, ids = runner_of().loaded.folder, torch.tensor([9, 6, 1])
