@@ -222,7 +222,7 @@ def _distribution(mode: str, row: Row) -> Panel:
 
 
 def _rates(counts: Counts) -> list[float]:
-    return [said / passes for said, passes in zip(counts.said, counts.passes, strict=True)]
+    return [tokens / passes for tokens, passes in zip(counts.generated, counts.passes, strict=True)]
 
 
 def _by_kind(report: AcceptanceReport) -> dict[str, list[int]]:

@@ -28,7 +28,7 @@ def run_paper(config: PaperConfig, console: Console, progress: Console | None = 
         out.mkdir(parents=True, exist_ok=True)
         check_plot(out / "figure.svg")
     done: list[Part] = []
-    for name, measure in (TABLES | FIGURES).items():
+    for name, measure in {**TABLES, **FIGURES}.items():
         if config.parts and name not in config.parts:
             continue
         found = measure(config, progress)
