@@ -98,8 +98,8 @@ def offload(
     """Compare an offloaded target with plain decoding, the disk, and other engines with the same memory limit."""
     quiet_libraries(debug=debug)
     from benchmarks.offload.plans import OffloadBenchConfig
-    from benchmarks.offload.report import print_offload
     from benchmarks.offload.run import run_offload
+    from benchmarks.offload.views import print_offload
 
     screen = Screen()
     with checking():

@@ -22,8 +22,9 @@ from benchmarks.offload.engine import OwnSetup
 from benchmarks.offload.files import check_room, needs_of, streamed_files, weight_bytes
 from benchmarks.offload.own import OwnArms
 from benchmarks.offload.plans import OffloadBenchConfig, schedule
-from benchmarks.offload.report import OffloadReport, plot_offload
+from benchmarks.offload.report import OffloadReport
 from benchmarks.offload.turns import Turns, compare_resident
+from benchmarks.offload.views import plot_offload
 from benchmarks.peers.race import Peers
 from specinfer.bench.bandwidth import LinkBandwidth
 from specinfer.bench.loop import write_files

@@ -32,12 +32,11 @@ from benchmarks.offload.report import (
     bandwidth,
     disk_share,
     peak_of,
-    plot_offload,
-    print_offload,
     waiting_share,
 )
 from benchmarks.offload.run import run_offload
 from benchmarks.offload.turns import Turns, compare_resident
+from benchmarks.offload.views import plot_offload, print_offload
 from benchmarks.peers.names import LIBRARIES, Library
 from benchmarks.peers.report import ratio_over
 from benchmarks.program import app
