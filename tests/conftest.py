@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 from hypothesis import HealthCheck, settings
 
 from specinfer.core.request import Request
+from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
@@ -84,8 +85,8 @@ def _watched_engines() -> Iterator[None]:
 def _check_step(engine: Engine) -> None:
     cache, running = engine.target.cache, engine.scheduler.running
     assert cache.is_balanced()
-    in_flight = {span.request for in_flight_step in engine._in_flight_steps for span in in_flight_step.spans}
-    on_device = set() if engine._executor is None else set(engine._executor.requests)
+    in_flight = {span.request for span in engine.host.spans}
+    on_device = {request for one in engine.executors if isinstance(one, DeviceExecutor) for request in one.requests}
     assert not in_flight & on_device
     in_flight |= on_device
     assert in_flight == engine.scheduler._in_flight

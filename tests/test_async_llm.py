@@ -230,7 +230,7 @@ def test_a_deadline_ends_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch
 def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text cannot be decoded, its pass fails, its verification fails: others say what they say without it."""
     wanted = llm.generate(PROMPTS[:3], GREEDY)
-    forward, verify = llm.target.forward, llm.engine._verify
+    forward, verify = llm.target.forward, llm.engine.host._verify
 
     async def use(engine: AsyncLLM) -> list[Any]:
         broken = await engine.submit("nothing like the others", LONG)
@@ -248,7 +248,7 @@ def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
             return verify(saying, logits)
 
         monkeypatch.setattr(llm.target, "forward", failing)
-        monkeypatch.setattr(llm.engine, "_verify", refusing)
+        monkeypatch.setattr(llm.engine.host, "_verify", refusing)
         others = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in PROMPTS[:3]]
         if mode == "text":
             buffer = broken.requests[0].text

@@ -9,7 +9,8 @@ import torch
 
 from attacked import CHAT, TEXT, Attack, Attacked
 from specinfer import LLM
-from specinfer.engine.engine import Engine
+from specinfer.engine.commit import Committer
+from specinfer.engine.host_executor import HostExecutor
 from specinfer.model.kv_cache import OutOfSlotsError
 
 CODE = "def read(self, size):\n    "
@@ -116,13 +117,13 @@ def test_53_requests_that_are_put_back() -> None:
 
 
 # 53: between drafting and verifying
-@pytest.mark.parametrize("stage", ["_draft", "_verify", "_commit"])
+@pytest.mark.parametrize("stage", [(HostExecutor, "_draft"), (HostExecutor, "_verify"), (Committer, "store")])
 def test_53_clients_that_leave_in_the_middle_of_a_step(
-    server: Attacked, stage: str, monkeypatch: pytest.MonkeyPatch
+    server: Attacked, stage: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, tasks = getattr(Engine, stage), []
+    kept, tasks = getattr(*stage), []
 
-    def leaving(self: Engine, *args: Any) -> Any:
+    def leaving(self: Any, *args: Any) -> Any:
         for task in tasks:
             server._loop.call_soon_threadsafe(task.cancel)
         return kept(self, *args)
@@ -132,7 +133,7 @@ def test_53_clients_that_leave_in_the_middle_of_a_step(
             asked = {"prompt": CODE, "max_tokens": 500, "ignore_eos": True} | body
             tasks.append(asyncio.ensure_future(server.client.post(TEXT, json=asked)))
         await server.until(lambda: server.engine.num_running > 4)
-        monkeypatch.setattr(Engine, stage, leaving)
+        monkeypatch.setattr(*stage, leaving)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     server.beside_work(work)
@@ -140,15 +141,15 @@ def test_53_clients_that_leave_in_the_middle_of_a_step(
 
 # 51: values that are no numbers end only the request they came in
 def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Engine._by_tree
+    kept = HostExecutor._by_tree
 
-    def spoilt(self: Engine, spans: Any, trees: Any, logits: torch.Tensor) -> list[torch.Tensor]:
+    def spoilt(self: HostExecutor, spans: Any, trees: Any, logits: torch.Tensor) -> list[torch.Tensor]:
         rows = kept(self, spans, trees, logits)
         saying = [span for span, tree in zip(spans, trees, strict=True) if tree is not None]
         is_bad = [span.request.params.max_tokens == 77 for span in saying]
         return [torch.full_like(row, torch.nan) if bad else row for row, bad in zip(rows, is_bad, strict=True)]
 
-    monkeypatch.setattr(Engine, "_by_tree", spoilt)
+    monkeypatch.setattr(HostExecutor, "_by_tree", spoilt)
     broken = {"prompt": CODE, "max_tokens": 77, "seed": 1}
     server.beside(Attack(broken, 500, "not numbers"), Attack(broken | {"n": 3, "logprobs": 2}, 500, "not numbers"))
     (answer,) = server.beside(Attack(broken | {"stream": True}, 200))

@@ -750,8 +750,8 @@ def test_a_stream_goes_on_after_an_interrupt_of_another(
     said = list(next(stream).token_ids)
     commit = llm.target.cache.commit
 
-    def interrupted(request_id: str, kept: Any) -> None:
-        commit(request_id, kept)
+    def interrupted(request_id: str, kept: Any, of: int | None = None) -> None:
+        commit(request_id, kept, of)
         if len(kept):
             monkeypatch.undo()
             raise Stop

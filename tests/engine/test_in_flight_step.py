@@ -16,8 +16,9 @@ from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.errors import EngineDeadError, WeightsError
 from specinfer.core.request import FinishReason, Request
 from specinfer.drafters import make_drafter
-from specinfer.engine import metrics
-from specinfer.engine.engine import MAX_FAILED_STEPS, Engine
+from specinfer.engine import timer
+from specinfer.engine.engine import Engine
+from specinfer.engine.recovery import MAX_FAILED_STEPS
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
@@ -102,7 +103,7 @@ def test_grammars_and_several_outputs(max_in_flight: int) -> None:
     prompts = ["# numbers\n", "Once upon a time", "def main("]
     with LLM("demo", tree="2,1,1") as llm:
         wanted = llm.generate(prompts, params)
-        llm.engine.target = target = Delayed(llm.target, max_in_flight)
+        llm.engine.host.target = target = Delayed(llm.target, max_in_flight)
         outputs = llm.generate(prompts, params)
         assert max(target.numbers_in_flight) == max_in_flight
     for output, want in zip(outputs, wanted, strict=True):
@@ -120,7 +121,7 @@ def test_passes_are_begun_until_all_stages_have_one(runner_of: Runners) -> None:
     assert target.log == ["begin 0", "begin 1", "begin 2", "end 0"]
     engine.step()
     assert target.log[4:] == ["begin 3", "end 1"]
-    groups = [{span.request.request_id for span in in_flight_step.spans} for in_flight_step in engine._in_flight_steps]
+    groups = [{span.request.request_id for span in in_flight_step.spans} for in_flight_step in engine.host._steps]
     assert sorted(map(len, groups)) == [1, 2], "five requests: two, two and one"
     assert not groups[0] & groups[1]
     while engine.has_work:
@@ -185,7 +186,7 @@ def test_when_nobody_waits_any_more_nothing_is_in_flight(runner_of: Runners, pla
     for request in requests:
         engine.add(request)
     engine.step()
-    assert engine._in_flight_steps
+    assert engine.host.num_in_flight
     for request in requests:
         engine.abort(request)
     assert not _left(engine)
@@ -242,7 +243,7 @@ def test_a_target_that_is_gone_ends_the_step_at_once(runner_of: Runners) -> None
     with pytest.raises(EngineDeadError, match="rank 1"):
         run(engine, requests)
     assert target.log[-1] == "end 2", "nothing is tried again"
-    assert not engine._in_flight_steps
+    assert not engine.host.num_in_flight
     for request in requests:
         engine.abort(request, "the engine failed")
     assert not _left(engine)
@@ -274,7 +275,7 @@ def test_an_interrupt_leaves_nothing_half_done(at: int, runner_of: Runners, plai
     requests = _requests()
     with pytest.raises(KeyboardInterrupt):
         run(engine, requests)
-    assert not engine._in_flight_steps
+    assert not engine.host.num_in_flight
     while engine.has_work:
         engine.step()
     assert [request.output_ids for request in requests] == plain
@@ -356,7 +357,7 @@ def test_drafts_leave_slots_for_requests_outside_the_pass(num_slots: int, num_wa
     schedule = scheduler.schedule(2)
     for i in range(num_waiting):
         scheduler.add(make_request(f"w{i}", range(20), GREEDY))
-    room = scheduler.room_for_guesses(schedule.spans, num_passes)
+    room = scheduler.num_draft_slots(schedule.spans, num_passes)
     for span in schedule.spans:
         cache.reserve(span.request.request_id, 5)
     scheduler.mark_in_flight(schedule.spans)
@@ -375,7 +376,7 @@ def test_drafts_leave_slots_for_requests_outside_the_pass(num_slots: int, num_wa
 def test_what_a_pass_costs_is_counted_once(runner_of: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its begin or the end of the pass before it, whichever is later, to its end."""
     now = [0.0]
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def ends(number: int) -> None:
         now[0] = 10.0 * (number + 1)  # two stages: a pass takes 20, and one ends every 10
@@ -404,7 +405,7 @@ def test_callers_that_leave_while_their_passes_are_in_flight() -> None:
     prompts = ["the story", "once upon", "def f(", "and so"]
     with LLM("demo", tree="2,1") as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        llm.engine.target = Delayed(llm.target, 2)
+        llm.engine.host.target = Delayed(llm.target, 2)
 
         async def serve() -> list[Any]:
             async with AsyncLLM(llm) as engine:

@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_in_a_pass_ends_it(
         case "draft":
             _before(llm.drafter, "draft", number, kill, monkeypatch)
         case _:
-            _before(llm.engine, "_verify", number, kill, monkeypatch)
+            _before(llm.engine.host, "_verify", number, kill, monkeypatch)
     with pytest.raises(EngineDeadError, match="rank 1"):
         _say(llm)
     assert killed[0]
@@ -154,7 +154,7 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
 
     with monkeypatch.context() as patch:
         _before(runner, "run", 1, fail, patch)
-        _before(llm.engine, "_finish", 1, forget, patch)
+        _before(llm.engine.host, "finish", 1, forget, patch)
         with pytest.raises(IndexError):
             _say(llm)
         assert failed.wait(60)
@@ -171,7 +171,7 @@ def test_an_interrupt_leaves_the_ranks_as_they_were(folder: str, monkeypatch: py
         expected = _say(llm)
         for number in (1, 3, 6):
             with monkeypatch.context() as patch:
-                _before(llm.engine, "_by_tree", number, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+                _before(llm.engine.host, "_by_tree", number, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
                 with pytest.raises(KeyboardInterrupt):
                     _say(llm)
             assert _say(llm) == expected

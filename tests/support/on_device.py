@@ -51,6 +51,6 @@ def make_device_engine(
 
 
 def executor_of(engine: Engine) -> DeviceExecutor:
-    executor: Any = engine._executor
+    executor: Any = engine.executors[0]
     assert isinstance(executor, DeviceExecutor)
     return executor

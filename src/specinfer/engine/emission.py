@@ -6,13 +6,8 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
-from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance
+from specinfer.verify import Acceptance
 from specinfer.verify.logits import top_logprobs
-
-NO_TOKEN_REASONS = {
-    NAN: "the model computed values that are not numbers for this request",
-    NO_VALID_TOKEN: "no token may follow: the grammar, allowed_token_ids, bad_words and logit_bias together leave none",
-}
 
 
 def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
@@ -29,9 +24,9 @@ def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tens
     guessed_by = [*(origins[node] for node in acceptance.path), None]
     if request.first_token_time is None:
         request.first_token_time = time.time()
-    said_at = (0, *acceptance.path)
+    nodes = (0, *acceptance.path)
     params, before = request.params, request.num_output
-    for node, token, origin in zip(said_at, tokens, guessed_by, strict=True):
+    for node, token, origin in zip(nodes, tokens, guessed_by, strict=True):
         if params.logprobs is not None:
             request.logprobs.append(top_logprobs(logits[node], token, params.logprobs, params.scored_tokens))
         request.append(token, origin)

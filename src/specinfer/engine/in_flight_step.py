@@ -1,4 +1,4 @@
-"""A target pass that was begun and has not ended, with everything needed to finish it."""
+"""A step on the host that was scheduled and is not finished, with everything needed to finish it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,11 +32,6 @@ class InFlightStep:
     waited: float = 0.0
     target_pass: Pass | None = None
     error: Exception | None = None
-
-    def decoding(self) -> list[tuple[Span, TokenTree]]:
-        """Return the unfinished requests that may emit tokens now, with their trees."""
-        both = zip(self.spans, self.trees, strict=True)
-        return [(span, tree) for span, tree in both if tree is not None and not span.request.is_finished]
 
     def wait(self) -> Tensor:
         """Wait for the pass and return its logits: [rows, vocab].

@@ -73,7 +73,7 @@ class Scheduler:
         Args:
             num_groups: Passes that may be in flight at once; this pass gets its part of the running requests.
         """
-        preempted = self._make_room(num_groups)
+        preempted = self._preempt(num_groups)
         if not preempted:
             self._admit()
         group = self._group(num_groups)
@@ -87,25 +87,25 @@ class Scheduler:
             self.waiting.charge(request, count)
         return Schedule(spans, preempted)
 
-    def room_for_guesses(self, spans: Sequence[Span], num_passes: int = 1) -> int:
+    def num_draft_slots(self, spans: Sequence[Span], num_passes: int = 1) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take.
 
         Args:
             spans: The spans of the pass.
             num_passes: Passes that begin before this one ends, this one included.
         """
-        room = self._cache.num_available - sum(span.end - span.start for span in spans)
-        if num_passes > 1 or len(spans) < len(self.running):  # leave room for other requests in the next pass
+        free = self._cache.num_available - sum(span.end - span.start for span in spans)
+        if num_passes > 1 or len(spans) < len(self.running):  # leave slots for other requests in the next pass
             own = {span.request for span in spans}
-            room -= sum(self._shares([request for request in self._idle() if request not in own]))
-            room -= len(self._in_flight)
+            free -= sum(self._shares([request for request in self._idle() if request not in own]))
+            free -= len(self._in_flight)
             head = next(iter(self.waiting), None)
             if head is not None and len(self.running) < self._max_num_seqs:
                 wanted = _num_unread(head) + len(spans)
-                room -= wanted if wanted <= room else 0
-        return max(room, 0) // num_passes
+                free -= wanted if wanted <= free else 0
+        return max(free, 0) // num_passes
 
-    def speaking(self) -> list[Request]:
+    def decoding(self) -> list[Request]:
         """Return the decoding requests in no pass: they have output, and only the last token is not computed."""
         return [request for request in self._idle() if request.num_output and _num_unread(request) == 1]
 
@@ -152,21 +152,21 @@ class Scheduler:
         for it. Each request gets at least one token, because it could starve otherwise.
         """
         shares = [1] * len(group)
-        tokens_left, told_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
+        tokens_left, logprobs_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
         unread = [_num_unread(request) - 1 for request in group]
         readers = [i for i, count in enumerate(unread) if count]  # oldest first
         firsts = [(i, tokens_left // 2) for i in readers[:1]]
         for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: unread[i]))]:
             count = min(unread[i], most, tokens_left)
             if group[i].params.prompt_logprobs is not None:
-                count = min(count, told_left)
-                told_left -= count
+                count = min(count, logprobs_left)
+                logprobs_left -= count
             shares[i] += count
             unread[i] -= count
             tokens_left -= count
         return shares
 
-    def _make_room(self, num_groups: int) -> list[Request]:
+    def _preempt(self, num_groups: int) -> list[Request]:
         """Preempt the newest requests until the tokens of the next pass fit; none while a pass is in flight."""
         preempted: list[Request] = []
         if self._in_flight:
@@ -229,6 +229,15 @@ class Scheduler:
         self.waiting.put_back(request)
         self._cache.release(request.request_id, request.cache_salt, request.token_ids)
         request.num_computed = 0
+
+    def keep(self, request: Request, kept: Sequence[int], of: int | None = None) -> None:
+        """Commit these of the slots reserved for a request, and free the others, as `KVCache.commit` does."""
+        self._cache.commit(request.request_id, kept, of)
+        request.num_computed = len(self._cache.slots(request.request_id))
+
+    def share(self, request: Request) -> None:
+        """Share the computed tokens of a request as a prefix."""
+        self._cache.share(request.request_id, request.cache_salt, request.token_ids)
 
     def remove(self, request: Request) -> None:
         """Remove an ended request in any state; what it computed stays cached for others unless it failed."""

@@ -82,7 +82,7 @@ class EngineThread:
         return 0.0 if start is None else time.monotonic() - start
 
     def add(self, requests: Sequence[Request]) -> bool:
-        """Queue requests; they start at the next step with room. Return False if the thread has ended."""
+        """Queue requests; they start at the next step with capacity for them. Return False if the thread has ended."""
 
         def queue() -> None:
             for request in requests:

@@ -149,9 +149,7 @@ class TraceFile:
             return
         self._is_closed = True
         self._engine.on_end.remove(self._ended)
-        engine = self._engine.llm.engine
-        # A new list, as the engine's thread may be iterating over the old one.
-        engine.observers = [observer for observer in engine.observers if observer is not self]
+        self._engine.llm.engine.observers.remove(self)
         self._waiting.put(None)
         self._thread.join()
         try:

@@ -21,10 +21,12 @@ from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine.device import rows
 from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.launch import DeviceStep, Launch, Marks
+from specinfer.engine.device.launch import Launch, Marks
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
+from specinfer.engine.executor import StepResult
+from specinfer.engine.host_executor import HostExecutor
 from specinfer.kernels import tree_ops
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.load import LoadedModel
@@ -510,7 +512,7 @@ def test_a_step_is_launched_before_the_one_before_is_read(pair: Pair, monkeypatc
         log.append("launch")
         launch(self, *args)
 
-    def finished(self: DeviceExecutor) -> DeviceStep:
+    def finished(self: DeviceExecutor) -> StepResult:
         log.append("read")
         return finish(self)
 
@@ -657,7 +659,7 @@ def test_steps_that_fail_cost_time_only(pair: Pair, plain: list[list[int]], monk
             patch.setattr(Programs, place, failing)
             engine = make_device_engine(*pair, TREES["2,2,1"])
             assert run(engine, _requests()) == plain
-        assert engine._executor is not None
+        assert len(engine.executors) == 2
         assert len(calls) >= 7
         _check_left(engine)
 
@@ -671,7 +673,7 @@ def test_after_failures_in_a_row_all_steps_are_ordinary(
     monkeypatch.setattr(Programs, "verify", failing)
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
-    assert engine._executor is None
+    assert engine.executors == [engine.host]
     assert "no more steps are taken on the device" in caplog.text
     _check_left(engine)
 
@@ -685,7 +687,7 @@ def test_what_cannot_be_captured_is_tried_once(
     monkeypatch.setattr(Graphs, "captured", refused)
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
-    assert engine._executor is None
+    assert engine.executors == [engine.host]
     _check_left(engine)
 
 
@@ -726,7 +728,7 @@ def test_an_interrupt_between_requests_loses_no_output(
     engine, requests, calls = make_device_engine(*pair, TREES["2,2,1"]), _requests(), list[int]()
     taken = DeviceExecutor.finish
 
-    def finished(self: DeviceExecutor) -> DeviceStep:
+    def finished(self: DeviceExecutor) -> StepResult:
         step = taken(self)
         calls.append(1)
         if len(calls) == at:
@@ -758,14 +760,14 @@ def test_nan_ends_only_the_request_it_belongs_to(
         return choose(logits, seeds, *rest)
 
     verified: list[str] = []
-    verify = Engine._verify
+    verify = HostExecutor._verify
 
-    def ordinary(self: Engine, saying: Any, logits: Any) -> Any:
+    def ordinary(self: HostExecutor, saying: Any, logits: Any) -> Any:
         verified.extend(span.request.request_id for span, _ in saying)
         return verify(self, saying, logits)
 
     monkeypatch.setattr(tree_ops, "choose", spoiled)
-    monkeypatch.setattr(Engine, "_verify", ordinary)
+    monkeypatch.setattr(HostExecutor, "_verify", ordinary)
     assert run(engine, requests) == plain, "ordinary steps compute numbers"
     assert verified.count(victim.request_id) > 2
     assert {verified.count(request.request_id) for request in requests if request is not victim} == {1}

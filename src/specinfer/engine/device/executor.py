@@ -24,23 +24,26 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device.budgets import Budgets, DeviceBudgets
+from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
-from specinfer.engine.device.launch import DeviceRequest, DeviceStep, Launch, is_plain
+from specinfer.engine.device.launch import DeviceRequest, Launch, is_plain
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
+from specinfer.engine.executor import Outcome, StepResult
+from specinfer.engine.learners import Learners
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.policy.base import SpeculationPolicy
 
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the previous one
-_CHANCES_EVERY = 16  # steps between updates of the acceptance probabilities
+_ACCEPTANCE_EVERY = 16  # steps between updates of the acceptance probabilities
 
 
 class DeviceExecutor:
@@ -73,6 +76,7 @@ class DeviceExecutor:
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
         self._drafts = DeviceDrafts(drafter, self._device)
         self._budgets = DeviceBudgets(self._drafts.name, calibration)
+        self._error: Exception | None = None  # of a step that could not begin
         self.num_launched = 0
 
     @classmethod
@@ -102,19 +106,14 @@ class DeviceExecutor:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of steps that were launched and not yet read."""
-        return len(self._launches)
+        """Number of steps that were launched and not yet read, or 1 if one could not begin."""
+        return max(len(self._launches), int(self._error is not None))
 
     @property
     def requests(self) -> list[Request]:
         """Requests that are served here now, or were and still have steps in flight."""
         in_flight = [one.request for launch in self._launches for one in launch.device_requests]
         return list(dict.fromkeys([*in_flight, *(one.request for one in self._device_requests)]))
-
-    @property
-    def captured_at(self) -> float:
-        """Time when a step last waited for its programs, by `time.perf_counter`; until then nothing was computed."""
-        return self._device.captured_at
 
     def prepare(self, budget: TreeBudget, progress: ProgressCallback | None = None) -> None:
         """Capture plain steps and those with trees of this budget; others are captured when they occur."""
@@ -137,58 +136,67 @@ class DeviceExecutor:
 
     # ---------------------------------------------------------------------------------------- launch
 
-    def begin(self, budgets: Budgets, timer: DeviceTimer | None = None) -> bool:
-        """Launch a step. Return False if there is no request for one, or what is in flight must be read first.
+    def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> Launch | None:
+        if self._error is not None or len(self._launches) >= MAX_IN_FLIGHT:
+            return None
+        try:
+            if not learners.reads_logits:
+                return self._plan(learners.policy, StageClock(timer))
+            self.leave()
+        except Exception as error:
+            self._error = error
+        return None
 
-        Args:
-            budgets: Function of the policy that returns the budgets of spans.
-            timer: Timer that marks some steps on the device's timeline.
-
-        Raises:
-            CaptureError: A program of the step cannot be captured.
-        """
-        clock = StageClock(timer)
+    def _plan(self, policy: SpeculationPolicy, clock: StageClock) -> Launch | None:
+        """Return the next step, or None if it has no request, or what is in flight must be read first."""
         self._dismiss()
         if self._scheduler.is_starved:
             self.leave()
-            return False
+            return None
         self._join()
         going = [one for one in self._device_requests if one.request.max_new_tokens > one.num_in_flight]
-        room = self._room()
-        if not going or room < 0:
+        num_slots = self._num_draft_slots()
+        if not going or num_slots < 0:
             if going:  # not one slot for each: the scheduler preempts a request
                 self.leave()
-            return False
-        wanted = self._budgets.of(self._device_requests, budgets)
+            return None
+        budgets = self._budgets.of(self._device_requests, policy.budgets)
         num_rows = at_least(REQUESTS, len(self._device_requests)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
-        shape = shape_of(wanted, min(room, most - 1), most)
-        if shape is not None and not self._drafts.make_ready(self._device_requests, wanted):
-            return False  # the drafter has to read tokens that the host does not have yet
+        shape = shape_of(budgets, min(num_slots, most - 1), most)
+        if shape is not None and not self._drafts.make_ready(self._device_requests, budgets):
+            return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
-        num_read = count_read(self._device_requests, wanted)
-        size = self._device.size_for(LaunchSize(num_rows, shape), room)
-        launch = Launch(list(self._device_requests), size, num_read, sum(budget.max_nodes for budget in wanted), clock)
+        num_read = count_read(self._device_requests, budgets)
+        size = self._device.size_for(LaunchSize(num_rows, shape), num_slots)
+        launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
-            size = self._device.size_for(LaunchSize(num_rows, None), room)
-            launch = Launch(launch.device_requests, size, num_read, launch.num_budgeted, clock)
-        if size.shape is None:
-            for one in self._device_requests:
+            launch.size = self._device.size_for(LaunchSize(num_rows, None), num_slots)
+        return launch
+
+    def begin(self, batch: Launch) -> None:
+        try:
+            self._launch(batch)
+        except Exception as error:  # such as a program that cannot be captured
+            self._error = error
+
+    def _launch(self, launch: Launch) -> None:
+        if launch.size.shape is None:
+            for one in launch.device_requests:
                 one.is_drafted = False  # from here on the drafter misses the emitted tokens
-        if self.num_launched % _CHANCES_EVERY == 0:
-            self._device.tell_chances(self._budgets.chances())
+        if self.num_launched % _ACCEPTANCE_EVERY == 0:
+            self._device.write_acceptance(self._budgets.chances())
         self.num_launched += 1
         self._launches.append(launch)
-        self._scheduler.charge([one.request for one in self._device_requests])
+        self._scheduler.charge([one.request for one in launch.device_requests])
         for one in launch.device_requests:
             one.num_in_flight += 1
-            launch.slots.append(self._target.cache.reserve(one.request.request_id, size.num_nodes))
-        self._device.launch(launch, wanted)
-        return True
+            launch.slots.append(self._target.cache.reserve(one.request.request_id, launch.size.num_nodes))
+        self._device.launch(launch, launch.budgets)
 
     def _join(self) -> None:
         """Add the requests that may be served here; none of them is in a pass."""
-        for request in self._scheduler.speaking():
+        for request in self._scheduler.decoding():
             if len(self._device_requests) >= self._max_requests:
                 return
             if not is_plain(request) or self._barred.get(request) == request.num_output:
@@ -198,43 +206,53 @@ class DeviceExecutor:
             self._scheduler.mark_in_flight([self._device_requests[-1].span()])
             self._device.write(len(self._device_requests) - 1, request, self._target.cache.slots(request.request_id))
 
-    def _room(self) -> int:
+    def _num_draft_slots(self) -> int:
         """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
         spans = [one.span() for one in self._device_requests]
         available = self._target.cache.num_available
         if not spans or available < len(spans):
             return -1
-        return min(self._scheduler.room_for_guesses(spans), available - len(spans)) // len(spans)
+        return min(self._scheduler.num_draft_slots(spans), available - len(spans)) // len(spans)
 
     # ------------------------------------------------------------------------------------------ read
 
-    def finish(self) -> DeviceStep:
-        """Wait for the oldest step and settle the slots of the requests still served; the caller emits the tokens."""
-        launch = self._launches[0]
+    def finish(self) -> StepResult:
+        clock = self._launches[0].clock if self._launches else StageClock()
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._read(self._launches[0])
+        except Exception as error:
+            return StepResult((), clock, error=error)
+
+    def _read(self, launch: Launch) -> StepResult:
+        """Wait for a step, and free what is not kept of its slots."""
         draft_time, target_time = launch.wait()
+        launch.clock.skip_to(self._device.captured_at)  # until then nothing was computed
         self._budgets.observe(launch.path_prob())
-        num_levels = launch.size.max_depth if launch.size.shape else 0
-        step = DeviceStep(launch.num_read, launch.num_budgeted, num_levels, launch.clock, draft_time, target_time)
+        outcomes = []
         for row, one in enumerate(launch.device_requests):
             one.num_in_flight -= 1
-            request_id, answer = one.request.request_id, launch.answer(row)
-            is_kept = not (one.has_left or one.request.is_finished) and answer.next_token >= 0
-            path = answer.path if is_kept else None
-            self._target.cache.commit(request_id, () if path is None else (0, *path), launch.size.num_nodes)
+            answer, is_served = launch.answer(row), not (one.has_left or one.request.is_finished)
+            is_kept = is_served and answer.next_token >= 0
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
-                span = one.span()
                 assert answer.tokens[0] == one.request.token_ids[-1]
-                step.spans.append(span)
-                step.trees.append(answer.tree(self._drafts.name or ""))
-                step.acceptances.append(answer.acceptance())
-                one.request.num_computed = len(self._target.cache.slots(request_id))
-            elif not (one.has_left or one.request.is_finished):
+                tree = answer.tree(self._drafts.name or "")
+                outcomes.append(Outcome(one.span(), tree, answer.acceptance(), num_slots=launch.size.num_nodes))
+            else:
+                self._target.cache.commit(one.request.request_id, (), launch.size.num_nodes)
+            if is_served and not is_kept:
                 self._send_away(one)  # an ordinary step finds out what is wrong
             if one.has_left and not one.num_in_flight:
                 self._scheduler.release([one.span()])
         self._launches.popleft()  # last, so that a failure before drops the whole step
-        return step
+        return StepResult(
+            [outcome.span for outcome in outcomes], launch.clock, outcomes, launch.num_read,
+            sum(budget.max_nodes for budget in launch.budgets),
+            num_levels=launch.size.max_depth if launch.size.shape else 0,
+            device_seconds={"draft": draft_time, "target": target_time},
+        )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------- leave
 
@@ -273,19 +291,12 @@ class DeviceExecutor:
             everybody = {id(one): one for launch in self._launches for one in launch.device_requests}
             everybody |= {id(one): one for one in self._device_requests}
             self._launches.clear()
+            self._error = None
             self._device_requests.clear()
             self._budgets.next()
             for one in everybody.values():
                 one.num_in_flight, one.has_left = 0, True
                 self._barred[one.request] = one.request.num_output
-                self._target.cache.commit(one.request.request_id, ())
+                self._scheduler.keep(one.request, ())
                 self._drafts.forget(one)
-                self._forget_untold(one.request)
                 self._scheduler.release([one.span()])
-
-    def _forget_untold(self, request: Request) -> None:
-        """Free the slots of tokens that were read but not emitted, because an error came between."""
-        if not request.is_finished:
-            cache, request_id = self._target.cache, request.request_id
-            cache.truncate(request_id, len(request.token_ids) - 1)
-            request.num_computed = len(cache.slots(request_id))

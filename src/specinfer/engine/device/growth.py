@@ -1,6 +1,6 @@
 """Growth of token trees on a device: level by level as in `expansion`, in operations with fixed shapes.
 
-The frontier of a level is its most promising nodes, as many as the shape has room for; their candidates come next. At
+The frontier of a level is its most promising nodes, as many as the shape allows; their candidates come next. At
 the end the best of all candidates form the tree. A candidate never has a higher path probability than its parent, and
 ties go to the earlier one, so the best are closed under ancestors. Nothing here waits for the device, and only values
 depend on tensor contents, so that everything is captured as one graph.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from specinfer.core.request import Request, Span
-from specinfer.core.tree import Draw, TokenTree
+from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.timer import StageClock
 from specinfer.model.kv_cache import Slots
@@ -82,12 +82,12 @@ class Answers(Protocol):
 
 @dataclass(slots=True)
 class Launch:
-    """A step that was launched and has not been read."""
+    """A step that is planned, or was launched and has not been read."""
 
     device_requests: list[DeviceRequest]  # by row
+    budgets: list[TreeBudget]  # by row
     size: LaunchSize
     num_read: int
-    num_budgeted: int
     clock: StageClock
     slots: list[Slots] = field(default_factory=list)  # each [nodes]
     draft_slots: list[Slots | None] = field(default_factory=list)  # each [columns], or None without drafts
@@ -105,21 +105,6 @@ class Launch:
         """Return the path probabilities of the requests that were drafted for: [requests, levels]."""
         assert self.answers is not None
         return self.answers.path_prob([row for row, columns in enumerate(self.draft_slots) if columns is not None])
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """The results of a step for the requests that are still served; times in seconds on the device."""
-
-    num_read: int
-    num_budgeted: int
-    num_levels: int  # levels that were drafted, whatever depth the trees have
-    clock: StageClock  # running since the launch
-    draft_time: float
-    target_time: float
-    spans: list[Span] = field(default_factory=list)
-    trees: list[TokenTree] = field(default_factory=list)
-    acceptances: list[Acceptance] = field(default_factory=list)
 
 
 class Marks:

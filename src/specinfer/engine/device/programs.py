@@ -1,6 +1,6 @@
 """The programs of a step on a device: draft loop, and verification with walk and commit, over static buffers.
 
-Rows are those of `DeviceState`. All shapes are fixed: a request's tree has room for all nodes. Unused nodes see their
+Rows are those of `DeviceState`. All shapes are fixed: a request's tree has a slot for each node. Unused nodes see their
 ancestors but are seen by none, and their slots are freed. Requests beyond `num` have slots -1 and lengths 0, and
 nothing is written for them, so that a program can be run, and captured, without any request.
 """
@@ -154,13 +154,13 @@ class Programs:
         assert shape is not None
         assert drafter is not None
         inputs = self.inputs.there
-        known, room, has_two = state.known[:rows].long(), state.room[:rows], state.has_two[:rows]
-        drafts = self._is_row & (room > 0) & (inputs["drafts"] > 0)
+        known, num_left, has_two = state.known[:rows].long(), state.num_left[:rows], state.has_two[:rows]
+        drafts = self._is_row & (num_left > 0) & (inputs["drafts"] > 0)
         last = drafter.loaded.max_position - 1
         limits = Limits(
             torch.where(drafts, inputs["max_nodes"], 0).long(),
             # The token after the path needs no draft token.
-            torch.minimum(torch.minimum(inputs["max_depth"].long(), room - 1), last - known),
+            torch.minimum(torch.minimum(inputs["max_depth"].long(), num_left - 1), last - known),
             inputs["least_float32"],
             inputs["widths"].long(),
         )
@@ -218,12 +218,12 @@ class Programs:
         """Run one target pass over all trees, walk down each, and list the slots of accepted tokens."""
         state, rows, nodes = self._state, self.size.num_rows, self.size.num_nodes
         trees, inputs, loaded = self._trees.grown, self.inputs.there, self._target.loaded
-        room = state.room[:rows]
-        is_live = self._is_row & (room > 0)
+        num_left = state.num_left[:rows]
+        is_live = self._is_row & (num_left > 0)
         tokens = torch.cat([state.roots[:rows].unsqueeze(1), trees.tokens[:, 1:]], dim=1)
         ancestry = self._ancestry(trees.parents)
         positions = state.known[:rows].long().unsqueeze(1) + ancestry.sum(dim=2) - 1
-        # Nodes of a request without room may lie beyond the model's last position, for which it has no values.
+        # Nodes of a request that may emit no more may lie beyond the model's last position, for which it has no values.
         positions = positions.clamp(max=loaded.max_position - 1)
         slots = torch.where(self._is_row.unsqueeze(1), inputs["slots"], -1)
         starts = self._starts(nodes)
@@ -250,7 +250,7 @@ class Programs:
             layout=layout,
         )
         logits = forward(loaded.model, batch)
-        said = tree_ops.choose(
+        choices = tree_ops.choose(
             logits,
             state.seeds[:rows].repeat_interleave(nodes),
             positions.flatten() + 1,
@@ -258,15 +258,15 @@ class Programs:
         )
         sizes = torch.where(is_live, trees.sizes, 0)
         path, lengths, following = tree_ops.walk(
-            said, starts[:-1], tokens, trees.parents, sizes, max_depth=self.size.max_depth
+            choices, starts[:-1], tokens, trees.parents, sizes, max_depth=self.size.max_depth
         )
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
-        self._tell(tokens, sizes, path, lengths, following)
+        self._write_results(tokens, sizes, path, lengths, following)
         if self.size.shape is not None:
             self._keep_drafted(tokens, is_live, path, lengths)
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
-        left = torch.where(following < 0, 0, room - lengths - 1)  # a request with invalid logits ends here
-        state.room[:rows].copy_(torch.where(is_live, left, room))
+        left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
+        state.num_left[:rows].copy_(torch.where(is_live, left, num_left))
 
     def _ancestry(self, parents: Tensor) -> Tensor:
         """Return the ancestor mask: [rows, nodes, nodes] bool, True if the second node is the first or its ancestor."""
@@ -276,7 +276,7 @@ class Programs:
             found = own | found.gather(1, above)
         return found
 
-    def _tell(self, tokens: Tensor, sizes: Tensor, path: Tensor, lengths: Tensor, following: Tensor) -> None:
+    def _write_results(self, tokens: Tensor, sizes: Tensor, path: Tensor, lengths: Tensor, following: Tensor) -> None:
         results, trees = self.results.there, self._trees.grown
         for name, values in (
             ("lengths", lengths), ("next", following), ("path", path), ("sizes", sizes), ("tokens", tokens),

@@ -82,7 +82,7 @@ class DeviceRows:
         state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
         state.known[row].fill_(len(slots))
         state.roots[row].fill_(request.token_ids[-1])
-        state.room[row].fill_(request.max_new_tokens)
+        state.num_left[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
         # A temperature that counts as greedy is stored as 0.
         state.temperatures[row].fill_(0.0 if request.params.is_greedy else request.params.temperature)
@@ -98,7 +98,7 @@ class DeviceRows:
     def move(self, source: int, row: int) -> None:
         self.state.move(source, row)
 
-    def tell_chances(self, tables: Sequence[tuple[Floats, Floats]]) -> None:
+    def write_acceptance(self, tables: Sequence[tuple[Floats, Floats]]) -> None:
         """Update the acceptance probabilities: heights and slopes of lines, for greedy and for sampled requests."""
         for i, (heights, slopes) in enumerate(tables):
             self.state.chances.heights[i].copy_(self._there(heights.astype(np.float32)))

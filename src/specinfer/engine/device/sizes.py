@@ -19,7 +19,7 @@ def holds(budget: TreeBudget) -> bool:
 
 
 def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int) -> DraftShape | None:
-    """Return the smallest shape that holds a tree of each budget, or None if no drafts are wanted or there is no room.
+    """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
 
     If all budgets are fixed expansions, the shape fits them exactly.
 

@@ -24,7 +24,7 @@ class DeviceState:
     slots: Tensor  # [rows, context] int32 slots in the target's cache of the known tokens before the root
     known: Tensor  # [rows] int32 number of these tokens
     roots: Tensor  # [rows] int64 the last known token
-    room: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
+    num_left: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
     seeds: Tensor  # [rows] int64
     temperatures: Tensor  # [rows] float32; 0 is greedy
     draft_slots: Tensor  # [rows, context] int32 slots in the drafter's cache
@@ -44,7 +44,7 @@ class DeviceState:
                 slots=zeros(num_rows, context, dtype=torch.int32),
                 known=zeros(num_rows, dtype=torch.int32),
                 roots=zeros(num_rows),
-                room=zeros(num_rows),
+                num_left=zeros(num_rows),
                 seeds=zeros(num_rows),
                 temperatures=zeros(num_rows, dtype=torch.float32),
                 draft_slots=zeros(num_rows, context, dtype=torch.int32),
@@ -56,7 +56,7 @@ class DeviceState:
 
     def move(self, source: int, row: int) -> None:
         """Copy one row to another."""
-        for column in (self.slots, self.known, self.roots, self.room, self.seeds, self.temperatures,
+        for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, self.temperatures,
                        self.draft_slots, self.draft_known, self.before, self.has_two):  # fmt: skip
             column[row].copy_(column[source])
 

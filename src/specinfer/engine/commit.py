@@ -1,0 +1,95 @@
+"""Committer: stores the result of a step in the cache, the requests and the drafter, and reports it to the learners."""
+
+from collections.abc import Sequence
+
+from specinfer.core.request import Request
+from specinfer.core.step_record import StepRecord
+from specinfer.drafters.base import Drafter
+from specinfer.engine.emission import emit
+from specinfer.engine.ending import Endings
+from specinfer.engine.executor import Outcome, StepResult
+from specinfer.engine.learners import Learners
+from specinfer.engine.scheduler import Scheduler
+
+
+class Committer:
+    """Stores what was accepted. A failure on one request ends this request only."""
+
+    def __init__(self, scheduler: Scheduler, drafter: Drafter | None, learners: Learners, endings: Endings) -> None:
+        self._scheduler, self._drafter = scheduler, drafter
+        self._learners, self._endings = learners, endings
+        self._last_end = 0.0  # when the last step ended, by `time.perf_counter`
+
+    def commit(self, result: StepResult) -> list[Request]:
+        """Store and report the result of a step, and return the requests that emitted tokens or ended.
+
+        Raises:
+            Exception: The error of the step's pass.
+        """
+        if result.error is not None:
+            raise result.error
+        clock, outcomes = result.clock, result.outcomes
+        clock.skip_to(self._last_end)
+        num_generated = self.store(outcomes)
+        clock.lap("rest")
+        for stage, seconds in result.device_seconds.items():
+            clock.assign(stage, seconds)
+        self._last_end = clock.last
+        if outcomes:  # otherwise all requests had ended, and there is nothing to learn
+            record = StepRecord.of(
+                [outcome.span for outcome in outcomes], [outcome.tree for outcome in outcomes], num_generated,
+                result.num_read, clock.seconds, result.num_budgeted, result.waiting_time, result.num_levels,
+            )  # fmt: skip
+            clock.end(record)
+            self._learners.on_step(
+                record, [(one.tree, one.acceptance) for one in outcomes if one.tree and one.acceptance]
+            )
+        return [outcome.span.request for outcome in outcomes if outcome.acceptance is not None]
+
+    def store(self, outcomes: Sequence[Outcome]) -> int:
+        """Store what was accepted; return the number of emitted tokens."""
+        num_generated = 0
+        for outcome in outcomes:
+            span = outcome.span
+            if span.request.is_finished:  # it ended while its pass was in flight
+                continue
+            if outcome.acceptance is None:
+                self._scheduler.keep(span.request, range(span.end - span.start), outcome.num_slots)
+                continue
+            try:
+                num_generated += self._store_tree(outcome)
+            except Exception as error:
+                self._endings.fail(span.request, error)
+        return num_generated
+
+    def _store_tree(self, outcome: Outcome) -> int:
+        """Store what one request accepts of its tree; return the number of emitted tokens."""
+        span, tree, acceptance, logits = outcome.span, outcome.tree, outcome.acceptance, outcome.logits
+        assert tree is not None
+        assert acceptance is not None
+        request, num_chain = span.request, span.end - span.start
+        if acceptance.next_token < 0:
+            self._retry_or_end(outcome, acceptance.next_token)
+            return 0
+        num_generated = emit(request, tree, acceptance, logits)
+        self._learners.on_tokens(request, tree, acceptance, logits, num_generated)
+        # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
+        path = acceptance.path[:num_generated]  # the request may have ended inside the path
+        kept = [*range(num_chain), *(num_chain - 1 + node for node in path)]
+        self._scheduler.keep(request, kept, outcome.num_slots)
+        if span.start < len(request.prompt_ids):  # its prompt is computed, and can be shared as a prefix
+            self._scheduler.share(request)
+        if request.is_finished:
+            self._endings.end(request)
+        elif self._drafter is not None:
+            self._drafter.observe(request, tree, acceptance)
+        return num_generated
+
+    def _retry_or_end(self, outcome: Outcome, reason: int) -> None:
+        """Compute the last token again without draft tokens, which may be the cause, or end the request."""
+        span, tree = outcome.span, outcome.tree
+        if tree is not None and tree.num_guessed and span.request.may_guess:
+            span.request.may_guess = False
+            self._scheduler.keep(span.request, range(span.end - span.start - 1))
+        else:
+            self._endings.end_without_token(span.request, reason)

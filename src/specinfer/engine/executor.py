@@ -1,0 +1,92 @@
+"""The interface of executors, which run the target's passes on the host (`host_executor`) or the device (`device/`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specinfer.core.request import Span
+from specinfer.core.tree import TokenTree
+from specinfer.engine.learners import Learners
+from specinfer.engine.timer import DeviceTimer, StageClock
+from specinfer.verify import Acceptance
+
+NO_LOGITS = torch.empty((0, 0))  # of requests that emit no token, and of those on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a step for one request.
+
+    Attributes:
+        tree: The tree that was scored, or None for a chunk of a prompt.
+        acceptance: The accepted path, or None if the request emits no token.
+        logits: [len(tree), vocab] the target's logits at each node; empty on the device.
+        num_slots: Slots reserved for this step, or None if no later step has any.
+    """
+
+    span: Span
+    tree: TokenTree | None
+    acceptance: Acceptance | None = None
+    logits: Tensor = NO_LOGITS
+    num_slots: int | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The result of a step, or the error of its pass.
+
+    Attributes:
+        spans: What the pass computed.
+        num_read: Tokens that the drafter read for the first time.
+        num_budgeted: Nodes that the policy allowed.
+        waiting_time: Seconds in which the pass waited for weights.
+        num_levels: Levels drafted by models, or None to count those of the trees.
+        device_seconds: Seconds of stages that the device measured.
+        error: The error of the pass, whose requests keep nothing that it computed.
+    """
+
+    spans: Sequence[Span]
+    clock: StageClock
+    outcomes: Sequence[Outcome] = ()
+    num_read: int = 0
+    num_budgeted: int = 0
+    waiting_time: float = 0.0
+    num_levels: int | None = None
+    device_seconds: Mapping[str, float] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+Batch = TypeVar("Batch")
+
+
+class Executor(Protocol[Batch]):
+    """Runs steps of its requests; they end in the order in which they began."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of steps that have begun and are not finished."""
+        ...
+
+    def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> Batch | None:
+        """Return the requests of the next step and their trees or budgets, or None if none can begin now.
+
+        Args:
+            learners: What has the policy, which sets the budgets, and may read logits.
+            timer: Timer that marks some steps on the device's timeline.
+        """
+        ...
+
+    def begin(self, batch: Batch) -> None:
+        """Begin the step of this batch. A failure is in the result."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step and return its result; the caller stores it in the cache and in the requests."""
+        ...
+
+    def abandon(self) -> None:
+        """Drop all steps in flight, and the last one finished if it is not stored; its requests compute it again."""
+        ...

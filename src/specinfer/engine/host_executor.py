@@ -1,0 +1,227 @@
+"""HostExecutor: steps that are scheduled, drafted and verified on the host, with one target pass for each.
+
+With a target in one process a step begins and ends at once. With several pipeline stages, each stage has a pass of
+another group of requests.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from specinfer.core.request import Span
+from specinfer.core.tree import TokenTree
+from specinfer.drafters.base import Drafter
+from specinfer.engine.drafting import asks_model, fit, is_sound
+from specinfer.engine.emission import note_prompt, reads_prompt
+from specinfer.engine.ending import Endings
+from specinfer.engine.executor import Outcome, StepResult
+from specinfer.engine.in_flight_step import InFlightStep
+from specinfer.engine.learners import Learners
+from specinfer.engine.metrics import EngineMetrics
+from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.timer import DeviceTimer, StageClock
+from specinfer.model.batch import Piece
+from specinfer.model.runner import TargetRunner
+from specinfer.policy.base import SpeculationPolicy
+from specinfer.verify import Acceptance, verify
+
+logger = logging.getLogger(__name__)
+
+
+class HostExecutor:
+    """Runs a pass for each pipeline stage of the target.
+
+    Args:
+        verification: Verification rule.
+        metrics: Counts of preempted requests and of failed drafts.
+        endings: Frees what the drafter keeps of requests.
+    """
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafter: Drafter | None,
+        scheduler: Scheduler,
+        verification: str,
+        metrics: EngineMetrics,
+        endings: Endings,
+    ) -> None:
+        self.target = target
+        self._drafter, self._scheduler, self._verification = drafter, scheduler, verification
+        self._metrics, self._endings = metrics, endings
+        self._steps: deque[InFlightStep] = deque()  # oldest first
+        self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
+        self._last_pass_end = 0.0  # by `time.perf_counter`
+        self._waited = 0.0  # seconds that passes had waited for weights by then
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Spans of all steps in flight."""
+        return [span for step in self._steps for span in step.spans]
+
+    def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> InFlightStep | None:
+        if len(self._steps) >= self.target.max_in_flight:
+            return None
+        clock = StageClock(timer)
+        spans = self._schedule()
+        if not spans:
+            return None
+        clock.lap("rest")
+        trees, num_read, num_budgeted = self._draft(spans, learners.policy)
+        clock.lap("draft")
+        return InFlightStep(spans, trees, num_read, num_budgeted, clock, self.target.loaded.seconds_waiting)
+
+    def begin(self, batch: InFlightStep) -> None:
+        self._steps.append(batch)
+        self._scheduler.mark_in_flight(batch.spans)
+        try:
+            batch.target_pass = self.target.begin(self._pieces(batch.spans, batch.trees))
+        except Exception as error:  # in the result of this step, since those before it come first
+            batch.error = error
+
+    def finish(self) -> StepResult:
+        step = self._steps[0]
+        clock = step.clock
+        clock.skip_to(self._last_pass_end)
+        try:
+            logits = self._by_tree(step.spans, step.trees, step.wait())
+            clock.lap("target")
+            waited = self.target.loaded.seconds_waiting - max(step.waited, self._waited)
+            self._last_pass_end, self._waited = clock.last, self.target.loaded.seconds_waiting
+            self._scheduler.release(step.spans)
+            outcomes = self._outcomes(step.spans, step.trees, logits)
+            clock.lap("verify")
+            result = StepResult(step.spans, clock, outcomes, step.num_read, step.num_budgeted, waited)
+        except Exception as error:
+            result = StepResult(step.spans, clock, error=error)
+        self._finished = step.spans
+        self._steps.popleft()
+        return result
+
+    def run_alone(self, span: Span) -> StepResult:
+        """Run a step of one request without draft tokens, while no other is in flight."""
+        assert not self._steps
+        self.begin(InFlightStep([span], [span.tree()], 0, 0, StageClock()))
+        return self.finish()
+
+    def drop(self, spans: Sequence[Span]) -> None:
+        """Drop a step; its requests keep nothing of it that is not stored."""
+        self._scheduler.release(spans)
+        for span in spans:
+            self._scheduler.keep(span.request, ())
+
+    def abandon(self) -> None:
+        groups = [self._finished, *(step.spans for step in self._steps)]
+        self._steps.clear()
+        self._finished = ()
+        for spans in groups:
+            self.drop(spans)
+
+    def _schedule(self) -> list[Span]:
+        schedule = self._scheduler.schedule(self.target.max_in_flight)
+        self._metrics.num_preempted += len(schedule.preempted)
+        for request in schedule.preempted:
+            self._endings.forget(request)
+        now = time.time()
+        for span in schedule.spans:
+            span.request.scheduled_time = span.request.scheduled_time or now
+        return schedule.spans
+
+    def _draft(self, spans: Sequence[Span], policy: SpeculationPolicy) -> tuple[list[TokenTree | None], int, int]:
+        """Draft a tree for each span.
+
+        Returns:
+            The trees (None for a prompt chunk), the tokens that drafters read for the first time, and the nodes that
+            the policy allowed for all trees.
+        """
+        trees = [span.tree() for span in spans]
+        decoding = [i for i, span in enumerate(spans) if span.produces_token]
+        if self._drafter is None or not decoding:
+            return trees, 0, 0
+        asking, num_slots, num_budgeted = [spans[i] for i in decoding], self._num_draft_slots(spans), 0
+        try:
+            budgets = fit(asking, policy.budgets(asking), num_slots)
+            num_budgeted = sum(budget.max_nodes for budget in budgets)
+            if not num_budgeted:
+                return trees, 0, 0
+            drafted = self._drafter.draft(asking, budgets)
+        except Exception:  # drafts are optional, so the step goes on without them
+            logger.exception("drafting failed; this step decodes plainly")
+            self._metrics.num_draft_failures += 1
+            for span in asking:
+                self._endings.forget(span.request)
+            return trees, 0, num_budgeted
+        num_read = 0
+        for i, tree, budget in zip(decoding, drafted, budgets, strict=True):
+            request = spans[i].request
+            if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
+                request.drafter_knows = True
+                num_read += len(request.token_ids) - request.num_cached
+            if is_sound(tree, spans[i], budget, self.target.loaded.vocab_size):
+                trees[i] = tree
+        return trees, num_read, num_budgeted
+
+    def _num_draft_slots(self, spans: Sequence[Span]) -> int:
+        """Return the number of slots that draft tokens of a pass over these spans may take."""
+        num_slots = self._scheduler.num_draft_slots(spans, self.target.max_in_flight - len(self._steps))
+        if self.target.capacity is None:
+            return num_slots
+        num_known = sum(span.end - span.start for span in spans)
+        num_prompt_logprobs = sum(span.end - span.start for span in spans if reads_prompt(span))
+        return min(num_slots, self.target.capacity.max_guesses(num_known, num_prompt_logprobs))
+
+    def _pieces(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Piece]:
+        cache, pieces = self.target.cache, []
+        for span, tree in zip(spans, trees, strict=True):
+            request_id = span.request.request_id
+            num_new = span.end - span.start + (tree.num_guessed if tree else 0)
+            slots = cache.reserve(request_id, num_new)
+            piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
+            if reads_prompt(span):
+                piece = replace(piece, num_logits=num_new)
+            pieces.append(piece)
+        return pieces
+
+    def _by_tree(self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Tensor) -> list[Tensor]:
+        """Return the logits of each tree: [nodes, vocab]. Rows for prompt log-probabilities go to their requests.
+
+        Requests that ended while the pass was in flight are left out.
+        """
+        rows, start = [], 0
+        for span, tree in zip(spans, trees, strict=True):
+            num_tree = len(tree) if tree else 0
+            if reads_prompt(span):
+                num_before = span.end - span.start - (1 if tree else 0)
+                if not span.request.is_finished:
+                    note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
+                start += num_before
+            if tree and not span.request.is_finished:
+                rows.append(logits[start : start + num_tree])
+            start += num_tree
+        return rows
+
+    def _outcomes(
+        self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Sequence[Tensor]
+    ) -> list[Outcome]:
+        """Return the outcome of each span; `logits` are those of `_by_tree`."""
+        pairs = list(zip(spans, trees, strict=True))
+        decoding = [(span, tree) for span, tree in pairs if tree is not None and not span.request.is_finished]
+        verified = zip(self._verify(decoding, logits), logits, strict=True)
+        return [
+            Outcome(span, tree) if tree is None or span.request.is_finished else Outcome(span, tree, *next(verified))
+            for span, tree in pairs
+        ]
+
+    def _verify(self, decoding: Sequence[tuple[Span, TokenTree]], logits: Sequence[Tensor]) -> list[Acceptance]:
+        if not decoding:
+            return []
+        trees = [tree for _, tree in decoding]
+        return verify(self._verification, logits, [span.request for span, _ in decoding], trees)
