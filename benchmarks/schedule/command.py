@@ -26,9 +26,7 @@ from specinfer.demo.chat_model import CODE
 
 
 def schedule(
-    scheduler: Annotated[
-        str, typer.Argument(metavar="FILE", help="Speculation policy made by specinfer tune --policy.")
-    ],
+    policy: Annotated[str, typer.Argument(metavar="FILE", help="Speculation policy made by specinfer tune --policy.")],
     argument: MEASURED = None,
     *,
     model: MODEL = None,
@@ -72,7 +70,7 @@ def schedule(
         names, name = drafter_names(drafter), measured(argument, model)
         usual = (CODE, "suffix") if name == CODE else usual_drafters(name)
         config = ScheduleConfig(
-            scheduler=scheduler,
+            scheduler=policy,
             model=name,
             kinds=tuple(kind) if kind else None,
             drafters=usual if isinstance(names, str) else names,
