@@ -11,8 +11,7 @@ import pytest
 from enumeration import EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth import expansion
-from specinfer.verify import Probs, SeededSource, verify_multi_step, verify_traversal
-from specinfer.verify import rules as shipped
+from specinfer.verify import Probs, SeededSource, multi_step, traversal, verify_multi_step, verify_traversal
 
 RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
 WEIGHTS = (1, 2, 4, 9)
@@ -91,11 +90,11 @@ def _weight_forgotten(left: Probs, *args: Any) -> Probs:
     return verify_less(left / left.sum(), *args)
 
 
-verify_less = shipped._less
+verify_less = multi_step.less
 WRONG_RULES: dict[str, tuple[tuple[Rule, ...], str, Callable[..., Any]]] = {
-    "residual not updated": (RULES, "_less", _nothing_taken_out),
-    "residual of the whole distribution": ((verify_traversal,), "_less", _weight_forgotten),
-    "coin without the draft's distribution": (RULES, "_weight_of", lambda *_: Fraction(1)),
+    "residual not updated": (RULES, "less", _nothing_taken_out),
+    "residual of the whole distribution": ((verify_traversal,), "less", _weight_forgotten),
+    "coin without the draft's distribution": (RULES, "weight_of", lambda *_: Fraction(1)),
 }
 
 
@@ -106,7 +105,8 @@ def test_known_wrong_rules_are_detected(name: str, monkeypatch: pytest.MonkeyPat
         trees = every_tree_of(EnumeratedDrafter(q, "without-replacement"), TreeBudget.expansion((2, 1)))
         with monkeypatch.context() as patch:
             assert all(distance(rule, trees, target) == 0 for rule in rules)
-            patch.setattr(shipped, part, wrong)
+            for module in (multi_step, traversal):
+                patch.setattr(module, part, wrong)
             assert all(distance(rule, trees, target) > Fraction(1, 1000) for rule in rules)
 
 

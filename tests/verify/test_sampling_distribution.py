@@ -20,7 +20,7 @@ import torch
 import reference
 from specinfer import LLM, SamplingParams
 from specinfer.drafters.growth.draft_sampling import Node, draw
-from specinfer.verify import Probs, SeededSource, rules
+from specinfer.verify import Probs, SeededSource, multi_step, traversal
 from tiny import make_model, make_request
 
 Joint = Mapping[tuple[int, ...], float]
@@ -135,7 +135,7 @@ def counts_of(model_folder: Callable[..., Path]) -> Callable[..., Counter[tuple[
             drafters=[str(drafter) for drafter in drafters[: arm.num_drafters]],
             tree=arm.tree,
             verification=arm.verification,
-            drawing=arm.drawing,
+            draft_sampling=arm.drawing,
             select=arm.select,
             max_num_seqs=1024,
             max_num_batched_tokens=4096,
@@ -208,9 +208,9 @@ def _accepts_by_p_alone(self: SeededSource, p: float, q: float) -> bool:
     return self._uniforms.next_uniform() < p
 
 
-BAD: dict[str, tuple[Any, str, Any]] = {
-    "residual not updated": (rules, "_less", _nothing_taken_out),
-    "wrong coin": (SeededSource, "accepts", _accepts_by_p_alone),
+BAD: dict[str, tuple[tuple[Any, ...], str, Any]] = {
+    "residual not updated": ((multi_step, traversal), "less", _nothing_taken_out),
+    "wrong coin": ((SeededSource,), "accepts", _accepts_by_p_alone),
 }
 
 
@@ -225,7 +225,9 @@ BAD: dict[str, tuple[Any, str, Any]] = {
 def test_known_bad_arms_fail(
     name: str, rule: str, counts_of: Any, joint_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*BAD[name])
+    owners, part, wrong = BAD[name]
+    for owner in owners:
+        monkeypatch.setattr(owner, part, wrong)
     value = p_value(counts_of(Arm(rule, "without-replacement", "2,2,1"), 4096), joint_of(WARM))
     print(f"{rule}, {name}: p = {value:.3g}")
     assert value < LEVEL / len(ARMS)

@@ -19,7 +19,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.verify import NAN, NO_VALID_TOKEN, RANDOM_RULES, Acceptance, batch, verify, verify_coupled
-from specinfer.verify.rules import SeededSource
+from specinfer.verify.acceptance import SeededSource
 from tiny import make_request, paths_of, trees
 
 

@@ -1,19 +1,14 @@
 """Verification: it decides which draft tokens of a tree are accepted, and the one token that follows them.
 
-`rules` has the rules as the papers state them; `batch` applies one of them to all trees of a step.
+`rules` lists the rules as the papers state them; `batch` applies one of them to all trees of a step.
 """
 
+from specinfer.verify.acceptance import Acceptance, Probs, RandomSource, SeededSource
 from specinfer.verify.batch import NAN, NO_VALID_TOKEN, verify
-from specinfer.verify.rules import (
-    RANDOM_RULES,
-    Acceptance,
-    Probs,
-    RandomSource,
-    SeededSource,
-    verify_coupled,
-    verify_multi_step,
-    verify_traversal,
-)
+from specinfer.verify.coupled import verify_coupled
+from specinfer.verify.multi_step import verify_multi_step
+from specinfer.verify.rules import RANDOM_RULES
+from specinfer.verify.traversal import verify_traversal
 
 __all__ = [
     "NAN",

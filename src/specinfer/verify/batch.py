@@ -11,8 +11,10 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.choice import choose_token, chooses
 from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose
+from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
+from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.logits import adjust, is_adjusted, least_kept, process_logits
-from specinfer.verify.rules import RANDOM_RULES, Acceptance, Place, Probs, SeededSource, verify_coupled
+from specinfer.verify.rules import RANDOM_RULES
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 

@@ -1,4 +1,4 @@
-"""The walk of the multi-step rule of verify/rules.py, one program per request, in double precision.
+"""The walk of the multi-step rule of verify/multi_step.py, one program per request, in double precision.
 
 A first launch computes the parts of every node's softmax: the greatest logit of each chunk of the vocabulary, and the
 sum of the chunk's exponentials. Rejected draws change the target's distribution only at the few tokens that they could
