@@ -23,12 +23,13 @@ _REQUEST = "sequences"  # owner of the slots that a pass needs in addition
 @contextmanager
 def sequence_based(llm: LLM) -> Iterator[None]:
     """Verify by sequences within the context."""
-    target = llm.engine.target
-    llm.engine.target = cast(TargetRunner, SequenceRunner(target))
+    executor = llm.engine.host
+    target = executor.target
+    executor.target = cast(TargetRunner, SequenceRunner(target))
     try:
         yield
     finally:
-        llm.engine.target = target
+        executor.target = target
 
 
 class SequenceRunner:

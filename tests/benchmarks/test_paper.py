@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.paper import sequences
 from benchmarks.paper.parts import PaperConfig
 from benchmarks.paper.run import run_paper
 from benchmarks.paper.sequences import SequenceRunner, paths_of, split
@@ -34,11 +35,11 @@ def test_a_tree_is_split_into_its_paths(runner_of) -> None:  # type: ignore[no-u
     runner = resized(runner_of(), 64)
     piece = _piece(runner)
     assert paths_of(piece) == [[0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
-    sequences = split(piece, runner.cache)
-    assert [places for _, places in sequences] == [[0, 2], [1, 3], [4]]
-    assert [sequence.num_logits for sequence, _ in sequences] == [2, 2, 1]
+    found = split(piece, runner.cache)
+    assert [places for _, places in found] == [[0, 2], [1, 3], [4]]
+    assert [sequence.num_logits for sequence, _ in found] == [2, 2, 1]
     own = np.concatenate(
-        [piece.slots[path[-one.num_logits :]] for (one, _), path in zip(sequences, paths_of(piece), strict=True)]
+        [piece.slots[path[-one.num_logits :]] for (one, _), path in zip(found, paths_of(piece), strict=True)]
     )
     assert set(own) == set(piece.slots[1:].tolist())
     runner.cache.free("sequences")
@@ -61,13 +62,16 @@ def test_sequences_have_the_logits_and_the_cache_of_the_tree(runner_of) -> None:
     runner.cache.free("r")
 
 
-def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path) -> None:
+def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_split = []
+    monkeypatch.setattr(sequences, "split", lambda *given: num_split.append(1) or split(*given))
     config = PaperConfig(
         "demo", parts=("table1", "table2", "figure11"), batch_sizes=(1, 2), num_prompts=2, max_tokens=8, out=tmp_path
     )
     console = Console(width=100, record=True, file=io.StringIO())
     parts = run_paper(config, console)
     assert [part.name for part in parts] == ["table1", "table2", "figure9", "figure11"]
+    assert num_split  # the arm of sequences ran
     shown = console.export_text()
     assert "greedy, paper" in shown
     assert "62-70" in shown
