@@ -8,10 +8,12 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.cli.values import parse_speculative_config
-from specinfer.core.config import DRAFT_SAMPLINGS
+from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
+from specinfer.core.flags import settings_of
 from specinfer.core.lookups import LOOKUPS, LookupKind
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.engine_args import EngineArgs
 from specinfer.verify import RANDOM_RULES, Acceptance, Probs, RandomSource
 
 PROMPT = "values = ["
@@ -73,7 +75,13 @@ def test_an_added_rule_verifies_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(RANDOM_RULES, "reject-all", reject_all)
     monkeypatch.setitem(DRAFT_SAMPLINGS, "reject-all", ("without-replacement",))
-    with LLM("demo", tree="2,1", verification="reject-all") as llm:
+    with LLM("demo") as llm:
+        llm.speculate(SpeculativeConfig(tree="2,1", verification="reject-all"))
         output = llm.generate([PROMPT], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0].outputs[0]
     assert len(output.token_ids) == len(calls) == 4
     assert calls[0] == 4
+
+
+def test_the_option_offers_every_rule_of_the_table() -> None:
+    (choices,) = (about.choices for field, about in settings_of(EngineArgs) if field.name == "verification")
+    assert choices == tuple(DRAFT_SAMPLINGS)
