@@ -484,8 +484,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"prompt": 3}, NO_LIST),
     ([b"the cat"], NO_LIST),
     (["\ud800"], "prompt: "),  # half a surrogate pair: not text that any encoding has
-    ([[5] * 256], r"prompt: 256 tokens leave no room .* 256 \(max_model_len\); shorten it"),
-    ([[5] * 5000], "prompt: 5000 tokens leave no room"),
+    ([[5] * 256], r"prompt: 256 tokens leave no space .* 256 \(max_model_len\); shorten it"),
+    ([[5] * 5000], "prompt: 5000 tokens leave no space"),
 ]
 
 
