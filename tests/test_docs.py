@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,9 @@ def resolves(parts: list[str]) -> bool:
 def test_python_on_a_page_is_valid_and_imports_names_that_exist(page: Path) -> None:
     for kind, block in BLOCK.findall(page.read_text()):
         if kind == "python":
-            compile(block, str(page), "exec")
+            compile(
+                "async def block():\n" + textwrap.indent(block, "    "), str(page), "exec"
+            )  # may be part of a method
             for names in re.findall(r"^from specinfer import (.+)", block, re.MULTILINE):
                 assert {name.strip() for name in names.split(",")} <= set(specinfer.__all__)
 

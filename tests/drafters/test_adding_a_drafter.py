@@ -15,6 +15,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine_args import EngineArgs
 from specinfer.verify import RANDOM_RULES, Acceptance, Probs, RandomSource
+from tiny import offered
 
 PROMPT = "values = ["
 # Only one token can be emitted, so that a drafter of repetitions is right.
@@ -75,7 +76,7 @@ def test_an_added_rule_verifies_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(RANDOM_RULES, "reject-all", reject_all)
     monkeypatch.setitem(DRAFT_SAMPLINGS, "reject-all", ("without-replacement",))
-    with LLM("demo") as llm:
+    with offered("verification", "reject-all"), LLM("demo") as llm:
         llm.speculate(SpeculativeConfig(tree="2,1", verification="reject-all"))
         output = llm.generate([PROMPT], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0].outputs[0]
     assert len(output.token_ids) == len(calls) == 4

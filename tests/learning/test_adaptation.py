@@ -22,12 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving import serve
 from specinfer import LLM, SamplingParams
-from specinfer.cli.serve_options import ServerOptions
 from specinfer.core.request import FinishReason, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine import thread
 from specinfer.engine.thread import EngineThread
+from specinfer.engine_args import EngineArgs
 from specinfer.learning.adaptation import Adaptation
 from specinfer.learning.held_out_evaluation import HeldOutEvaluation, hits_of
 from specinfer.learning.online_trainer import OnlineTrainer
@@ -593,9 +593,11 @@ def test_a_drafter_with_tokens_of_its_own_is_refused(
 
 
 def test_flags_are_what_a_model_takes() -> None:
-    options = ServerOptions(adapt_drafters=True, adapt_dir="here")
-    assert options.adaptation() == {"adapt_drafters": True, "adapt_dir": "here"}
-    assert not ServerOptions().adaptation()["adapt_drafters"]
+    args = EngineArgs("demo", adapt_drafters=True, adapt_dir="here")
+    assert (args.adapt_drafters, args.adapt_dir) == (True, "here")
+    assert not EngineArgs("demo").adapt_drafters
+    with pytest.raises(ValueError, match="adapt_dir: drafters learn only with adapt_drafters"):
+        EngineArgs("demo", adapt_dir="here")
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "learning_rate", "window", "margin"])

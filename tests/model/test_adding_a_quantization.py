@@ -1,6 +1,6 @@
 """A quantization is added as CONTRIBUTING.md says, and then works by its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from torch.nn import functional
 from specinfer import LLM, SamplingParams
 from specinfer.core import config
 from specinfer.model import linears
+from tiny import offered
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -27,9 +28,11 @@ class HalfLinear(nn.Module):
 
 
 @pytest.fixture
-def _half(monkeypatch: pytest.MonkeyPatch) -> None:
+def _half(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(config, "QUANTIZATIONS", (*config.QUANTIZATIONS, "half"))
     monkeypatch.setitem(linears.QUANTIZE, "half", lambda layer, _native: HalfLinear(layer))
+    with offered("quantization", "half"):
+        yield
 
 
 @pytest.mark.usefixtures("_half")

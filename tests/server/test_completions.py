@@ -299,7 +299,7 @@ def test_traces_are_sent_to_those_who_ask(llm: LLM) -> None:
 
 def test_a_whole_answer_has_a_limited_number_of_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 20)
-    body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True}
+    body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True, "tree": "1,1"}
     whole, stream = ask(llm, body, body | {"stream": True})
     told = choices_of(whole)[0]["specinfer"]
     assert len(told["origins"]) == 40

@@ -1,6 +1,7 @@
 """Tiny random models of every supported family, a tokenizer, and engines of them: no downloads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from specinfer.core.flags import settings_of
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.drafters import Drafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine_args import EngineArgs
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
@@ -262,3 +265,15 @@ def as_values(tree: TokenTree) -> tuple[Any, ...]:
         for d in tree.draws
     ]
     return tree.tokens, tree.parents, draws
+
+
+@contextmanager
+def offered(field: str, value: str) -> Iterator[None]:
+    """Add a choice to a setting of the engine, as an edit of the source would."""
+    (about,) = (about for each, about in settings_of(EngineArgs) if each.name == field)
+    before = about.choices
+    object.__setattr__(about, "choices", (*before, value))
+    try:
+        yield
+    finally:
+        object.__setattr__(about, "choices", before)

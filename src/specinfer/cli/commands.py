@@ -111,14 +111,16 @@ def add_command(group: typer.Typer, function: Callable[..., None], *, environmen
         old = inspect.Parameter(_OLD_NAMES[name], inspect.Parameter.KEYWORD_ONLY, default=None)
         old = old.replace(annotation=Annotated[str | None, typer.Option(hidden=True)])
         parameters.append(_with_variable(old) if environment else old)
-    if "context" not in names:
-        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters.append(context)
+    wanted = [parameter.name for parameter in parameters if parameter.annotation is typer.Context]
+    parameters = [parameter for parameter in parameters if parameter.name not in wanted]
+    parameters.append(
+        inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    )  # a flag may be named context
 
-    def run(context: typer.Context, **values: Any) -> None:
+    def run(typer_context: typer.Context, **values: Any) -> None:
         with checking():
-            flags = Given(context, values)
-        more = {"context": context} if "context" in names else {}
+            flags = Given(typer_context, values)
+        more = dict.fromkeys(wanted, typer_context)
         function(**flags.others(options), **{name: flags.read(kind) for name, kind in options.items()}, **more)
 
     run.__doc__ = function.__doc__

@@ -149,8 +149,8 @@ def test_every_path_answers_as_one_process_does(settings: ReplicaSettings) -> No
         return [await client.request(method, path, json=content) for method, path, content in CALLS]
 
     async def alone() -> list[httpx.Response]:
-        async with AsyncLLM(settings.load(0)) as engine:
-            app = create_app(ServerState(engine, server, settings.names, settings.model))
+        async with AsyncLLM.from_engine_args(settings.engine) as engine:
+            app = create_app(ServerState(engine, server, settings.names, str(settings.engine.model)))
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
                 return await ask(client)
