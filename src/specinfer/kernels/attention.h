@@ -111,14 +111,14 @@ struct Room {
     int64_t blocks = 0;
     void hold(int64_t wanted) {
         if (wanted <= blocks) return;
-        free(scores);
+        delete_aligned(scores);
         free(seen);
         blocks = wanted + wanted / 2;
-        scores = (Floats *)aligned_alloc(64, blocks * MOST_VECTORS * BLOCK * sizeof(Floats));
+        scores = (Floats *)new_aligned(blocks * MOST_VECTORS * BLOCK * sizeof(Floats));
         seen = (uint32_t *)malloc(blocks * sizeof(uint32_t));
     }
     ~Room() {
-        free(scores);
+        delete_aligned(scores);
         free(seen);
     }
 };

@@ -1,7 +1,14 @@
 #if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
 #pragma GCC target("avx2,fma")
+#endif
 #define ISA_NAME "AVX2"
 #define ISA avx2
 #define ROWS_OF_BLOCK 3
 #include "isa.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -1,9 +1,16 @@
 #if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"))), apply_to = function)
+#else
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
+#endif
 #define ISA_NAME "AVX-512 VNNI BF16"
 #define ISA avx512_bf16
 #define ROWS_OF_BLOCK 14
 #define INT_DOTS
 #define DOTS
 #include "isa.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

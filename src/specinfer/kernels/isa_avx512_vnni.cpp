@@ -1,8 +1,15 @@
 #if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+#else
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
+#endif
 #define ISA_NAME "AVX-512 VNNI"
 #define ISA avx512_vnni
 #define ROWS_OF_BLOCK 14
 #define INT_DOTS
 #include "isa.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -3,12 +3,33 @@
 #include "team.h"
 #include "types.h"
 
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace portable { extern const Native native; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Native native; }
 namespace avx512 { extern const Native native; }
 namespace avx512_vnni { extern const Native native; }
 namespace avx512_bf16 { extern const Native native; }
+#elif defined(__aarch64__)
+namespace neon_dotprod { extern const Native native; }
+namespace neon_i8mm { extern const Native native; }
+
+static bool has(const char *apple, unsigned long first, unsigned long second) {
+#if defined(__APPLE__)
+    int value = 0;
+    size_t size = sizeof(value);
+    return !sysctlbyname(apple, &value, &size, nullptr, 0) && value;
+#elif defined(__linux__)
+    return getauxval(AT_HWCAP) & first || getauxval(AT_HWCAP2) & second;
+#else
+    return false;
+#endif
+}
 #endif
 
 static const Native *chosen() {
@@ -21,6 +42,9 @@ static const Native *chosen() {
     if (has_avx2 && has_avx512 && has_vnni) return &avx512_vnni::native;
     if (has_avx2 && has_avx512) return &avx512::native;
     if (has_avx2) return &avx2::native;
+#elif defined(__aarch64__)
+    if (has("hw.optional.arm.FEAT_I8MM", 0, 1ul << 13)) return &neon_i8mm::native;        // HWCAP2_I8MM
+    if (has("hw.optional.arm.FEAT_DotProd", 1ul << 20, 0)) return &neon_dotprod::native;  // HWCAP_ASIMDDP
 #endif
     return &portable::native;
 }
@@ -85,6 +109,8 @@ int specinfer_use(const char *name) {
     const Native *all[] = {
 #if defined(__x86_64__)
         &avx512_bf16::native, &avx512_vnni::native, &avx512::native, &avx2::native,
+#elif defined(__aarch64__)
+        &neon_i8mm::native, &neon_dotprod::native,
 #endif
         &portable::native};
     bool is_there = false;

@@ -118,14 +118,14 @@ struct Totals {
     int64_t rows = 0;
     float *of(int64_t wanted) {
         if (wanted > rows) {
-            free(sums);
+            delete_aligned(sums);
             rows = wanted + wanted / 2;
-            sums = (float *)aligned_alloc(64, rows * WIDTH * sizeof(float));
+            sums = (float *)new_aligned(rows * WIDTH * sizeof(float));
         }
         memset(sums, 0, wanted * WIDTH * sizeof(float));
         return sums;
     }
-    ~Totals() { free(sums); }
+    ~Totals() { delete_aligned(sums); }
 };
 
 // x: [rows][inputs]; y: [rows][outputs], or half as many outputs of a gated layer. room: 4 * rows * (depth + 2 *

@@ -174,28 +174,52 @@ struct DotBf16 {
 #endif
 
 #ifdef INT_DOTS
+// Adds to each sum the products of four signed bytes of `values` with four unsigned bytes of `codes`.
+static INLINE void add_dots(Ints &sums, Ints values, Words codes) {
+#if defined(__x86_64__)
+    // Spelled out: compilers copy the sums around what they think the instruction is.
+    asm("vpdpbusd %1, %2, %0" : "+v"(sums) : "v"(values), "v"(codes));
+#else
+    for (int i = 0; i < 4; i++) {
+        const int32x4_t quarter = read<int32x4_t>((const char *)&sums + 16 * i);
+        const int8x16_t x = read<int8x16_t>((const char *)&values + 16 * i);
+#ifdef SIGNED_CODES
+        write((char *)&sums + 16 * i, vdotq_s32(quarter, x, read<int8x16_t>((const char *)&codes + 16 * i)));
+#else
+        write((char *)&sums + 16 * i, vusdotq_s32(quarter, read<uint8x16_t>((const char *)&codes + 16 * i), x));
+#endif
+    }
+#endif
+}
+
 template <int BITS>
 struct DotInt {
+#ifdef SIGNED_CODES
+    static const bool IS_SHIFTED = BITS == 8;  // bytes with their upper bit turned are signed: zero is 0
+#else
+    static const bool IS_SHIFTED = false;
+#endif
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *result) {
         const int64_t steps = BITS == 8 ? 16 : 8;  // of four k's, in a group
         const uint32_t *x = ready.x;
         for (int64_t g = 0; g < depth / (steps * 4); g++, scales += WIDTH) {
-            __m512i low[ROWS], high[ROWS];
-            each<ROWS>([&](auto r) ALWAYS { low[r] = high[r] = _mm512_set1_epi32(ready.zeros[g * ROWS + r]); });
+            Ints low[ROWS], high[ROWS];
+            each<ROWS>([&](auto r) ALWAYS {
+                low[r] = high[r] = Ints{} + (IS_SHIFTED ? 0 : ready.zeros[g * ROWS + r]);
+            });
             for (int64_t step = 0; step < steps; step += 8 / BITS, panel += 128) {
                 fetch_ahead(ready);
-                const __m512i a = _mm512_loadu_si512(panel), b = _mm512_loadu_si512(panel + 64);
-                const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
+                const Words a = read<Words>(panel), b = read<Words>(panel + 64);
 #pragma GCC unroll 2
                 for (int part = 0; part < 8 / BITS; part++, x += ROWS) {
-                    const __m512i c = BITS == 8 ? a : _mm512_and_si512(_mm512_maskz_srli_epi32(-1, a, part * 4), mask);
-                    const __m512i d = BITS == 8 ? b : _mm512_and_si512(_mm512_maskz_srli_epi32(-1, b, part * 4), mask);
+                    const uint32_t mask = 0x0f0f0f0fu, upper = IS_SHIFTED ? 0x80808080u : 0;
+                    const Words c = BITS == 8 ? a ^ upper : a >> part * 4 & mask;
+                    const Words d = BITS == 8 ? b ^ upper : b >> part * 4 & mask;
                     each<ROWS>([&](auto r) ALWAYS {
-                        const __m512i value = _mm512_set1_epi32(x[r]);
-                        // Spelled out: compilers copy the sums around what they think the instruction is.
-                        asm("vpdpbusd %1, %2, %0" : "+v"(low[r]) : "v"(value), "v"(c));
-                        asm("vpdpbusd %1, %2, %0" : "+v"(high[r]) : "v"(value), "v"(d));
+                        const Ints value = Ints{} + (int32_t)x[r];
+                        add_dots(low[r], value, c);
+                        add_dots(high[r], value, d);
                     });
                 }
             }
@@ -205,8 +229,8 @@ struct DotInt {
             each<ROWS>([&](auto r) ALWAYS {
                 const float scale = ready.scales[g * ROWS + r];
                 float *place = result + r * WIDTH;
-                write(place, read<Floats>(place) + (Floats)_mm512_maskz_cvtepi32_ps(-1, low[r]) * (a * scale));
-                write(place + LANES, read<Floats>(place + LANES) + (Floats)_mm512_maskz_cvtepi32_ps(-1, high[r]) * (b * scale));
+                write(place, read<Floats>(place) + __builtin_convertvector(low[r], Floats) * (a * scale));
+                write(place + LANES, read<Floats>(place + LANES) + __builtin_convertvector(high[r], Floats) * (b * scale));
             });
         }
     }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <type_traits>
 
 #define INLINE inline __attribute__((always_inline))
@@ -79,6 +80,10 @@ struct Native {
     int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
                              float *room);
 };
+
+// 64-byte aligned memory, on every platform.
+static inline void *new_aligned(size_t bytes) { return ::operator new(bytes, std::align_val_t(64)); }
+static inline void delete_aligned(void *place) { ::operator delete(place, std::align_val_t(64)); }
 
 template <class T>
 static INLINE T read(const void *place) {
