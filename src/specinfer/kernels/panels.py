@@ -215,4 +215,6 @@ class LinearCall:
 
 def has_dots(kind: int) -> bool:
     """Return whether the CPU multiplies and adds numbers of this type in one instruction."""
-    return {TYPES[torch.bfloat16]: "BF16", INT8: "VNNI", INT4: "VNNI"}.get(kind, "never") in describe()
+    whole = ("VNNI", "dotprod", "i8mm")
+    names = {TYPES[torch.bfloat16]: ("BF16",), INT8: whole, INT4: whole}.get(kind, ())
+    return any(name in describe() for name in names)
