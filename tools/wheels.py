@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "src" / "specinfer" / "kernels"
-OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=default", "-shared", "-s")
+OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-s")
 
 
 @dataclass(frozen=True, slots=True)
