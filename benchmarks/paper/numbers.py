@@ -3,7 +3,7 @@
 Its figures show bars without numbers; of them, only what the text states is known.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 PROMPT_SETS = ("Alpaca", "CP", "WebQA", "CIP", "PIQA")
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -41,7 +41,7 @@ OVER_SEQUENCE_VERIFICATION = {1: "1.0", 16: "up to 1.8"}
 BOOSTED = {1: 2.92, 5: 3.58}
 
 
-def spread(values: tuple[tuple[float, ...], ...], place: int, form: str) -> str:
-    """Return the smallest and the largest value of a column over the prompt sets."""
-    column = [row[place] for row in values]
-    return f"{min(column):{form}}-{max(column):{form}}"
+def spread(values: Iterable[float], form: str) -> str:
+    """Return the smallest and the largest value, such as those of a column over the prompt sets."""
+    values = list(values)
+    return f"{min(values):{form}}-{max(values):{form}}"

@@ -1,6 +1,6 @@
 """Tables and figures as data: a part has a table with the paper's rows and ours, and panels of a plot."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from rich.console import Console
 from benchmarks.paper import numbers
 from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_plans import MODES, AcceptanceConfig
-from specinfer.bench.acceptance_report import AcceptanceReport, Counts, HitRates, Row
+from specinfer.bench.acceptance_report import AcceptanceReport, HitRates, Row
 from specinfer.bench.options import check_once, check_whole
+from specinfer.bench.results import numbers_by_kind
 from specinfer.reporting.plots import Panel, Series
 from specinfer.reporting.tables import Column, print_rows
 
@@ -115,9 +116,9 @@ def table1(config: PaperConfig, console: Console | None) -> Part:
     lines = []
     for mode, temperature in MODES.items():
         (rates,) = (one for one in report.hit_rates if one.drafter == first and one.temperature == temperature)
-        paper = [numbers.spread(numbers.SUCCESS[mode], place, ".0f") for place in range(5)]
+        paper = [numbers.spread(column, ".0f") for column in zip(*numbers.SUCCESS[mode], strict=True)]
         lines += [Line(f"{mode}, paper", paper), Line(f"{mode}, here", _shares(rates, range(len(rates.ranks))))]
-        lines += [Line(f"  {kind}", _shares(rates, prompts)) for kind, prompts in _by_kind(report).items()]
+        lines += [Line(f"  {kind}", _shares(rates, prompts)) for kind, prompts in numbers_by_kind(report.kinds).items()]
     return Part(
         "table1",
         "Table 1: the target's token is among the drafter's k best, %",
@@ -135,7 +136,7 @@ def table2(config: PaperConfig, console: Console | None) -> tuple[Part, Part]:
     steps = []
     for mode, row in zip(MODES, report.parts["table2"], strict=True):
         cells = list(row.cells.values())
-        paper = [numbers.spread(numbers.TOKENS[mode], place, ".2f") for place in range(5)]
+        paper = [numbers.spread(column, ".2f") for column in zip(*numbers.TOKENS[mode], strict=True)]
         lines += [
             Line(f"{mode}, paper", paper),
             Line(f"{mode}, here", [f"{one.tokens_per_pass.value:.2f}" for one in cells]),
@@ -165,7 +166,7 @@ def table3(config: PaperConfig, console: Console | None) -> Part:
     tokens = [row.cells["tokens per pass"] for row in rows]
     naive, multi = tokens[1], tokens[2]
     lines = [
-        Line("paper", [_range(numbers.NAIVE), _range(numbers.MULTI_STEP), "1.26-1.28"]),
+        Line("paper", [numbers.spread(numbers.NAIVE, ".2f"), numbers.spread(numbers.MULTI_STEP, ".2f"), "1.26-1.28"]),
         Line(
             "here", [*(f"{one.tokens_per_pass.value:.2f}" for one in (naive, multi)), f"{multi.over(naive).value:.2f}"]
         ),
@@ -216,26 +217,13 @@ def _distribution(mode: str, row: Row) -> Panel:
     """Return the share of prompts with at most this many tokens per step, for each width."""
     series = []
     for name, counts in row.cells.items():
-        rates = sorted(_rates(counts))
+        rates = sorted(counts.rate_of([prompt]) or 0.0 for prompt in range(len(counts.generated)))
         series.append(Series(name, [(i + 1) / len(rates) for i in range(len(rates))], x=rates, marker=""))
     return Panel(mode, series, label="share of prompts", place_label="tokens per step", top=1.0, legend="inside")
 
 
-def _rates(counts: Counts) -> list[float]:
-    return [tokens / passes for tokens, passes in zip(counts.generated, counts.passes, strict=True)]
-
-
-def _by_kind(report: AcceptanceReport) -> dict[str, list[int]]:
-    return {kind: [i for i, own in enumerate(report.kinds) if own == kind] for kind in dict.fromkeys(report.kinds)}
-
-
-def _shares(rates: HitRates, prompts: Sequence[int]) -> list[str]:
-    ranks = [rank for prompt in prompts for rank in rates.ranks[prompt]]
-    return [f"{100 * sum(rank < k for rank in ranks) / len(ranks):.0f}" for k in range(1, 6)]
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.2f}-{max(values):.2f}"
+def _shares(rates: HitRates, prompts: Iterable[int]) -> list[str]:
+    return [f"{100 * rates.share(k, prompts):.0f}" for k in range(1, 6)]
 
 
 def _models(report: AcceptanceReport) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import KVCache, Slots
-from specinfer.model.runner import TargetRunner
+from specinfer.model.runner import DeferredPass, TargetRunner
 
 _REQUEST = "sequences"  # owner of the slots that a pass needs in addition
 
@@ -41,8 +41,8 @@ class SequenceRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def begin(self, pieces: Sequence[Piece]) -> "_Pass":
-        return _Pass(self, pieces)
+    def begin(self, pieces: Sequence[Piece]) -> DeferredPass:
+        return DeferredPass(self, pieces)
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the logits of the pieces, as the target does."""
@@ -58,16 +58,6 @@ class SequenceRunner:
         finally:
             self._target.cache.free(_REQUEST)
         return logits[torch.from_numpy(np.argsort(np.asarray(rows, dtype=np.int64))).to(logits.device)]
-
-
-class _Pass:
-    """A pass that is computed when it is waited for."""
-
-    def __init__(self, runner: SequenceRunner, pieces: Sequence[Piece]) -> None:
-        self._runner, self._pieces = runner, pieces
-
-    def wait(self) -> Tensor:
-        return self._runner.forward(self._pieces)
 
 
 def split(piece: Piece, cache: KVCache) -> list[tuple[Piece, list[int]]]:

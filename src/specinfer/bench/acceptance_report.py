@@ -5,12 +5,13 @@ estimate over prompts: prompts differ much more than runs of one prompt, and bot
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from specinfer.bench.results import numbers_by_kind
 from specinfer.reporting.environment import Environment
 
 COMPARED = ("table3", "rules", "drafters")  # parts that compare their rows with a base row
@@ -76,7 +77,7 @@ class Counts:
     def guessed_per_pass(self) -> float:
         return sum(self.guessed) / sum(self.passes)
 
-    def rate_of(self, prompts: Sequence[int]) -> float | None:
+    def rate_of(self, prompts: Collection[int]) -> float | None:
         """Return tokens per pass on the prompts with these numbers, or None if there are none."""
         return self._rate(prompts) if prompts else None
 
@@ -84,7 +85,7 @@ class Counts:
         """Return these tokens per pass as a multiple of the other's, on the same prompts."""
         return jackknife(lambda prompts: self._rate(prompts) / other._rate(prompts), len(self.generated))
 
-    def _rate(self, prompts: Sequence[int]) -> float:
+    def _rate(self, prompts: Collection[int]) -> float:
         return sum(self.generated[i] for i in prompts) / sum(self.passes[i] for i in prompts)
 
     def as_dict(self) -> dict[str, object]:
@@ -114,11 +115,13 @@ class HitRates:
     temperature: float
     ranks: tuple[tuple[int, ...], ...]
 
-    def within(self, k: int) -> Estimate:
-        def share(prompts: Sequence[int]) -> float:
-            return sum(r < k for i in prompts for r in self.ranks[i]) / sum(len(self.ranks[i]) for i in prompts)
+    def share(self, k: int, prompts: Iterable[int]) -> float:
+        """Return the share of positions of these prompts at which the token is among the best k."""
+        ranks = [rank for prompt in prompts for rank in self.ranks[prompt]]
+        return sum(rank < k for rank in ranks) / len(ranks)
 
-        return jackknife(share, len(self.ranks))
+    def within(self, k: int) -> Estimate:
+        return jackknife(lambda prompts: self.share(k, prompts), len(self.ranks))
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -203,8 +206,7 @@ class AcceptanceReport:
 
     def by_kind(self, counts: Counts) -> dict[str, float | None]:
         """Return the tokens per pass of an arm on the prompts of each kind."""
-        kinds = dict.fromkeys(self.kinds)
-        return {kind: counts.rate_of([i for i, own in enumerate(self.kinds) if own == kind]) for kind in kinds}
+        return {kind: counts.rate_of(prompts) for kind, prompts in numbers_by_kind(self.kinds).items()}
 
     def as_dict(self) -> dict[str, object]:
         """Return the report as values that JSON can hold."""

@@ -61,6 +61,12 @@ class TargetRunner(Protocol):
     def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
 
 
+class ForwardRunner(Protocol):
+    """The part of a runner that computes a whole pass at once."""
+
+    def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
+
+
 class ModelRunner:
     """A runner of passes of one model: the target, or a small drafter.
 
@@ -127,7 +133,7 @@ class ModelRunner:
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
         """Return a pass that is computed in `wait`; one process has nothing else to do in the meantime."""
-        return _Deferred(self, pieces)
+        return DeferredPass(self, pieces)
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
@@ -151,10 +157,10 @@ def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hi
 
 
 @dataclass(frozen=True, slots=True)
-class _Deferred:
+class DeferredPass:
     """A pass in this process, computed when it is waited for."""
 
-    runner: ModelRunner
+    runner: ForwardRunner
     pieces: Sequence[Piece]
 
     def wait(self) -> Tensor:
