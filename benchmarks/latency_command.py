@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import MAX_TOKENS, MEASURED, PROMPT_CHARS, CompareOptions
+from specinfer.cli.measure import MAX_TOKENS, MEASURED, PROMPT_CHARS, CompareOptions, ModelOptions, ReportOptions
 from specinfer.cli.options import flag
 
 
@@ -11,6 +11,8 @@ def latency(
     argument: MEASURED = None,
     *,
     options: CompareOptions,
+    models: ModelOptions,
+    report: ReportOptions,
     peer: Annotated[
         list[str] | None,
         flag(
@@ -25,17 +27,17 @@ def latency(
     max_tokens: MAX_TOKENS = 128,
 ) -> None:
     """Compare the latency of token trees with that of plain decoding and of other engines."""
-    screen = options.screen()
+    screen = report.screen()
     from benchmarks.latency import PeerLatencyConfig, run_peer_latency
     from benchmarks.peers.table import print_peers
     from specinfer.bench.latency_report import print_latency
 
     with checking():
-        settings = options.settings(argument)
+        settings = options.settings(argument) | models.settings() | report.settings()
         config = PeerLatencyConfig(
             **settings, peers=tuple(peer or ()), prompt_chars=prompt_chars, max_tokens=max_tokens
         )
-        report = run_peer_latency(config, screen.err)
-    print_latency(report.ours, screen.out)
-    if report.peers is not None:
-        print_peers(report.ours, report.peers, screen.out)
+        result = run_peer_latency(config, screen.err)
+    print_latency(result.ours, screen.out)
+    if result.peers is not None:
+        print_peers(result.ours, result.peers, screen.out)

@@ -5,33 +5,18 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import drafter_names
+from specinfer.cli.measure import ModelOptions, ReportOptions
 from specinfer.cli.options import (
-    DEBUG,
     DEVICE,
-    DRAFTER_QUANTIZATION,
-    DRAFTERS,
-    DTYPE,
-    GROW,
-    JSON,
-    PLOT,
-    QUANTIZATION,
-    SEED,
     SELECT,
     flag,
 )
-from specinfer.cli.screen import Screen
-from specinfer.cli.terminal import quiet_libraries
 
 
 def offload(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
-    drafter: DRAFTERS = None,
-    grow: GROW = None,
-    dtype: DTYPE = "auto",
-    quantization: QUANTIZATION = None,
-    drafter_quantization: DRAFTER_QUANTIZATION = None,
+    models: ModelOptions,
     offload: Annotated[
         str, flag("Model", "Where to keep offloaded layers: disk, or cpu (host memory, for a target on a GPU).")
     ] = "disk",
@@ -90,28 +75,20 @@ def offload(
     check_resident: Annotated[
         bool, flag("Output", "Load the whole target into memory at the end and compare the tokens.", "--check-resident")
     ] = False,
-    seed: SEED = 0,
-    as_json: JSON = None,
-    plot: PLOT = None,
-    debug: DEBUG = False,
+    report: ReportOptions,
 ) -> None:
     """Compare an offloaded target with plain decoding, the disk, and other engines with the same memory limit."""
-    quiet_libraries(debug=debug)
+    screen = report.screen()
     from benchmarks.offload.plans import OffloadBenchConfig
     from benchmarks.offload.run import run_offload
     from benchmarks.offload.views import print_offload
 
-    screen = Screen()
     with checking():
         config = OffloadBenchConfig(
             model=model,
-            drafters=drafter_names(drafter),
             trees=tuple(tree or ["auto"]),
             peers=tuple(peer or []),
-            grow=grow,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
+            **models.settings(),
             select=select or "all",
             device=device,
             offload=offload,
@@ -127,9 +104,7 @@ def offload(
             peer_tokens=peer_tokens,
             repeats=repeats,
             disk_seconds=disk_seconds,
-            seed=seed,
-            json=as_json,
-            plot=plot,
+            **report.settings(),
         )
-        report = run_offload(config, screen.err)
-    print_offload(report, screen.out)
+        result = run_offload(config, screen.err)
+    print_offload(result, screen.out)

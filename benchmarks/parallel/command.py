@@ -5,22 +5,11 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import drafter_names
+from specinfer.cli.measure import ModelOptions, ReportOptions
 from specinfer.cli.options import (
-    DEBUG,
-    DRAFTER_QUANTIZATION,
-    DRAFTERS,
-    DTYPE,
-    GROW,
-    JSON,
-    PLOT,
-    QUANTIZATION,
-    SEED,
     SELECT,
     flag,
 )
-from specinfer.cli.screen import Screen
-from specinfer.cli.terminal import quiet_libraries
 
 _PANEL = "Ranks"
 
@@ -28,11 +17,7 @@ _PANEL = "Ranks"
 def parallel(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
-    drafter: DRAFTERS = None,
-    grow: GROW = None,
-    dtype: DTYPE = "auto",
-    quantization: QUANTIZATION = None,
-    drafter_quantization: DRAFTER_QUANTIZATION = None,
+    models: ModelOptions,
     tensor_parallel: Annotated[
         list[int] | None,
         flag(_PANEL, "Measure this number of tensor parallel ranks. May be repeated.", "--tensor-parallel"),
@@ -77,18 +62,14 @@ def parallel(
     prompt_chars: Annotated[int, flag("Sampling", "Approximate length of texts, in characters.")] = 400,
     max_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate for each prompt.")] = 48,
     repeats: Annotated[int, flag("Sampling", "Number of measured runs of each arm on each batch.")] = 1,
-    seed: SEED = 0,
-    as_json: JSON = None,
-    plot: PLOT = None,
-    debug: DEBUG = False,
+    report: ReportOptions,
 ) -> None:
     """Compare a target split over processes and hosts with plain decoding, over links with latency."""
-    quiet_libraries(debug=debug)
+    screen = report.screen()
     from benchmarks.parallel.plans import ParallelBenchConfig
     from benchmarks.parallel.report import print_parallel
     from benchmarks.parallel.run import run_parallel
 
-    screen = Screen()
     with checking():
         splits = [f"{ranks}x1" for ranks in tensor_parallel or ()] + [
             f"1x{stages}" for stages in pipeline_parallel or ()
@@ -97,16 +78,12 @@ def parallel(
             raise ValueError("link_latency: without namespaces there is no link to be late; leave one of them out")
         config = ParallelBenchConfig(
             model=model,
-            drafters=drafter_names(drafter),
             trees=tuple(tree or ["auto"]),
             splits=tuple(splits + list(split or ())) or ("2x1", "1x2"),
             namespaces=namespaces,
             link_latencies=tuple(link_latency or ("1ms", "5ms")),
             link_bandwidth=link_bandwidth,
-            grow=grow,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
+            **models.settings(),
             select=select or "all",
             threads=threads,
             batch_sizes=tuple(batch or (1, 4)),
@@ -115,9 +92,7 @@ def parallel(
             prompt_chars=prompt_chars,
             max_tokens=max_tokens,
             repeats=repeats,
-            seed=seed,
-            json=as_json,
-            plot=plot,
+            **report.settings(),
         )
-        report = run_parallel(config, screen.err)
-    print_parallel(report, screen.out)
+        result = run_parallel(config, screen.err)
+    print_parallel(result, screen.out)

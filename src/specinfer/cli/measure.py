@@ -60,15 +60,49 @@ def measured(argument: str | None, option: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
-    """Options of a comparison of token trees with plain decoding."""
+class ModelOptions:
+    """Options of the models that are measured."""
 
-    model: MODEL = None
     drafter: DRAFTERS = None
     grow: GROW = None
     dtype: DTYPE = "auto"
     quantization: QUANTIZATION = None
     drafter_quantization: DRAFTER_QUANTIZATION = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of the configuration.
+
+        Raises:
+            ValueError: The drafters cannot be used together.
+        """
+        same = ("grow", "dtype", "quantization", "drafter_quantization")
+        return {field: getattr(self, field) for field in same} | {"drafters": drafter_names(self.drafter)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Options of every report: its seed, and where it is written."""
+
+    seed: SEED = 0
+    as_json: JSON = None
+    plot: PLOT = None
+    debug: DEBUG = False
+
+    def screen(self) -> Screen:
+        """Silence libraries, which takes long where they are not yet imported, and return the terminal."""
+        quiet_libraries(debug=self.debug)
+        return Screen()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of the configuration."""
+        return {"seed": self.seed, "json": self.as_json, "plot": self.plot}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of a comparison of token trees with plain decoding."""
+
+    model: MODEL = None
     speculation_policy: SPECULATION_POLICY = None
     device: DEVICE = "auto"
     tensor_parallel_size: TENSOR_PARALLEL_SIZE = 1
@@ -81,14 +115,6 @@ class CompareOptions:
     ] = 8
     temperature: TEMPERATURE = None
     repeats: Annotated[int, flag("Sampling", "Number of measured runs of each tree on each prompt or batch.")] = 3
-    seed: SEED = 0
-    as_json: JSON = None
-    plot: PLOT = None
-    debug: DEBUG = False
-
-    def screen(self) -> Screen:
-        quiet_libraries(debug=self.debug)
-        return Screen()
 
     def settings(self, argument: str | None) -> dict[str, Any]:
         """Return the fields of the configuration.
@@ -97,17 +123,14 @@ class CompareOptions:
             ValueError: Options cannot be used together.
         """
         name = measured(argument, self.model)
-        same = ("grow", "dtype", "quantization", "drafter_quantization", "device", "tensor_parallel_size",
-                "pipeline_parallel_size", "num_prompts", "repeats", "seed", "plot")  # fmt: skip
+        same = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_prompts", "repeats")
         return {field: getattr(self, field) for field in same} | {
             "model": name,
-            "drafters": drafter_names(self.drafter),
             "trees": tuple(self.tree or ["auto"]),
             "select": self.select or "all",
             "scheduler": self.speculation_policy,
             "kinds": tuple(self.kind) if self.kind else None,
             "temperature": usual_temperature(name, 0.0) if self.temperature is None else self.temperature,
-            "json": self.as_json,
         }
 
 
@@ -119,6 +142,8 @@ def latency(
     argument: MEASURED = None,
     *,
     options: CompareOptions,
+    models: ModelOptions,
+    report: ReportOptions,
     prompt_chars: PROMPT_CHARS = 600,
     max_tokens: MAX_TOKENS = 128,
     peer: Annotated[list[str] | None, typer.Option("--peer", hidden=True)] = None,
@@ -126,20 +151,28 @@ def latency(
     """Compare the latency of token trees with that of plain decoding, one request at a time."""
     if peer:
         raise UsageError(f"peer: run python -m benchmarks.latency --peer {peer[0]} in a checkout of the repository")
-    screen = options.screen()
+    screen = report.screen()
     from specinfer.bench.latency import LatencyConfig, run_latency
     from specinfer.bench.latency_report import print_latency
 
     with checking():
-        config = LatencyConfig(**options.settings(argument), prompt_chars=prompt_chars, max_tokens=max_tokens)
-        report = run_latency(config, screen.err)
-    print_latency(report, screen.out)
+        config = LatencyConfig(
+            **options.settings(argument),
+            **models.settings(),
+            **report.settings(),
+            prompt_chars=prompt_chars,
+            max_tokens=max_tokens,
+        )
+        result = run_latency(config, screen.err)
+    print_latency(result, screen.out)
 
 
 def throughput(
     argument: MEASURED = None,
     *,
     options: CompareOptions,
+    models: ModelOptions,
+    report: ReportOptions,
     batch: Annotated[
         list[int] | None,
         flag("Sampling", "Batch size. May be repeated. (default: 1, 2, 4, 8, 16 and 32)"),
@@ -147,15 +180,21 @@ def throughput(
     max_tokens: MAX_TOKENS = 64,
 ) -> None:
     """Compare the throughput of token trees with that of plain decoding, by batch size."""
-    screen = options.screen()
+    screen = report.screen()
     from specinfer.bench.throughput import BATCH_SIZES, ThroughputConfig, run_throughput
     from specinfer.bench.throughput_report import print_throughput
 
     with checking():
         sizes = tuple(batch or BATCH_SIZES)
-        config = ThroughputConfig(**options.settings(argument), batch_sizes=sizes, max_tokens=max_tokens)
-        report = run_throughput(config, screen.err)
-    print_throughput(report, screen.out)
+        config = ThroughputConfig(
+            **options.settings(argument),
+            **models.settings(),
+            **report.settings(),
+            batch_sizes=sizes,
+            max_tokens=max_tokens,
+        )
+        result = run_throughput(config, screen.err)
+    print_throughput(result, screen.out)
 
 
 # The settings of --quick; options that are given take precedence.
@@ -212,19 +251,15 @@ def acceptance(
             "demo-chat)",
         ),
     ] = None,
-    seed: SEED = 0,
     quick: Annotated[bool, flag("Sampling", "Use few short texts and few trees.", "--quick")] = False,
-    as_json: JSON = None,
-    plot: PLOT = None,
-    debug: DEBUG = False,
+    report: ReportOptions,
 ) -> None:
     """Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters."""
-    quiet_libraries(debug=debug)
+    screen = report.screen()
     from specinfer.bench.acceptance import run_acceptance
     from specinfer.bench.acceptance_plans import AcceptanceConfig
     from specinfer.bench.acceptance_table import print_acceptance
 
-    screen = Screen()
     with checking():
         name = measured(argument, model)
         usual = {"temperatures": (0.0, CHAT_TEMPERATURE)} if name == CHAT else {}
@@ -247,10 +282,8 @@ def acceptance(
             quantization=quantization,
             drafter_quantization=drafter_quantization,
             device=device,
-            seed=seed,
-            json=as_json,
-            plot=plot,
+            **report.settings(),
             **(_QUICK if quick else {}) | usual | given,
         )
-        report = run_acceptance(config, screen.err)
-    print_acceptance(report, screen.out)
+        result = run_acceptance(config, screen.err)
+    print_acceptance(result, screen.out)

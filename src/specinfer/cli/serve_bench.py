@@ -6,22 +6,11 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import drafter_names
+from specinfer.cli.measure import ModelOptions, ReportOptions
 from specinfer.cli.options import (
-    DEBUG,
     DEVICE,
-    DRAFTER_QUANTIZATION,
-    DRAFTERS,
-    DTYPE,
-    GROW,
-    JSON,
-    PLOT,
-    QUANTIZATION,
-    SEED,
     flag,
 )
-from specinfer.cli.screen import Screen
-from specinfer.cli.terminal import quiet_libraries
 from specinfer.client import KEY_VARIABLE
 
 
@@ -39,11 +28,7 @@ def serve(
     max_num_seqs: Annotated[
         int, flag("Server", "Maximum number of requests in a batch of a server started here.")
     ] = 32,
-    drafter: DRAFTERS = None,
-    grow: GROW = None,
-    dtype: DTYPE = "auto",
-    quantization: QUANTIZATION = None,
-    drafter_quantization: DRAFTER_QUANTIZATION = None,
+    models: ModelOptions,
     device: DEVICE = "auto",
     tree: Annotated[
         list[str] | None,
@@ -86,7 +71,6 @@ def serve(
     ] = None,
     repeats: Annotated[int, flag("Load", "Number of rounds; in each round all arms take turns.")] = 3,
     num_warmups: Annotated[int, flag("Load", "Number of warm-up requests of each arm.")] = 1,
-    seed: SEED = 0,
     goodput: Annotated[
         list[str] | None,
         flag(
@@ -100,18 +84,15 @@ def serve(
     overhead: Annotated[
         bool, flag("Output", "Also compare the time of each streamed token with the same in one process.", "--overhead")
     ] = False,
-    as_json: JSON = None,
-    plot: PLOT = None,
-    debug: DEBUG = False,
+    report: ReportOptions,
 ) -> None:
     """Benchmark a server under load, with and without token trees in turns."""
-    quiet_libraries(debug=debug)
+    screen = report.screen()
     from specinfer.bench.serve import run_serve
     from specinfer.bench.serve_plans import DEFAULT, ServeConfig
     from specinfer.bench.serve_table import print_serve
     from specinfer.cli.values import parse_numbers
 
-    screen = Screen()
     with checking():
         config = ServeConfig(
             model=model,
@@ -129,23 +110,17 @@ def serve(
             max_concurrency=max_concurrency,
             repeats=repeats,
             warmups=num_warmups,
-            seed=seed,
             goodput=_limits(goodput or ()),
             metrics=tuple(percentile_metrics.split(",")),
             percentiles=parse_numbers("metric_percentiles", metric_percentiles),
             measures_overhead=overhead,
-            drafters=drafter_names(drafter),
-            grow=grow,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
+            **models.settings(),
             device=device,
             max_num_seqs=max_num_seqs,
-            json=as_json,
-            plot=plot,
+            **report.settings(),
         )
-        report = run_serve(config, screen.err)
-    print_serve(report, screen.out)
+        result = run_serve(config, screen.err)
+    print_serve(result, screen.out)
 
 
 def _limits(words: Sequence[str]) -> dict[str, float]:
