@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,9 @@ from transformers import AutoTokenizer
 
 from serving import events_of, served
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
+from specinfer.core.outputs import CompletionOutput, TextChunk
+from specinfer.core.request import StepTrace, TracedNode
+from specinfer.server.generations import finish_all
 from tiny import save_model, save_tokenizer
 
 TEXT = "the other one and that is the thing of it"
@@ -299,12 +302,38 @@ def test_traces_are_sent_to_those_who_ask(llm: LLM) -> None:
 
 def test_a_whole_answer_has_a_limited_number_of_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 20)
-    body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True, "tree": "1,1"}
+    body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True}
     whole, stream = ask(llm, body, body | {"stream": True})
     told = choices_of(whole)[0]["specinfer"]
     assert len(told["origins"]) == 40
     assert 0 < sum(1 + len(step["nodes"]) for step in told["steps"]) <= 20
     assert sum(len(event["specinfer"]["steps"]) for event in events_of(stream.text)) > len(told["steps"])
+
+
+def test_steps_that_come_together_are_kept_up_to_the_limit_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 8)
+    node = TracedNode(1, 0, ("draft",), 0.5, 0.5, True)
+    steps = [StepTrace(0.0, position, 1, (node,) * 2, (1, 2), 3, 0.5) for position in range(4)]
+
+    class Generation:
+        """An output whose reader comes late, and gets all steps in one chunk."""
+
+        requests = (None,)
+
+        async def __aiter__(self) -> AsyncIterator[TextChunk]:
+            yield TextChunk("text", [1] * 12, [None] * 12, finish_reason="length", steps=steps)
+
+        def output(self) -> Any:
+            return SimpleNamespace(
+                outputs=[CompletionOutput(0, "text", [1] * 12, None, None, "length", None, [None] * 12)]
+            )
+
+        def close(self) -> None:
+            pass
+
+    generation: Any = Generation()
+    ((whole,),) = asyncio.run(finish_all([generation]))
+    assert whole.steps == steps[:2]  # of three nodes each, with the root
 
 
 def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:

@@ -149,9 +149,10 @@ async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]
             steps: list[list[StepTrace]] = [[] for _ in generation.requests]
             async for chunk in generation:
                 _check(generation, chunk)
-                num_nodes += sum(1 + len(step.nodes) for step in chunk.steps)
-                if num_nodes <= _MAX_TRACED_NODES:  # later steps are left out; a stream has them all
-                    steps[chunk.index] += chunk.steps
+                for step in chunk.steps:  # those of several steps come together if this task was late
+                    num_nodes += 1 + len(step.nodes)
+                    if num_nodes <= _MAX_TRACED_NODES:  # later steps are left out; a stream has them all
+                        steps[chunk.index].append(step)
             found.append([_as_chunk(one, steps[one.index]) for one in generation.output().outputs])
     finally:
         close_all(generations)
