@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.peers.report import ratio_over
-from specinfer.bench.results import Arm, Comparison, Run
+from specinfer.bench.comparisons import Comparison
+from specinfer.bench.results import Arm, Run
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.spread import partings
 

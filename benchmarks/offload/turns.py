@@ -10,7 +10,8 @@ from benchmarks.offload.plans import OffloadBenchConfig, Turn, schedule
 from benchmarks.offload.report import ResidentCheck
 from benchmarks.peers.race import Peers
 from benchmarks.resident import peak_resident, reset_peak
-from specinfer.bench.results import PLAIN, Arm, Comparison, Run
+from specinfer.bench.comparisons import Comparison
+from specinfer.bench.results import PLAIN, Arm, Run
 from specinfer.reporting.spread import first_difference, partings
 
 

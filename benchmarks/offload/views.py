@@ -7,7 +7,8 @@ from rich.console import Console
 
 from benchmarks.offload.report import OffloadReport, bandwidth, disk_share, peak_of, waiting_share
 from benchmarks.peers.report import ratio_over, settings_text
-from specinfer.bench.results import Arm, Comparison, fidelity
+from specinfer.bench.comparisons import Comparison, fidelity
+from specinfer.bench.results import Arm
 from specinfer.reporting.plots import SERIES_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.spread import Spread
 from specinfer.reporting.tables import Column, print_models, print_rows

@@ -37,7 +37,7 @@ def paper(
     ] = None,
     offload_grow: Annotated[
         str, flag("Model", "Size of the target of figure 8, which gets a third of it as memory.", metavar="SIZE")
-    ] = "1b",
+    ] = "3b",
     batch: Annotated[list[int] | None, flag("Sampling", "Batch size. May be repeated. (default: 1 to 16)")] = None,
     num_prompts: Annotated[int, flag("Sampling", "Number of prompts of each table.")] = 20,
     max_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate for each prompt.")] = 64,

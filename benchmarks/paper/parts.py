@@ -11,8 +11,8 @@ from benchmarks.paper import numbers
 from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_plans import MODES, AcceptanceConfig
 from specinfer.bench.acceptance_report import AcceptanceReport, HitRates, Row
+from specinfer.bench.comparisons import numbers_by_kind
 from specinfer.bench.options import check_once, check_whole
-from specinfer.bench.results import numbers_by_kind
 from specinfer.reporting.plots import Panel, Series
 from specinfer.reporting.tables import Column, print_rows
 
@@ -41,7 +41,7 @@ class PaperConfig:
     drafters: str | tuple[str, ...] = "auto"
     parts: tuple[str, ...] = ()
     grow: str | None = None
-    offload_grow: str | None = "1b"
+    offload_grow: str | None = "3b"
     boosted: tuple[str, ...] | None = None
     batch_sizes: tuple[int, ...] = numbers.BATCH_SIZES
     num_prompts: int = 20

@@ -1,8 +1,8 @@
 """Figures 7, 8, 10 and 11: latency, with all arms in turns in one run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -12,10 +12,13 @@ from benchmarks.paper import numbers
 from benchmarks.paper.parts import Line, PaperConfig, Part
 from benchmarks.paper.sequences import sequence_based
 from specinfer.bench.acceptance_plans import expansion, paper_widths
+from specinfer.bench.comparisons import Comparison
 from specinfer.bench.loop import Turn, check_equal, is_exact, open_session, schedule, take_turns
 from specinfer.bench.measurement import measure_batch
-from specinfer.bench.results import PLAIN, Arm, Comparison, Run
+from specinfer.bench.results import PLAIN, Arm, Run
 from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.throughput_report import ThroughputReport
+from specinfer.core.errors import ModelError
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import options_of
 from specinfer.reporting.plots import Panel, Series
@@ -23,14 +26,12 @@ from specinfer.reporting.plots import Panel, Series
 _CHAIN, _TREE = expansion(paper_widths(1)), expansion(paper_widths(3))
 _NAMES = {PLAIN: "plain decoding", _CHAIN: "sequences (width 1)", _TREE: "trees (width 3)", "auto": "trees (auto)"}
 _SEQUENCES = "sequences"  # arm that verifies a tree's paths one by one
-_SPLITS = {"one process": {}, "2 tensor ranks": {"tensor_parallel_size": 2}, "2 stages": {"pipeline_parallel_size": 2}}
 
 
 def figure7(config: PaperConfig, console: Console | None) -> Part:
     """Reproduce Figure 7: latency by batch size, for targets in one process and in several."""
     lines, panels, results = [], [], {}
-    for name, split in _SPLITS.items():
-        report = run_throughput(_throughput(config, (_CHAIN, _TREE, "auto"), **split), console)
+    for name, report in split_reports(_throughput(config, (_CHAIN, _TREE, "auto")), console):
         results[name] = report.as_dict()
         for tree in (PLAIN, _CHAIN, _TREE, "auto"):
             lines.append(Line(f"{name}: {_NAMES[tree]}", [f"{_latency(one.arm(tree)):.1f}" for one in report.results]))
@@ -48,6 +49,19 @@ def figure7(config: PaperConfig, console: Console | None) -> Part:
         panels,
         results,
     )
+
+
+def split_reports(config: ThroughputConfig, console: Console | None) -> Iterator[tuple[str, ThroughputReport]]:
+    """Yield the reports of one process, of as few tensor ranks as divide the target, and of two stages."""
+    yield "one process", run_throughput(config, console)
+    for size in (2, 3, 5):
+        try:
+            report = run_throughput(replace(config, tensor_parallel_size=size), console)
+        except ModelError:  # the heads cannot be split over so many
+            continue
+        yield f"{size} tensor ranks", report
+        break
+    yield "2 stages", run_throughput(replace(config, pipeline_parallel_size=2), console)
 
 
 def figure8(config: PaperConfig, console: Console | None) -> Part:
@@ -162,10 +176,10 @@ def figure11(config: PaperConfig, console: Console | None) -> Part:
     )
 
 
-def _throughput(config: PaperConfig, trees: tuple[str, ...], **split: Any) -> ThroughputConfig:
+def _throughput(config: PaperConfig, trees: tuple[str, ...]) -> ThroughputConfig:
     return ThroughputConfig(
         model=config.model, drafters=config.drafters, trees=trees, grow=config.grow, batch_sizes=config.batch_sizes,
-        num_prompts=1, max_tokens=config.max_tokens, repeats=config.repeats, seed=config.seed, **split,
+        num_prompts=1, max_tokens=config.max_tokens, repeats=config.repeats, seed=config.seed,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from benchmarks.parallel.plans import WHOLE, Setting
-from specinfer.bench.results import Arm, Comparison, Run
+from specinfer.bench.comparisons import Comparison
+from specinfer.bench.results import Arm, Run
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.plots import SERIES_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.spread import partings

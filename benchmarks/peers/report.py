@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specinfer.bench.results import Arm, Comparison, Run
+from specinfer.bench.comparisons import Comparison
+from specinfer.bench.results import Arm, Run
 from specinfer.reporting.spread import Spread, partings
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.schedule.plans import AUTO, LEARNED
-from specinfer.bench.results import Arm, Comparison
+from specinfer.bench.comparisons import Comparison
+from specinfer.bench.results import Arm
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.plots import PART_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.spread import Spread

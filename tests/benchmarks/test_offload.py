@@ -42,8 +42,9 @@ from benchmarks.peers.report import ratio_over
 from benchmarks.program import app
 from fake_peer import TOKEN
 from late import LateLink
+from specinfer.bench.comparisons import Comparison
 from specinfer.bench.models import find_models, plan_growth
-from specinfer.bench.results import PLAIN, Arm, Comparison, Run
+from specinfer.bench.results import PLAIN, Arm, Run
 from specinfer.core.step_record import StepRecord
 from specinfer.model.offload.budget import Budget
 from specinfer.reporting.environment import Environment

@@ -9,10 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.paper import sequences
+from benchmarks.paper import sequences, speeds
 from benchmarks.paper.parts import PaperConfig
 from benchmarks.paper.run import run_paper
 from benchmarks.paper.sequences import SequenceRunner, paths_of, split
+from specinfer.bench.throughput import ThroughputConfig
+from specinfer.core.errors import ModelError
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
@@ -82,6 +84,23 @@ def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path, monke
     }
     assert min(outputs) > 0
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".svg"}
+
+
+def test_figure_7_takes_the_smallest_number_of_tensor_ranks_that_divides_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def measure(config: ThroughputConfig, console: Console | None) -> ThroughputConfig:
+        tried.append((config.tensor_parallel_size, config.pipeline_parallel_size))
+        if config.tensor_parallel_size == 2:  # as for 9 heads, 3 of them for keys and values
+            raise ModelError("tensor_parallel_size: 9 attention heads cannot be split over 2 ranks")
+        return config
+
+    monkeypatch.setattr(speeds, "run_throughput", measure)
+    names = [name for name, _ in speeds.split_reports(ThroughputConfig(), None)]
+    assert names == ["one process", "3 tensor ranks", "2 stages"]
+    assert tried == [(1, 1), (2, 1), (3, 1), (1, 2)]
 
 
 def test_an_unknown_part_is_refused() -> None:

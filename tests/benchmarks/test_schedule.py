@@ -18,7 +18,8 @@ from benchmarks.schedule.plans import AUTO, FIXED, LEARNED, ScheduleConfig, sche
 from benchmarks.schedule.report import MIX, ScheduleReport, print_schedule, rate_of
 from benchmarks.schedule.run import run_schedule
 from benchmarks.schedule.work import PARTS
-from specinfer.bench.results import PLAIN, Arm, Comparison, Run
+from specinfer.bench.comparisons import Comparison
+from specinfer.bench.results import PLAIN, Arm, Run
 from specinfer.core.step_record import StepRecord
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import PolicyNetwork, make_configurations

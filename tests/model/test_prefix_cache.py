@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
@@ -110,6 +110,13 @@ class Contents(RuleBasedStateMachine):
 
 TestContents = Contents.TestCase
 TestContents.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.slow
+def test_contents_stay_right_in_longer_histories() -> None:
+    run_state_machine_as_test(
+        Contents, settings=settings(max_examples=300, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    )
 
 
 def _kept(cache: KVCache, name: str, tokens: Sequence[int], salt: str = "") -> None:

@@ -64,23 +64,25 @@ def check(trees: Trees, target: Model) -> None:
 # ---------------------------------------------------------------------------------------- one drafter
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 4), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("widths", [(1, 1, 1), (3,), (2, 2), (1, 2, 1), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
-def test_fixed_expansions(drawing: str, widths: tuple[int, ...]) -> None:
-    for seed in range(2):
+def test_fixed_expansions(drawing: str, widths: tuple[int, ...], seeds: range) -> None:
+    for seed in seeds:
         trees = every_tree_of(EnumeratedDrafter(Model(seed + 100), drawing), TreeBudget.expansion(widths))
         check(trees, Model(seed))
     # Of hybrid siblings that cover the vocabulary the drawn one, too, is certain.
     assert (len(trees) == 1) == (drawing == "top-k" or (drawing, widths) == ("hybrid", (3,)))
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 3), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("limits", [(0.0, 0.0), (0.15, 0.0), (0.0, 0.3)], ids=str)
 @pytest.mark.parametrize("max_nodes", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
-def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float]) -> None:
+def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float], seeds: range) -> None:
     budget = TreeBudget(max_nodes, 3, min_path_prob=limits[0], min_gain=limits[1])
     vocab = 2 if (drawing, max_nodes) == ("iid", 6) else 3
-    for seed in range(2 if max_nodes < 5 else 1):
+    for seed in seeds if max_nodes < 5 else seeds[:1]:
         drafter = EnumeratedDrafter(Model(seed + 200, vocab), drawing, calibration=calibrated(seed, "a"))
         trees = every_tree_of(drafter, budget)
         assert all(tree.num_guessed <= max_nodes and tree.max_depth <= 3 for _, tree in trees)

@@ -232,6 +232,21 @@ def _size(widths: Sequence[int]) -> int:
 def test_any_engine_generates_the_same_tokens(
     runner_of: Runners, plain_loop: Callable[[str, int], list[int]], chosen: dict[str, Any]
 ) -> None:
+    _generates_the_same_tokens(runner_of, plain_loop, chosen)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(settings_of_an_engine())
+def test_any_of_many_engines_generates_the_same_tokens(
+    runner_of: Runners, plain_loop: Callable[[str, int], list[int]], chosen: dict[str, Any]
+) -> None:
+    _generates_the_same_tokens(runner_of, plain_loop, chosen)
+
+
+def _generates_the_same_tokens(
+    runner_of: Runners, plain_loop: Callable[[str, int], list[int]], chosen: dict[str, Any]
+) -> None:
     lookups = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
     drafters = [
         lookups[kind]()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specinfer.bench.results import numbers_by_kind
+from specinfer.bench.comparisons import numbers_by_kind
 from specinfer.reporting.environment import Environment
 
 COMPARED = ("table3", "rules", "drafters")  # parts that compare their rows with a base row

@@ -17,9 +17,10 @@ from rich.console import Console
 
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.chat_prompts import PromptSet, find_prompts, kinds_for
+from specinfer.bench.comparisons import Comparison
 from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.options import CompareConfig
-from specinfer.bench.results import PLAIN, Arm, Comparison, Run
+from specinfer.bench.results import PLAIN, Arm, Run
 from specinfer.bench.roofline import Roofline
 from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.sampling import SamplingParams

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from specinfer.bench.ceilings import Ceilings
-from specinfer.bench.results import PARTS, Arm, Comparison, fidelity, numbers_by_kind
+from specinfer.bench.comparisons import Comparison, fidelity, numbers_by_kind
+from specinfer.bench.results import PARTS, Arm
 from specinfer.bench.stages import floors_text, print_stages
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.plots import PART_COLOURS, SERIES_COLOURS, Panel, Series, draw_plot
