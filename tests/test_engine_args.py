@@ -137,7 +137,7 @@ def test_former_flags_are_taken_with_one_warning(place: str, tmp_path: Path, mon
 def test_a_flag_under_both_names_is_refused() -> None:
     result = CliRunner().invoke(app, ["generate", "demo", "the", OLD, "iid", NEW, "iid"])
     assert result.exit_code == 2
-    assert "drawing: it is now draft_sampling; give only that" in result.stderr
+    assert "--drawing: it is now --draft-sampling; give only that" in result.stderr
 
 
 def test_former_flags_are_not_in_the_help() -> None:
@@ -157,13 +157,13 @@ MISTAKES = [
     (["generate", "demo", "the", "--tree", "2,0"], "tree"),
     (["generate", "demo", "the", "--device", "toaster"], "device"),
     (["generate", "demo", "the", "--quantization", "int3"], "quantization must be one of"),
-    (["generate", "demo", "the", "--kv-cache-memory-bytes", "5X"], "kv_cache_memory_bytes"),
+    (["generate", "demo", "the", "--kv-cache-memory-bytes", "5X"], "--kv-cache-memory-bytes"),
     (["generate", "demo", "the", "--temperature", "nan"], "temperature"),
     (["chat", "demo", "-tp", "2", "--nnodes", "3", "--master-addr", "a"], "nnodes"),
     (["serve", "demo", "--verification", "hope"], "verification must be one of"),
     (["serve", "demo", "--port", "70000"], "port must be"),
-    (["serve", "demo", "--max-num-queued-reqs", "-1"], "max_num_queued_reqs"),
-    (["serve", "demo", "--adapt-dir", "x"], "adapt_dir"),
+    (["serve", "demo", "--max-num-queued-reqs", "-1"], "--max-num-queued-reqs"),
+    (["serve", "demo", "--adapt-dir", "x"], "--adapt-dir"),
     (["serve", "demo", "--replica-cpus", "2"], "works with --replicas"),
 ]
 

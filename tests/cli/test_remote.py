@@ -195,7 +195,7 @@ def test_a_key_is_sent_and_a_missing_one_is_reported(server: FakeServer) -> None
     )
     assert run(*words, "--api-key", "secret").stdout == "one two three\n"
     assert run(*words, env={"SPECINFER_API_KEY": "secret"}).stdout == "one two three\n"
-    assert "api_key" in run(*words, "--api-key", "a\nb", code=2).stderr
+    assert "--api-key" in run(*words, "--api-key", "a\nb", code=2).stderr
 
 
 def test_a_model_the_server_does_not_have_is_refused(server: FakeServer) -> None:

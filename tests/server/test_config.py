@@ -249,22 +249,22 @@ def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service]
         (["--host", "192.168.1.1"], "--insecure"),
         (["--host", "::"], "there is no API key"),
         (["--api-key", "short"], "at least 8"),
-        (["--api-key", "with a space in it"], "api_key"),
-        (["--api-key-file", "/no/such/file"], "api_key_file"),
-        (["--max-body-bytes", "0"], "max_body_bytes must be at least 1"),
-        (["--body-timeout", "0"], "body_timeout"),
-        (["--body-timeout", "nan"], "body_timeout"),
-        (["--queue-timeout", "-1"], "queue_timeout"),
-        (["--request-timeout", "inf"], "request_timeout"),
-        (["--max-num-queued-reqs", "-1"], "max_num_queued_reqs"),
-        (["--max-num-queued-tokens", "0"], "max_num_queued_tokens"),
-        (["--log-level", "loud"], "log_level must be one of"),
-        (["--root-path", "llm"], "root_path"),
-        (["--otlp-endpoint", "localhost:4318"], "otlp_endpoint"),
+        (["--api-key", "with a space in it"], "--api-key"),
+        (["--api-key-file", "/no/such/file"], "--api-key-file"),
+        (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
+        (["--body-timeout", "0"], "--body-timeout"),
+        (["--body-timeout", "nan"], "--body-timeout"),
+        (["--queue-timeout", "-1"], "--queue-timeout"),
+        (["--request-timeout", "inf"], "--request-timeout"),
+        (["--max-num-queued-reqs", "-1"], "--max-num-queued-reqs"),
+        (["--max-num-queued-tokens", "0"], "--max-num-queued-tokens"),
+        (["--log-level", "loud"], "--log-level must be one of"),
+        (["--root-path", "llm"], "--root-path"),
+        (["--otlp-endpoint", "localhost:4318"], "--otlp-endpoint"),
         (["--trace", "/nowhere/trace.jsonl"], "trace: /nowhere/trace.jsonl cannot be written"),
-        (["--ssl-certfile", "cert.pem"], "ssl_certfile and ssl_keyfile"),
-        (["--allowed-origins", "chat.example.org"], "allowed_origins"),
-        (["--chat-template", "/no/such/file"], "chat_template"),
+        (["--ssl-certfile", "cert.pem"], "--ssl-certfile and --ssl-keyfile"),
+        (["--allowed-origins", "chat.example.org"], "--allowed-origins"),
+        (["--chat-template", "/no/such/file"], "--chat-template"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_certificate_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.pem")
     words = ["--port", "0", "--ssl-certfile", missing, "--ssl-keyfile", missing]
     (line,) = [line for line in start("demo", *words, code=2).stderr.splitlines() if "error:" in line]
-    assert "ssl_certfile" in line
+    assert "--ssl-certfile" in line
 
 
 def test_what_loading_refuses_is_one_line(tmp_path: Path) -> None:

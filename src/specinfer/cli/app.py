@@ -8,6 +8,7 @@ from specinfer.cli.batch import run_batch
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
+from specinfer.cli.help_text import Group
 from specinfer.cli.measure import acceptance, latency, throughput
 from specinfer.cli.moved import add_moved
 from specinfer.cli.plan import plan
@@ -23,7 +24,6 @@ app = typer.Typer(
     cls=Program,
     help="Tree-based speculative LLM inference: drafters propose token trees, the target verifies them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Users of vLLM write flags with - or with _.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
@@ -31,7 +31,7 @@ app = typer.Typer(
 for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, collect_env, version):
     add_command(app, command)
 add_command(app, serve, environment=True)
-bench = typer.Typer(no_args_is_help=True, help="Benchmarks.")
+bench = typer.Typer(cls=Group, no_args_is_help=True, help="Benchmarks.")
 for measurement in (latency, throughput, bench_serve, acceptance):
     add_command(bench, measurement)
 add_moved(bench)

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperGroup
 
+from specinfer.cli.as_typed import as_typed
+from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted, warn_renamed
 from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.flags import settings_of
@@ -40,7 +41,7 @@ def checking() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-class Program(TyperGroup):
+class Program(Group):
     """Runs commands and sets the exit code: 0 success, 1 failure or refused prompts, 2 usage error, 130 interrupted."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
@@ -118,14 +119,17 @@ def add_command(group: typer.Typer, function: Callable[..., None], *, environmen
     )  # a flag may be named context
 
     def run(typer_context: typer.Context, **values: Any) -> None:
-        with checking():
-            flags = Given(typer_context, values)
-        more = dict.fromkeys(wanted, typer_context)
-        function(**flags.others(options), **{name: flags.read(kind) for name, kind in options.items()}, **more)
+        try:
+            with checking():
+                flags = Given(typer_context, values)
+            more = dict.fromkeys(wanted, typer_context)
+            function(**flags.others(options), **{name: flags.read(kind) for name, kind in options.items()}, **more)
+        except (UsageError, ModelError, RequestError) as error:
+            raise UsageError(as_typed(str(error), typer_context)) from error
 
     run.__doc__ = function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    group.command(function.__name__.replace("_", "-"))(run)
+    group.command(function.__name__.replace("_", "-"), cls=Command)(run)
 
 
 def flags_of(annotation: Any) -> list[inspect.Parameter] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from specinfer.cli.as_typed import KEYS
 from specinfer.cli.commands import UsageError
 
 _OWN = frozenset({"config", "help", "debug"})  # not settings: a file cannot name another file or ask for help
@@ -20,12 +21,15 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     """
     if path is not None:
         known = {str(option.name) for option in context.command.params} - _OWN
-        context.default_map = {**(context.default_map or {}), **_values(path, known)}
+        values, keys = _values(path, known)
+        context.default_map = {**(context.default_map or {}), **values}
+        context.meta[KEYS] = {name: f"{path}: {key}" for name, key in keys.items()}
     return path
 
 
-def _values(path: str, known: set[str]) -> dict[str, Any]:
-    values = {}
+def _values(path: str, known: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values and the keys as they are written, both by parameter."""
+    values, keys = {}, {}
     for key, value in _read(path).items():
         name = str(key).replace("-", "_")
         if name not in known:
@@ -35,8 +39,9 @@ def _values(path: str, known: set[str]) -> dict[str, Any]:
         if name in values:
             raise UsageError(f"config: {path}: {key} is given twice; leave one out")
         if value is not None:
+            keys[name] = str(key)
             values[name] = [_word(one) for one in value] if isinstance(value, list) else _word(value)
-    return values
+    return values, keys
 
 
 def _read(path: str) -> Mapping[Any, Any]:

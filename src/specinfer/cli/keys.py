@@ -1,10 +1,13 @@
-"""Single keys from a terminal, without waiting for Enter."""
+"""Modes of the terminal: single keys without waiting for Enter, and typing that is not shown."""
 
 import contextlib
 import os
 import select
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from types import FrameType
 
 _NAMES = {b"\x1b[C": "right", b"\x1b[D": "left", b"\x1b[H": "home", b"\x1b[F": "end", b"\x1b": "q", b"\x03": "q"}
 
@@ -12,16 +15,42 @@ _NAMES = {b"\x1b[C": "right", b"\x1b[D": "left", b"\x1b[H": "home", b"\x1b[F": "
 @contextlib.contextmanager
 def single_keys() -> Iterator[bool]:
     """Yield whether single keys can be read; within the block typed keys are not shown."""
+    with _changed_mode(buffers=False) as changed:
+        yield changed
+
+
+@contextlib.contextmanager
+def hidden_typing() -> Iterator[None]:
+    """Do not show what is typed within the block; the next line of input begins with it."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with contextlib.ExitStack() as undo:
+        if threading.current_thread() is threading.main_thread():
+            # By default the signal would end the process with the terminal as it is.
+            undo.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
+        undo.enter_context(_changed_mode(buffers=True))
+        yield
+
+
+@contextlib.contextmanager
+def _changed_mode(*, buffers: bool) -> Iterator[bool]:
+    """Switch off the echo of standard input, and unless it buffers lines these too; yield whether it is a terminal."""
     try:
         import termios  # not on every system
-        import tty
 
         before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError):
+    except Exception:  # no such module, no terminal, or no file: each has its own error
         yield False
         return
+    changed = list(before)
+    changed[3] &= ~(termios.ECHO if buffers else termios.ECHO | termios.ICANON)
+    if not buffers:
+        changed[6] = [*before[6]]
+        changed[6][termios.VMIN], changed[6][termios.VTIME] = 1, 0
     try:
-        tty.setcbreak(sys.stdin)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, changed)
         yield True
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -45,11 +46,8 @@ def quiet_libraries(*, debug: bool) -> None:
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         return
-    from transformers.utils import logging as transformers_logging
-
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported, which takes seconds
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("specinfer: warning: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     warnings.simplefilter("ignore")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

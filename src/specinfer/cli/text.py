@@ -10,6 +10,7 @@ import typer
 
 from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
+from specinfer.cli.keys import hidden_typing
 from specinfer.cli.options import ARGUMENT, EngineOptions, OutputOptions, flag, load
 from specinfer.cli.prompts import read_prompts
 from specinfer.cli.remote import RemoteOptions, RemotePartner
@@ -173,7 +174,8 @@ def _converse(lines: Iterable[str], screen: Screen, answer: Callable[[str], obje
     refused = False
     for line in lines:
         try:
-            answer(line)
+            with hidden_typing():
+                answer(line)
         except RequestError as error:
             screen.note(str(error))
             refused = True

@@ -1,0 +1,78 @@
+"""Help texts at 80 columns, and errors that name a setting as it was typed."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks.program import app as laboratory
+from specinfer.cli.app import app
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        if not command.hidden:
+            yield from commands(command, (*path, name))
+
+
+ALL = [(program, path, command) for program in (app, laboratory)
+       for path, command in commands(typer.main.get_command(program))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "path", "command"), ALL, ids=["-".join((one[0].info.name, *one[1])) for one in ALL]
+)
+def test_no_flag_is_cut_or_broken_at_80_columns(program: typer.Typer, path: tuple[str, ...], command: Any) -> None:
+    shown = CliRunner().invoke(program, [*path, "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, shown.splitlines())) < 80
+    assert "…" not in shown
+    words = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*(?![\w-])", shown))
+    flags = {name for each in command.params if not getattr(each, "hidden", False) for name in each.opts}
+    assert {name for name in flags if name.startswith("-")} <= words
+    variables = {str(each.envvar) for each in command.params if getattr(each, "envvar", None) and not each.hidden}
+    assert all(re.search(rf"\b{name}\b", shown) for name in variables)
+    assert not re.search(r"[\w-]-$", shown, re.MULTILINE)  # a word broken at a hyphen
+
+
+def refusal(*words: str, env: dict[str, str] | None = None) -> str:
+    result = CliRunner().invoke(app, list(words), env=env)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("specinfer: error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (("--tree", "foo"), "--tree: 'foo' is not understood"),
+        (("--max_num_seqs", "0"), "--max_num_seqs must be"),
+        (("--max-num-seqs=0",), "--max-num-seqs must be"),
+        (("-tp", "0"), "-tp must be"),
+        (("--drafter", ""), "--drafter: an empty name"),
+        (("--logit-bias", '{"5": 1000}'), "--logit-bias[5] must be from -100 to 100"),
+        (("--offload-folder", "x"), "--offload-folder: it is for targets that are streamed; set --offload disk too"),
+        (("--json-schema", "/nowhere.json"), "--json-schema: no such file"),
+        (("--nnodes", "2", "--node-rank", "3", "--master-addr", "a"), "--node-rank"),
+    ],
+)
+def test_errors_name_the_flag_as_typed(words: tuple[str, ...], start: str) -> None:
+    assert refusal("generate", "demo", "the", *words).startswith(start)
+
+
+def test_fields_that_were_not_given_are_named_by_their_flags() -> None:
+    assert "only with --adapt-drafters;" in refusal("serve", "demo", "--adapt-dir", "x")
+    assert refusal("bench", "throughput", "demo", "--batch", "0").startswith("--batch must be")
+    assert refusal("generate", "/nowhere/at/all", "the").startswith("model: no folder '/nowhere/at/all'")
+    assert refusal("generate", "--model", "/nowhere/at/all", "the").startswith("--model: no folder")
+
+
+def test_errors_name_variables_and_keys_of_files_as_they_are_written(tmp_path: Path) -> None:
+    assert refusal("serve", "demo", env={"SPECINFER_TREE": "foo"}).startswith("SPECINFER_TREE: 'foo' is not")
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-num-seqs: 0\n")
+    assert refusal("serve", "demo", "--config", str(file)).startswith(f"{file}: max-num-seqs must be")
