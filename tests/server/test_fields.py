@@ -206,14 +206,45 @@ def test_fields_that_do_not_go_together(fields: dict[str, Any]) -> None:
         fields_of(**fields).check()
 
 
-def test_truncation_keeps_the_end() -> None:
+def test_truncation_keeps_the_end_or_the_start() -> None:
+    def kept(limit: int | None, max_model_len: int, max_tokens: int | None, **fields: Any) -> list[int]:
+        return truncated(ids, fields_of(truncate_prompt_tokens=limit, **fields), max_model_len, max_tokens)
+
     ids = list(range(10))
-    assert truncated(ids, 3, 100, None) == [7, 8, 9]
-    assert truncated(ids, 99, 100, None) == ids
-    assert truncated(ids, -1, 8, 2) == ids[-6:]
-    assert truncated(ids, -1, 100, 2) == ids
+    assert kept(None, 8, None) == ids
+    assert kept(3, 100, None) == kept(3, 100, None, truncation_side="left") == [7, 8, 9]
+    assert kept(3, 100, None, truncation_side="right") == [0, 1, 2]
+    assert kept(99, 100, None) == ids
+    assert kept(-1, 8, 2) == ids[-6:]
+    assert kept(-1, 8, 2, truncation_side="right") == ids[:6]
+    assert kept(-1, 100, 2) == ids
     with pytest.raises(RequestError, match="truncate_prompt_tokens"):
-        truncated(ids, 0, 100, None)
+        kept(0, 100, None)
+    auto = ResponsesFields.model_validate({"input": "a", "truncation": "auto"})
+    assert truncated(ids, auto, 8, 2) == ids[-6:]
+
+
+@pytest.mark.parametrize(
+    ("name", "likely"),
+    [("max_token", "max_tokens"), ("temperatures", "temperature"), ("top-p", "top_p"), ("stops", "stop"),
+     ("stream_option", "stream_options"), ("maxTokens", "max_tokens"), ("max_new_tokens", "max_tokens"),
+     ("repeat_penalty", "repetition_penalty")],
+)  # fmt: skip
+def test_misspelt_fields_are_refused_with_the_likely_name(name: str, likely: str) -> None:
+    with pytest.raises(ApiError, match=f"did you mean {likely}") as refused:
+        fields_of(**{name: 1}).check()
+    assert (refused.value.status, refused.value.param) == (400, name)
+    assert fields_of(**{name: None}).check() == {}
+
+
+def test_misspelt_stream_options_are_refused() -> None:
+    with pytest.raises(ApiError, match=r"stream_options\.include_usages.*did you mean stream_options\.include_usage"):
+        fields_of(stream=True, stream_options={"include_usages": True}).check()
+
+
+@pytest.mark.parametrize("name", ["top_a", "typical_p", "length_penalty", "top_logprobs", "messages", "cache_prompt"])
+def test_other_unknown_fields_are_ignored(name: str) -> None:
+    assert fields_of(**{name: 1}).check() == {IGNORED_HEADER: name}
 
 
 def test_messages_are_required() -> None:

@@ -298,7 +298,7 @@ def test_a_failure_in_mid_stream_is_an_event(llm: LLM, monkeypatch: pytest.Monke
         ({"input": ["a"]}, "input", 400),
         ({"input": "a", "tools": [TOOL], "tool_choice": 3}, "tool_choice", 400),
         ({"input": "a", "response_format": {"type": "text"}}, "response_format", 400),
-        ({"input": "a", "truncation": "auto"}, "truncation", 400),
+        ({"input": "a", "truncation": "middle"}, "truncation", 400),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", 400),
         ({"input": "a", "text": {"format": 3}}, "text", 400),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text", 400),

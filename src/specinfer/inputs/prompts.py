@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from specinfer.core.errors import ContextLengthError, RequestError
 from specinfer.core.grammar import Grammar, GrammarCompiler
@@ -129,20 +129,22 @@ class PromptReader:
         """Special tokens in addition to the vocabulary, by name: those of the chat template, and others."""
         return self._chat.special_tokens
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, keeps_end: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, keeps: Literal["start", "end"] | None = None
+    ) -> list[int]:
         """Return the token ids of a plain text.
 
         Args:
-            keeps_end: Instead of refusing a text that cannot fit into the context, read only its end, because reading
-                all of it takes long.
+            keeps: Instead of refusing a text that cannot fit into the context, read only its start or end, because
+                reading all of it takes long.
 
         Raises:
             RequestError: There is no tokenizer, or the value is not valid text.
         """
         if self._tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
-        if keeps_end:
-            text = text[-self._max_characters :]
+        if keeps is not None:
+            text = text[: self._max_characters] if keeps == "start" else text[-self._max_characters :]
         self._check_length(text, "prompt")
         return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
 

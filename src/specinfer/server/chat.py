@@ -124,9 +124,7 @@ def _read(llm: LLM, fields: ChatFields) -> _Conversation:
         continue_final_message=goes_on,
         template_kwargs=kwargs or None,
     )
-    if fields.truncate_prompt_tokens is not None:
-        ids = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, fields.token_limit)
-    return _Conversation(ids, params, plan)
+    return _Conversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan)
 
 
 @dataclass(slots=True)

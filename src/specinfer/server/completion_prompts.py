@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
@@ -65,13 +65,14 @@ def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, par
     if fields.suffix:
         ids = _infilled(llm, text, fields)
     elif text is not None:
-        special, keeps_end = fields.add_special_tokens is not False, fields.truncate_prompt_tokens is not None
-        ids = llm.reader.encode(text, add_special_tokens=special, keeps_end=keeps_end) if text else []
+        special = fields.add_special_tokens is not False
+        side: Literal["start", "end"] = "start" if fields.truncation_side == "right" else "end"
+        keeps = None if fields.prompt_limit is None else side
+        ids = llm.reader.encode(text, add_special_tokens=special, keeps=keeps) if text else []
     else:
         ids = list(prompt)  # type: ignore[arg-type]  # not text, so ids
-    if fields.truncate_prompt_tokens is not None:
-        kept = truncated(ids, fields.truncate_prompt_tokens, llm.max_model_len, params.max_tokens)
-        ids, text = kept, text if len(kept) == len(ids) else None
+    kept = truncated(ids, fields, llm.max_model_len, params.max_tokens)
+    ids, text = kept, text if len(kept) == len(ids) else None
     room = llm.max_model_len - len(ids)
     if fields.token_limit is None and params.max_tokens is not None and 0 < room < params.max_tokens:
         params = replace(params, max_tokens=room)  # a default limit is lowered to the room left

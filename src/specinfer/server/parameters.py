@@ -77,12 +77,19 @@ def prediction_text(prediction: Prediction) -> str:
     return "".join(part["text"] for part in content)
 
 
-def truncated(ids: list[int], limit: int, max_model_len: int, max_tokens: int | None) -> list[int]:
-    """Return the last `limit` tokens of a prompt; -1 keeps as many as leave room for the output.
+def truncated(ids: list[int], fields: SharedFields, max_model_len: int, max_tokens: int | None) -> list[int]:
+    """Return the tokens of a prompt that its limit keeps: the last ones, or the first.
+
+    -1 keeps as many as leave capacity for `max_tokens` of output.
 
     Raises:
         RequestError: No tokens would be left.
     """
+    limit = fields.prompt_limit
+    if limit is None:
+        return ids
     if limit == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt; use at least 1, or -1 for what fits")
-    return ids[-max(max_model_len - (max_tokens or 1), 1) if limit < 0 else -limit :]
+    if limit < 0:
+        limit = max(max_model_len - (max_tokens or 1), 1)
+    return ids[:limit] if fields.truncation_side == "right" else ids[-limit:]

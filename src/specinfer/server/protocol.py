@@ -1,10 +1,14 @@
 """The fields of completion requests: OpenAI's, vLLM's and SpecInfer's own. Types are strict; null means the default.
 
 `SamplingParams` checks the numbers. This module checks what JSON adds: types, and how many items may be sent. Unknown
-fields are ignored with a warning, except fields whose sender would rely on them: these are refused by name.
+fields are ignored with a warning, except misspelt ones and fields whose sender would rely on them: these are refused by
+name.
 """
 
+import difflib
 import logging
+from collections.abc import Iterable
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -15,6 +19,7 @@ from specinfer.server.errors import ApiError
 logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
+_SIMILARITY = 0.81  # the least at which an unknown name is a misspelt one: refuses max_new_tokens, but not top_a
 
 Text = Annotated[str, Field(max_length=1024)]
 # Lists fail at their first wrong entry: to report every wrong entry of a long list takes minutes.
@@ -72,6 +77,22 @@ def few(limit: int) -> BeforeValidator:
         return given
 
     return BeforeValidator(check)
+
+
+def check_spelling(unknown: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
+    """Refuse the first unknown name that resembles a known one.
+
+    Raises:
+        ApiError: A name is misspelt; the message has the likely one.
+    """
+    names = set(known)
+    for name in unknown:
+        plain = name[:64].lower().replace("-", "_")
+        if likely := difflib.get_close_matches(plain, names, 1, _SIMILARITY):
+            field = prefix + name[:64]
+            raise ApiError(
+                400, f"{field}: is not known; did you mean {prefix}{likely[0]}?", param=field, code="unknown_field"
+            )
 
 
 class StreamOptions(BaseModel):
@@ -147,6 +168,7 @@ class SharedFields(BaseModel):
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: Label | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Label | None = None
@@ -170,6 +192,10 @@ class SharedFields(BaseModel):
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs: not in a stream; leave one of them out", param="prompt_logprobs")
         ignored = sorted(name for name, value in unknown.items() if name not in _HARMLESS and value is not None)
+        check_spelling((name for name in ignored if name not in _fields_of_any()), type(self).model_fields)
+        if self.stream_options is not None:
+            given = self.stream_options.model_extra or ()
+            check_spelling(given, StreamOptions.model_fields, "stream_options.")
         if not ignored:
             return {}
         shown = [name[:64].encode("ascii", "replace").decode() for name in ignored[:16] if name.isprintable()]
@@ -180,6 +206,11 @@ class SharedFields(BaseModel):
     def token_limit(self) -> int | None:
         """The maximum number of output tokens; `max_completion_tokens`, the newer name, takes precedence."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def prompt_limit(self) -> int | None:
+        """The number of prompt tokens to keep, -1 for as many as fit, or None for all."""
+        return self.truncate_prompt_tokens
 
     @property
     def wants_usage(self) -> bool:
@@ -224,3 +255,9 @@ class ChatFields(SharedFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+@cache
+def _fields_of_any() -> frozenset[str]:
+    """Return the fields of both endpoints: in the other one they are no misspelt names."""
+    return frozenset(CompletionFields.model_fields) | frozenset(ChatFields.model_fields)

@@ -18,7 +18,7 @@ from specinfer.llm import LLM
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.generations import Call, chunks_of, finish_all
-from specinfer.server.parameters import sampling_params
+from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.pending_response import RESPONSES, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
 from specinfer.server.responses_items import ResponseItems
@@ -101,7 +101,7 @@ def _read(llm: LLM, fields: ResponsesFields) -> _Read:
         ids = reader.read_chat(conversation.messages, tools=plan.tools_for_template, template_kwargs=kwargs or None)
     except RequestError as error:
         raise conversation.named(error) from error
-    return _Read(ids, params, plan)
+    return _Read(truncated(ids, fields, llm.max_model_len, fields.max_output_tokens), params, plan)
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[s
         "tool_choice": fields.tool_choice or "auto",
         "tools": tools,
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": fields.truncation or "disabled",
         "metadata": fields.metadata or {},
         "usage": None,
     }

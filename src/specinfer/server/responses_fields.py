@@ -35,7 +35,6 @@ _REFUSED = {
     "add_special_tokens": "the chat template writes them; leave it out",
     "top_logprobs": "use /v1/chat/completions",
     "trace": "use /v1/chat/completions",
-    "truncate_prompt_tokens": "shorten the input instead",
 }
 
 
@@ -68,11 +67,16 @@ class ResponsesFields(SharedFields):
                 raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
         if self.n not in (None, 1):
             raise ApiError(400, "n: a response has one output; send several requests", param="n")
-        if self.truncation not in (None, "disabled"):
-            raise ApiError(400, "truncation: only disabled is served; shorten the input", param="truncation")
+        if self.truncation not in (None, "auto", "disabled"):
+            raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
         if "message.output_text.logprobs" in (self.include or ()):
             raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
         return super().check()
+
+    @property
+    def prompt_limit(self) -> int | None:
+        is_auto = self.truncation == "auto" and self.truncate_prompt_tokens is None
+        return -1 if is_auto else self.truncate_prompt_tokens
 
     @property
     def format(self) -> dict[str, Any]:
