@@ -1,8 +1,11 @@
 """Grammars, schemas and tools that are none, too large or too deep; templates and their keywords."""
 
+import asyncio
 import json
+import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,3 +288,61 @@ def test_32_templates_run_in_a_sandbox(server: Attacked, template: str) -> None:
     if answer.status_code == 200:
         written = server.llm.tokenizer.decode(answer.json()["prompt_token_ids"])
         assert not any(word in written for word in ("class '", "<built-in", "uid=", "__main__", "Quitter"))
+
+
+BOMBS = {
+    "patterns of one string": {"allOf": [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(1, 201)]},
+    "3,000 optional properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}},
+    "references in a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "repeats of repeats": {"type": "string", "pattern": "((((a{1,50}b?){1,50}c?){1,50}d?){1,50}e?){1,50}f"},
+    "contradictions": {"allOf": [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(20, 40)]},
+}
+
+
+@pytest.fixture(scope="module")
+def with_keys() -> Iterator[Attacked]:
+    with Attacked(LLM("demo", drafters=None), api_keys=("hostile-key", "honest-key")) as attacked:
+        yield attacked
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
+@pytest.mark.parametrize("place", ["response_format", "tools", "structured_outputs"])
+def test_a_bomb_of_one_key_is_answered_soon_and_does_not_delay_another(
+    place: str, bomb: dict[str, Any], with_keys: Attacked
+) -> None:
+    attack = {
+        "response_format": Attack(
+            MESSAGES | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": bomb}}},
+            path=CHAT,
+        ),
+        "tools": Attack(
+            MESSAGES
+            | {
+                "tools": [function(parameters={"type": "object", "properties": {"x": bomb}, "required": ["x"]})],
+                "tool_choice": "required",
+            },
+            path=CHAT,
+        ),
+        "structured_outputs": Attack(PROMPT | {"structured_outputs": {"json": bomb}}),
+    }[place]
+    hostile, honest = ({"authorization": f"Bearer {key}-key"} for key in ("hostile", "honest"))
+    text = Attack({"prompt": "def f"}, 200, path=TOKENIZE, headers=honest)
+    warm = Attack(PROMPT | {"structured_outputs": {"regex": "[ab]"}}, 200, headers=honest)
+    with_keys.send(warm).raise_for_status()
+
+    async def run() -> tuple[list[float], float]:
+        start = time.monotonic()
+        bombs = [asyncio.create_task(with_keys.post(replace(attack, headers=hostile))) for _ in range(3)]
+        waits = []
+        while not all(task.done() for task in bombs):
+            before = time.monotonic()
+            (await with_keys.post(text)).raise_for_status()
+            waits.append(time.monotonic() - before)
+            await asyncio.sleep(0.01)
+        for task in bombs:
+            assert task.result().status_code in (200, 400), task.result().text
+        return waits, time.monotonic() - start
+
+    waits, duration = with_keys.run(run())
+    assert duration < 3 * 2.0, "each is answered in under 2 s"
+    assert statistics.median(waits) < 0.1

@@ -1,7 +1,8 @@
 """AsyncLLM: the engine for many concurrent callers in one event loop.
 
-One thread steps the engine (`engine/thread.py`) and another reads prompts: tokenizers, templates and grammars take
-time, and the event loop must not wait for them. The tokens of a step are delivered to the loop in one call.
+One thread steps the engine (`engine/thread.py`) and others read prompts (`inputs/read_pool.py`): tokenizers, templates
+and grammars take time, and the event loop must not wait for them. The tokens of a step are delivered to the loop in one
+call.
 """
 
 import asyncio
@@ -9,9 +10,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from specinfer.core.errors import EngineDeadError, QueueFullError
 from specinfer.core.outputs import RequestOutput, TextChunk
@@ -23,6 +23,7 @@ from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
 from specinfer.inputs.prompts import Job, Prompt
+from specinfer.inputs.read_pool import ReadPool
 from specinfer.llm import LLM
 
 T = TypeVar("T")
@@ -39,9 +40,9 @@ class AsyncLLM:
         self.llm = llm
         self.limits = limits or QueueLimits()
         self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="specinfer-reader")
+        self._reads = ReadPool(self.limits.max_num_queued_reqs + 1)
+        llm.reader.has_grammar_trials = True  # callers need not be trusted
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
-        self._reads: set[Future[Any]] = set()  # actions in the reader that have not ended
         self._num_reading = 0  # outputs of prompts that are still being read
         self._count = itertools.count()
         self._is_draining = False
@@ -107,7 +108,7 @@ class AsyncLLM:
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
-            job = await self.read(lambda: self.llm.job(name, prompt, params, seed))
+            job = await self.read(lambda: self.llm.job(name, prompt, params, seed), tenant)
             self._check_alive()
             self._check_tokens(job)
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
@@ -129,19 +130,14 @@ class AsyncLLM:
         """Complete one prompt; cancelling the call ends the request. It raises what `submit` raises."""
         return await (await self.submit(prompt, params)).finish()
 
-    async def read(self, action: Callable[[], T]) -> T:
-        """Run an action with the tokenizer, templates or grammars in the thread that may use them.
+    async def read(self, action: Callable[[], T], tenant: str = "") -> T:
+        """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
 
         Raises:
-            EngineDeadError: The thread has been shut down.
+            QueueFullError: Too many actions of this tenant wait.
+            EngineDeadError: The engine has been shut down.
         """
-        try:
-            reading = self._reader.submit(action)
-        except RuntimeError as error:
-            raise EngineDeadError("the engine has ended") from error
-        self._reads.add(reading)
-        reading.add_done_callback(self._reads.discard)
-        return await asyncio.wrap_future(reading)
+        return await self._reads.run(action, tenant)
 
     def _forget(self, generation: Generation) -> None:
         """End a generation that has no reader any more; the engine reports its end as for any other."""
@@ -209,6 +205,11 @@ class AsyncLLM:
         )
 
     @property
+    def reading_seconds(self) -> float:
+        """Seconds since the oldest prompt that is being read was begun; 0 if there is none."""
+        return self._reads.age
+
+    @property
     def is_draining(self) -> bool:
         return self._is_draining
 
@@ -243,15 +244,12 @@ class AsyncLLM:
         return self._idle.is_set()
 
     async def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop the engine; running requests end with an error. Return whether its threads ended in time.
-
-        A grammar can take minutes to compile, in native code that cannot be interrupted.
-        """
+        """Stop the engine; running requests end with an error. Return whether its threads ended in time."""
         self._is_draining = True
         ended = await asyncio.to_thread(self._thread.stop, timeout)
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        _, reads = await asyncio.to_thread(wait, set(self._reads), min(timeout, 1.0))
-        return ended and not reads
+        all_read = await self._reads.close(min(timeout, 1.0))
+        self.llm.reader.close()
+        return ended and all_read
 
     # -------------------------------------------------------------------- in the engine's thread
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from specinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
-from specinfer.core.grammar import Grammar, GrammarCompiler, compiler
+from specinfer.core.grammar import matcher
+from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.refusals import MAX_CHARACTERS
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import FinishReason
 from specinfer.core.text import TextBuffer
 from specinfer.demo.pair import demo_folders
@@ -366,7 +368,7 @@ def _look_ahead(grammar: Grammar, source: random.Random) -> None:
 @pytest.mark.parametrize("max_states", [40, 100, 200, 400])
 def test_guesses_and_other_outputs_use_up_no_limit(max_states: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a grammar takes too much work for is the same with guesses, after guesses, and after other outputs."""
-    monkeypatch.setattr(compiler, "_LIMITS", LLParserLimits(max_lexer_states=max_states, verbose_errors=False))
+    monkeypatch.setattr(matcher, "_LIMITS", LLParserLimits(max_lexer_states=max_states, verbose_errors=False))
     shared = GrammarCompiler(TOKENIZER, PADDED, (EOS,))
     try:
         shared.compile(StructuredOutputsParams(regex=COSTLY))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from specinfer.core.grammar import Grammar
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.noise import UniformStream
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import TextBuffer

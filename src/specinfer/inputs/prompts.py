@@ -1,12 +1,14 @@
 """Prompts as callers give them, and their conversion into requests or a refusal that names the field."""
 
 import functools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from specinfer.core.errors import ContextLengthError, RequestError
-from specinfer.core.grammar import Grammar, GrammarCompiler
+from specinfer.core.grammar.compiler import GrammarCompiler
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.outputs import RequestOutput
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
@@ -38,6 +40,9 @@ class PromptReader:
         vocab_size: Number of tokens in the target's vocabulary.
         max_model_len: Longest prompt and output together, in tokens.
         eos_token_ids: Tokens that end a text.
+
+    Attributes:
+        has_grammar_trials: Whether grammars are compiled in another process first, with limits on time and memory.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
@@ -45,7 +50,9 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
+        self.has_grammar_trials = False
         self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()  # of the compiler's creation
         self._chat = ChatTemplate(tokenizer, max_model_len)
 
     def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
@@ -213,9 +220,17 @@ class PromptReader:
         assert isinstance(asked, StructuredOutputsParams)
         if self._tokenizer is None:
             raise RequestError("structured_outputs: this model has no tokenizer; leave it out")
-        if self._compiler is None:  # reading a large tokenizer takes about a second
-            self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        with self._lock:
+            if self._compiler is None:  # reading a large tokenizer takes about a second
+                self._compiler = GrammarCompiler(
+                    self._tokenizer, self._vocab_size, self._eos_token_ids, has_trials=self.has_grammar_trials
+                )
         return self._compiler.compile(asked, ignore_eos=params.ignore_eos)
+
+    def close(self) -> None:
+        """End the processes that try grammars."""
+        if self._compiler is not None:
+            self._compiler.close()
 
     def text_buffer(self, params: SamplingParams) -> TextBuffer | None:
         """Return an empty text buffer for an output of this request, or None without a tokenizer."""

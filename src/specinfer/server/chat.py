@@ -63,7 +63,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         QueueFullError: The queue has no room for it.
     """
     engine = call.state.engine
-    read = await engine.read(lambda: _read(engine.llm, fields))
+    read = await engine.read(lambda: _read(engine.llm, fields), call.tenant)
     texts = None
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))

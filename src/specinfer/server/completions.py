@@ -41,11 +41,11 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
-    params = await engine.read(lambda: _params(fields, call))
+    params = await engine.read(lambda: _params(fields, call), call.tenant)
+    given = as_prompts(fields.prompt)
+    call.check_count(len(given), len(given) * params.n)
     # Read one at a time, so that prompts of other requests are read in between.
-    prompts = [
-        await engine.read(partial(read_prompt, engine.llm, p, fields, params)) for p in as_prompts(fields.prompt)
-    ]
+    prompts = [await engine.read(partial(read_prompt, engine.llm, p, fields, params), call.tenant) for p in given]
     texts = None
     if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))

@@ -66,6 +66,20 @@ class Call:
     def model(self) -> str:
         return self.fields.model or self.state.names[0]
 
+    def check_count(self, num_prompts: int, num_outputs: int) -> None:
+        """Refuse more outputs than the queue can ever have.
+
+        Raises:
+            RequestError: There are more.
+        """
+        engine = self.state.engine
+        capacity = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
+        if num_outputs > capacity:
+            field = "n" if num_prompts == 1 else "prompt"
+            raise RequestError(
+                f"{field}: {num_outputs} outputs are more than the {capacity} that may wait; ask for fewer"
+            )
+
     async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
         """Queue all prompts, or none of them.
 
@@ -74,10 +88,7 @@ class Call:
             QueueFullError: The queue has no room for all of them.
         """
         engine = self.state.engine
-        room = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
-        if (count := sum(params.n for _, params in prompts)) > room:
-            field = "n" if len(prompts) == 1 else "prompt"
-            raise RequestError(f"{field}: {count} outputs are more than the {room} that may wait; ask for fewer")
+        self.check_count(len(prompts), sum(params.n for _, params in prompts))
         self._check_logprobs(prompts)
         extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         generations: list[Generation] = []

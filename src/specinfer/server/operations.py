@@ -46,7 +46,13 @@ async def health(request: Request) -> JSONResponse:
     engine = state_of(request).engine
     engine.check_health()
     target, *drafters = engine.llm.compute_paths.values()  # model names are left out, as this needs no key
-    return JSONResponse({"status": "ok", "compute_paths": {"target": target, "drafters": drafters}})
+    return JSONResponse(
+        {
+            "status": "ok",
+            "reading_seconds": round(engine.reading_seconds, 3),
+            "compute_paths": {"target": target, "drafters": drafters},
+        }
+    )
 
 
 @router.head("/health/ready", include_in_schema=False)

@@ -65,7 +65,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> "_PendingResponse":
     """
     engine = call.state.engine
     try:
-        read = await engine.read(lambda: _read(engine.llm, fields))
+        read = await engine.read(lambda: _read(engine.llm, fields), call.tenant)
         (generation,) = await call.submit([(read.ids, read.params)])
     except RequestError as error:
         raise RequestError(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error

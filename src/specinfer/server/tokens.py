@@ -1,14 +1,18 @@
 """POST /tokenize and /detokenize, in vLLM's formats."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from specinfer.core.errors import RequestError
+from specinfer.server.auth import tenant_of
+from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.state import ServerState, state_of
 
+T = TypeVar("T")
 router = APIRouter()
 
 MAX_CHARACTERS = 1_000_000  # other requests wait for the tokenizer meanwhile
@@ -60,32 +64,28 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> TokenizeResponse
     state = _state(request, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
-    tokenizer = state.engine.llm.tokenizer
-    try:
-        if asked.messages is None:
-            tokens = await state.engine.read(lambda: _encode(tokenizer, asked))
-        else:
-            tokens = await state.engine.read(lambda: _render(state, asked))
-    except ValueError as error:
-        raise as_api_error(error) from error
-    names = None
-    if asked.return_token_strs:
-        names = await state.engine.read(lambda: list(map(str, tokenizer.convert_ids_to_tokens(tokens))))
-    return TokenizeResponse(
-        count=len(tokens), max_model_len=state.engine.llm.max_model_len, tokens=tokens, token_strs=names
-    )
+    return await _read(request, state, lambda: _tokenized(state, asked))
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeResponse:
     state = _state(request, asked.model)
-    tokenizer = state.engine.llm.tokenizer
     size = state.engine.llm.target.loaded.vocab_size
     if wrong := [token for token in asked.tokens if token >= size]:
         raise ApiError(
             400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
         )
-    return DetokenizeResponse(prompt=await state.engine.read(lambda: str(tokenizer.decode(asked.tokens))))
+    return await _read(
+        request, state, lambda: DetokenizeResponse(prompt=str(state.engine.llm.tokenizer.decode(asked.tokens)))
+    )
+
+
+async def _read(request: Request, state: ServerState, action: Callable[[], T]) -> T:
+    """Run an action in turn with those of other tenants, unless the client leaves first."""
+    try:
+        return await until_disconnect(request, state.engine.read(action, tenant_of(request)))
+    except ValueError as error:
+        raise as_api_error(error) from error
 
 
 def _state(request: Request, model: str | None) -> ServerState:
@@ -96,9 +96,15 @@ def _state(request: Request, model: str | None) -> ServerState:
     return state
 
 
-def _encode(tokenizer: Any, asked: TokenizeRequest) -> list[int]:
-    special = True if asked.add_special_tokens is None else asked.add_special_tokens
-    return list(tokenizer.encode(asked.prompt, add_special_tokens=special, verbose=False))
+def _tokenized(state: ServerState, asked: TokenizeRequest) -> TokenizeResponse:
+    llm = state.engine.llm
+    if asked.messages is None:
+        special = True if asked.add_special_tokens is None else asked.add_special_tokens
+        tokens = list(llm.tokenizer.encode(asked.prompt, add_special_tokens=special, verbose=False))
+    else:
+        tokens = _render(state, asked)
+    names = list(map(str, llm.tokenizer.convert_ids_to_tokens(tokens))) if asked.return_token_strs else None
+    return TokenizeResponse(count=len(tokens), max_model_len=llm.max_model_len, tokens=tokens, token_strs=names)
 
 
 def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:

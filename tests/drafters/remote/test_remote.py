@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.errors import RanksError
-from specinfer.core.grammar import GrammarCompiler
+from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams

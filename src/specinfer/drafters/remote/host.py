@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specinfer.core.grammar import Grammar, GrammarCompiler
+from specinfer.core.grammar.compiler import GrammarCompiler
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import Request, Span
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from specinfer.core.grammar import Grammar
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams

@@ -1,0 +1,95 @@
+"""Matchers of llguidance, made from the text of a constraint.
+
+Grammars of clients are not trusted: llguidance recurses as deeply as a text is nested. So a text is limited in length
+and compiled on a stack that is large enough for the deepest text of that length.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from specinfer.core.grammar.refusals import refusal, remedy
+
+STACK_BYTES = 512 << 20  # address space; only the part that is used becomes memory
+_STACK_LOCK = threading.Lock()
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+def make_tokenizer(text: str, num_tokens: int, end_token: int) -> LLTokenizer:
+    """Return llguidance's tokenizer from the text of a tokenizer.json.
+
+    Raises:
+        ValueError: llguidance cannot read it.
+    """
+    made: LLTokenizer = _on_large_stack(lambda: LLTokenizer(text, n_vocab=num_tokens, eos_token=end_token))
+    return made
+
+
+def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """Return a matcher for a constraint. It may be in an error state.
+
+    Raises:
+        ValueError: The text cannot be parsed.
+    """
+    made: LLMatcher = _on_large_stack(lambda: _parse(tokenizer, kind, text))
+    return made
+
+
+def fault(tokenizer: LLTokenizer, end_token: int, kind: str, text: str) -> str | None:
+    """Return what is wrong with the text of a constraint and what to change, or None if nothing is."""
+    if (wrong := refusal(kind, text, end_token)) is not None:
+        return wrong
+    try:
+        matcher = make_matcher(tokenizer, kind, text)
+    except ValueError as error:
+        return remedy(str(error))
+    if not matcher.is_error():
+        return None
+    if kind == "grammars":
+        for name, schema in json.loads(text)[1:]:
+            if (wrong := fault(tokenizer, end_token, "json", schema)) is not None:
+                return f"{name}: {wrong}"
+    return remedy(matcher.get_error())
+
+
+def _parse(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    if kind == "json":
+        grammar = LLMatcher.grammar_from_json_schema(text)
+    elif kind == "grammar":
+        grammar = LLMatcher.grammar_from_lark(text)
+    elif kind == "grammars":
+        lark, *schemas = json.loads(text)
+        named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in schemas]
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
+    else:
+        grammar = LLMatcher.grammar_from_regex(text)
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _on_large_stack(make: Callable[[], Any]) -> Any:
+    """Call a function in a thread whose stack is large enough for the deepest text."""
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(make())
+        except BaseException as error:  # a panic in llguidance is not an Exception
+            failed.append(error)
+
+    with _STACK_LOCK:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run)
+            thread.start()
+        except RuntimeError as error:
+            raise ValueError(f"no thread to read it in: {error}") from error
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise ValueError(str(failed[0])) from failed[0]
+    return done[0]
