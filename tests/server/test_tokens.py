@@ -1,5 +1,7 @@
 """/tokenize and /detokenize."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import error_of, serve
+from serving import Caller, app_of, error_of, serve
+from specinfer import AsyncLLM
 from specinfer.llm import LLM
 from specinfer.server.state import ServerState
 from tiny import VOCAB, save_model, save_tokenizer
@@ -93,3 +96,57 @@ def test_a_model_without_a_tokenizer_is_reported(model_folder: Callable[..., Pat
     answer = ask(LLM(model_folder(), tree="off"), "/tokenize", prompt="a")
     assert answer.status_code == 400
     assert "no tokenizer" in error_of(answer)["message"]
+
+
+def test_texts_of_a_client_that_leaves_are_not_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, gate, read = threading.Event(), threading.Event(), []
+
+    def encode(text: str, **_: Any) -> list[int]:
+        began.set()
+        assert gate.wait(10)
+        read.append(text)
+        return [1]
+
+    async def run() -> None:
+        async with AsyncLLM(llm) as engine:
+            app = app_of(engine)
+            callers = [Caller(app, "/tokenize", {"prompt": f"text {i}"}) for i in range(12)]
+            await asyncio.to_thread(began.wait, 10)
+            for caller in callers:
+                await caller.leave()
+            gate.set()
+
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    asyncio.run(run())
+    assert len(read) <= 2, "only what was being read already"
+
+
+def test_large_texts_of_one_key_do_not_delay_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    plain = llm.tokenizer.encode
+    monkeypatch.setattr(
+        llm.tokenizer, "encode", lambda text, **given: plain(text, **given) if text != "large" or gate.wait(10) else []
+    )
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        hostile, honest = ({"authorization": f"Bearer {name}-key"} for name in ("hostile", "honest"))
+        large = [
+            asyncio.ensure_future(client.post("/tokenize", json={"prompt": "large"}, headers=hostile)) for _ in range(8)
+        ]
+        await asyncio.sleep(0.01)
+        answer = await asyncio.wait_for(client.post("/tokenize", json={"prompt": "a"}, headers=honest), 10)
+        assert answer.status_code == 200
+        assert not any(task.done() for task in large)
+        gate.set()
+        await asyncio.gather(*large)
+
+    serve(llm, body, api_keys=("hostile-key", "honest-key"))
+
+
+def test_prompts_that_can_never_wait_together_are_refused_before_they_are_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *_, **__: pytest.fail("a prompt was read"))
+    answer = ask(llm, "/v1/completions", prompt=["the"] * 1000)
+    assert answer.status_code == 400
+    assert "1000 outputs are more than the" in error_of(answer)["message"]
