@@ -10,6 +10,7 @@ from specinfer.core.config import (
     DRAFT_SAMPLINGS,
     MAX_TREE_NODES,
     EngineConfig,
+    OffloadConfig,
     SpeculativeConfig,
     TreeShape,
     parse_drafters,
@@ -241,3 +242,11 @@ def test_how_many_models_are_asked() -> None:
 def test_choices_that_are_not_understood(select: Any) -> None:
     with pytest.raises(ValueError, match=r'^select: .* is not understood; use "all", "hedge", or "hedge:1"'):
         SpeculativeConfig(select=select)
+
+
+@pytest.mark.parametrize("given", [{"memory_budget": "4GiB"}, {"offload_folder": "packed"}])
+def test_a_budget_or_folder_without_offloading_is_refused(given: dict[str, str]) -> None:
+    assert OffloadConfig().offload is None
+    assert OffloadConfig("disk", **given).offload == "disk"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: it is for targets that are streamed"):
+        OffloadConfig(**given)  # type: ignore[arg-type]

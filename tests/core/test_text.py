@@ -57,6 +57,18 @@ def test_spaces_between_tokens_are_kept(tokens: list[int]) -> None:
     assert buffer.text == _words(tokens)
 
 
+@given(st.lists(st.integers(0, 8), max_size=12))
+def test_spaces_are_kept_beside_tokens_without_text(tokens: list[int]) -> None:
+    def decode(some: Sequence[int]) -> str:
+        return _words([token for token in some if token < 7])
+
+    buffer = TextBuffer(decode)
+    for token in tokens:
+        buffer.push(token)
+    buffer.finish()
+    assert buffer.text == decode(tokens)
+
+
 @pytest.mark.parametrize("character", ["\u00e9", "\u20ac", "\U0001f642"])
 def test_half_a_character_is_not_emitted(character: str) -> None:
     buffer = TextBuffer(_decode)

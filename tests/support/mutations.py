@@ -35,7 +35,7 @@ _LEFT_OUT = (ast.Assert, ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, a
 # Modules below src/specinfer, and the tests that must notice their faults.
 _TREES = ("verify/test_verify.py", "verify/test_known_wrong.py", "verify/test_exactness.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "core/config.py": ("core/test_config.py",),
+    "core/config.py": ("core/test_config.py", "test_engine_args.py"),
     "core/cpus.py": ("core/test_cpus.py",),
     "core/noise.py": ("core/test_noise.py",),
     "core/request.py": ("core/test_request.py", "engine/test_engine.py"),
@@ -55,7 +55,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "model/prefix_cache.py": ("model/test_prefix_cache.py",),
     "engine/scheduler.py": ("engine/test_scheduler.py", "engine/test_waiting.py", "engine/test_in_flight_step.py"),
     "engine/waiting.py": ("engine/test_waiting.py", "engine/test_scheduler.py"),
-    "drafters/drafter_cache.py": ("drafters/test_drafters.py", "learning/test_adaptation.py"),
+    "drafters/drafter_cache.py": (
+        "drafters/test_drafters.py",
+        "drafters/merge/test_selection.py",
+        "learning/test_adaptation.py",
+    ),
     "drafters/small_model.py": ("drafters/test_drafters.py", "learning/test_adaptation.py"),
     "drafters/growth/calibration.py": ("drafters/growth/test_calibration.py",),
     "drafters/growth/draft_sampling.py": ("drafters/growth/test_draft_sampling.py",),
@@ -79,6 +83,14 @@ TESTS: dict[str, tuple[str, ...]] = {
 # Faults that change no result, by the changed line and the new text: the other value cannot occur, or only the speed
 # depends on it.
 EQUIVALENT = {
+    ("if length > min_match and negated * (1.0 - share) < -MIN_PATH_PROB:", "length >= min_match"),
+    ("reach = max(map(len, words)) - 1", "max(map(len, words)) + 1"),
+    ("for after in range(max(self.num_indexed, 1), len(tokens)):", "min(self.num_indexed, 1)"),
+    ("if token < 0:", "1"),
+    (
+        "if known > num_shared:  # another request has cached the same tokens in the meantime: use its slots",
+        "known >= num_shared",
+    ),
     ("length = text.lengths[state] if state >= 0 else 0", "1"),
     ("while source >= 0 and (known := self.follow(source, token)) < 0:", "(known := self.follow(source, token)) <= 0"),
     ("while source >= 0 and (known := self.follow(source, token)) < 0:", "1"),

@@ -269,3 +269,12 @@ def test_tokens_that_cannot_be_emitted_are_no_candidates(way: str, temperature: 
         assert sorted(_tokens(found, 1)) == [0, 1]
     assert _tokens(found, 2) == []
     assert np.isfinite(found.confidence).all()
+
+
+@pytest.mark.parametrize(("place", "was_drawn"), [(-1, False), (0, True), (3, True)])
+def test_one_drawn_candidate_is_enough_for_distributions(place: int, was_drawn: bool) -> None:
+    nothing = np.zeros((1, 0))
+    places = np.array([[-1, place]])
+    tokens = np.array([[5, 6]])
+    drawn = Candidates(tokens, tokens.astype(np.float32), nothing.astype(np.int64), nothing, places)
+    assert drawn.has_distributions == was_drawn

@@ -24,6 +24,7 @@ from specinfer.drafters.lookup.suffix import (
 )
 from specinfer.drafters.lookup.suffix_growth import MIN_PATH_PROB
 from specinfer.verify import Acceptance
+from tiny import make_request
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -389,3 +390,12 @@ def test_what_one_engine_heard_another_guesses() -> None:
     _finish(one, _request("a", [1], range(10, 30)))
     _draft(one, _request("b", [1]))
     assert list(_draft(other, _request("c", [12, 13]), 2).tokens) == [13, 14, 15]
+
+
+def test_a_prospect_is_the_longest_match_and_what_followed_it() -> None:
+    drafter, request = SuffixDrafter(), make_request("0", [1, 2, 3, 4, 9, 1, 2, 3])
+    (prospect,) = drafter.prospects([Span(request, 0, len(request.token_ids))])
+    assert prospect.match == 3
+    assert prospect.tokens[:2] == (4, 9)
+    assert list(prospect.path_probs) == sorted(prospect.path_probs, reverse=True)
+    assert 0 < prospect.path_probs[0] < 1

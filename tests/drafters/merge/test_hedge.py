@@ -69,6 +69,15 @@ def test_a_request_begins_with_what_traffic_showed_and_parts_from_it() -> None:
     assert hedge.choose("2", 1, hedge.names) == {"code"}
 
 
+def test_what_traffic_showed_counts_as_several_tokens_of_a_new_request() -> None:
+    hedge = Hedge(["a", "b"], decay=1.0, horizon=20.0)
+    hedge.observe("0", {"a": [1.0] * 20, "b": [0.5] * 20})
+    weights = hedge.weights("1")
+    num_tokens = math.log(weights["b"] / weights["a"]) / (hedge.rate * 0.5)
+    assert num_tokens == pytest.approx(round(num_tokens))
+    assert num_tokens >= 4
+
+
 @given(st.data(), st.integers(2, 5), st.integers(1, 60))
 def test_regret_is_within_the_bound(data: st.DataObject, num_drafters: int, num_tokens: int) -> None:
     """Freund and Schapire: losses of draws by the weights exceed the best drafter's by sqrt(T ln N / 2) at most."""

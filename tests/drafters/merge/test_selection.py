@@ -311,6 +311,8 @@ def test_a_shift_is_followed_within_300_tokens_and_back() -> None:
     assert max(waits) >= 256
     assert len(calm) < 14
     assert any(2000 < place < 2100 for place in prose.replayed), "an alarm, before it was due"
+    again = [b - a for a, b in pairwise(place for place in prose.replayed if place > 3600)]
+    assert again[0] < 80, "after it was asked, it is replayed as often as at first"
 
 
 def test_the_generalist_is_asked_together_with_the_best() -> None:
