@@ -217,6 +217,21 @@ def test_a_bad_tree_of_one_request(tree: Any) -> None:
         SamplingParams(tree=tree)
 
 
+def test_the_reason_for_plain_decoding_is_part_of_the_metrics(folder: Path, small: Path, plain: LLM) -> None:
+    def reason(llm: LLM, **params: Any) -> object:
+        (output,) = llm.generate("the cat", SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | params)))
+        return output.metrics.speculative_decoding["reason"]
+
+    assert reason(plain) == "tree off: plain decoding was asked for"
+    assert reason(_llm(folder, drafters=[], tree="auto")) == "no drafter is loaded"
+    drafting = _llm(folder, drafters=[str(folder)], tree="1,1")
+    assert reason(drafting, temperature=0.0) is None
+    assert reason(drafting, tree="off") == "tree off: plain decoding was asked for"
+    assert reason(drafting, max_tokens=1) == "the output has a single token"
+    nothing = reason(_llm(folder, tree="1"), max_tokens=3, seed=1)
+    assert nothing == "the drafters proposed no tokens for most passes"
+
+
 def test_a_prediction_that_comes_true_saves_passes(folder: Path, plain: LLM) -> None:
     """Given as text or as tokens; it is a guess like any other."""
     llm = _llm(folder, tree="1,1,1,1")

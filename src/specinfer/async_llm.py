@@ -19,6 +19,7 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.text import counted
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
@@ -164,7 +165,7 @@ class AsyncLLM:
         if self._is_draining:
             raise EngineDeadError("the server is shutting down; send the request to another or later")
         if self.num_live + count > self.llm.max_num_seqs + self.limits.max_num_queued_reqs:
-            raise QueueFullError(f"{self.num_waiting} requests wait already; try again later")
+            raise QueueFullError(f"the queue is full ({counted(self.num_waiting, 'request')}); try again later")
         self._num_reading += count
         self._note_idleness()
         try:
@@ -177,7 +178,7 @@ class AsyncLLM:
         limit, waiting = self.limits.max_num_queued_tokens, self.num_waiting_tokens
         added = sum(len(request.prompt_ids) for request in job.requests)
         if limit is not None and waiting and waiting + added > limit:
-            raise QueueFullError(f"prompts of {waiting} tokens wait already; try again later")
+            raise QueueFullError(f"the queue is full (prompts of {counted(waiting, 'token')}); try again later")
 
     # ---------------------------------------------------------------------------------- state
 

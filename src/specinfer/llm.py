@@ -14,6 +14,7 @@ from specinfer.core.noise import derive_seed
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.text import counted
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
@@ -166,7 +167,8 @@ class LLM:
         sampling_params = _params_list(sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(
-                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one for each"
+                f"sampling_params: {len(sampling_params)} given for {counted(len(prompts), 'prompt')}; "
+                "give one for each"
             )
         jobs: list[Job | RequestOutput] = []
         for prompt, params in zip(prompts, sampling_params, strict=True):

@@ -403,7 +403,7 @@ def test_the_numbers_of_a_report() -> None:
     rows = [line for line in text.splitlines() if line.startswith(("batch", "1 T=0", "peer ", "other:bf16"))]
     assert len(rows) == 2 + 2 + 2 + 1
     assert max(map(len, rows[:-1])) <= 80  # but for the last, a sentence
-    assert "peer other:bf16, other 1, limited to 1,024 MiB by cgroup v1: 1 of 1 outputs part" in text
+    assert "peer other:bf16, other 1, limited to 1,024 MiB by cgroup v1: 1 of 1 output part" in text
     cached = shown(made_up_report(disk_is_direct=False, resident=ResidentCheck(4, (7, 2))))
     assert "the file system has no direct reads" in cached
     link = shown(made_up_report(options={"max_tokens": 10, "model": "made-up", "offload": "cpu"}))

@@ -4,8 +4,10 @@ import pytest
 
 from simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from specinfer.verify import Acceptance
 
@@ -102,3 +104,40 @@ def test_choices_are_kept_for_some_steps_where_choosing_costs_time(
     assert weighed == [3, 3]
     policy.budgets(spans[:2])
     assert weighed == [3, 3, 2], "another number of requests needs another choice"
+
+
+def test_the_reason_for_plain_decoding_names_the_pass_the_drafter_the_batch_or_the_acceptance() -> None:
+    """Whichever it is that would have to change."""
+    span, steep = make_span(num_output=9), (1.0, 1.9, 3.8, 7.6, 15.2, 30.4, 60.8, 121.6, 243.2, 486.4)
+    reasons = {}
+    for name, costs, count, rate in (
+        ("pass", make_costs(steep), 1, 0.6),
+        ("drafter", make_costs(draft_level=5.0), 1, 0.6),
+        ("batch", make_costs(GROWING), 600, 0.6),
+        ("acceptance", make_costs(GROWING, 0.1), 1, 0.01),
+        ("none", make_costs(GROWING), 1, 0.6),
+    ):
+        policy = AutoPolicy(costs)
+        policy.acceptance = AcceptanceModel.assumed([rate, 0.01])
+        policy.optimizer = TreeOptimizer(costs, policy.acceptance)
+        policy.budgets([span] * count)
+        span.request.drafter_knows = True
+        reasons[name] = policy.reason(span.request)
+        assert (reasons[name] or policy.summary()).startswith("auto: ")
+    assert reasons == {
+        "pass": "auto: plain decoding, a pass over 2 tokens costs 1.9 times one here",
+        "drafter": "auto: plain decoding, drafting 1 token takes 5.0 times as long as a pass",
+        "batch": "auto: plain decoding, in a batch of 600 requests "
+        "a pass over 1200 tokens costs 2.0 times one over 600",
+        "acceptance": "auto: plain decoding, only 1% of the first draft tokens are accepted, and "
+        "drafting 1 token takes 0.1 times as long as a pass",
+        "none": None,
+    }
+
+
+def test_the_summary_at_load_is_of_a_single_request_and_changes_nothing() -> None:
+    policy = AutoPolicy(make_costs(GROWING))
+    assert policy.summary().startswith("auto: up to ")
+    assert "times the speed of plain decoding expected" in policy.summary()
+    assert policy.budgets([make_span()] * 600) == [OFF] * 600
+    assert AutoPolicy(make_costs(draft_level=5.0)).summary().startswith("auto: plain decoding, drafting 1 token")

@@ -3,15 +3,31 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from simulated_machines import StreamedTarget
+from specinfer import LLM, SamplingParams
 from specinfer.drafters import SmallModelDrafter, make_drafter
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_measurement, streamed_costs
 from specinfer.policy.cost_measurement import SIZES, measure_costs
 from tiny import VOCAB, resized
+
+
+@pytest.mark.parametrize("num_positions", [256, 4, 2])
+@pytest.mark.parametrize("family", ["opt", "mpt", "gpt_bigcode"])
+def test_models_whose_positions_end_before_the_largest_size_are_measured(
+    family: str, num_positions: int, model_folder: Callable[..., Path]
+) -> None:
+    name = {"opt": "max_position_embeddings", "mpt": "max_seq_len", "gpt_bigcode": "n_positions"}[family]
+    folder = model_folder(family, tokenizer=True, **{name: num_positions})
+    llm = LLM(folder, device="cpu", drafters=[str(folder)])
+    costs = llm._parts.speculator.policy._default.costs  # type: ignore[attr-defined]
+    assert costs.target.sizes.tolist() == list(SIZES)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=1))
+    assert len(output.outputs[0].token_ids) == 1
 
 
 @pytest.mark.parametrize("kinds", [["ngram"], ["suffix", "ngram"], ["model"]], ids=repr)

@@ -420,6 +420,9 @@ class Recorded:
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None: ...
 
+    def reason(self, request: Request) -> str | None:
+        return self.policy.reason(request)
+
 
 def test_with_rules_that_use_random_numbers_the_choice_depends_on_earlier_steps_only(
     pair: tuple[ModelRunner, ModelRunner],

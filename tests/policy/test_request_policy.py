@@ -10,7 +10,7 @@ from specinfer.core.config import parse_tree
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.policy.base import FixedPolicy, budget_of
+from specinfer.policy.base import TREE_OFF, FixedPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.verify import Acceptance
@@ -33,6 +33,17 @@ class Counting:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         pass
+
+    def reason(self, request: Request) -> str | None:
+        return "the policy's own"
+
+
+def test_reasons_are_those_of_the_policy_that_decided() -> None:
+    own, other = Counting(OFF), FixedPolicy(why_off="another")
+    policy = RequestPolicy(own, lambda: other)
+    policy.prepare()
+    found = [policy.reason(make_span(tree=tree).request) for tree in (None, "auto", "off", "1,1")]
+    assert found == ["the policy's own", "another", TREE_OFF, None]
 
 
 def test_a_request_for_auto_uses_the_default_policy_if_that_is_auto() -> None:

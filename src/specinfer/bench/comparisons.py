@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specinfer.bench.results import Arm, Run
+from specinfer.core.text import counted
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.spread import Spread, partings
 
@@ -95,15 +96,15 @@ class Comparison:
         return {"batch_size": self.size, "num_outputs": self.num_outputs, "arms": arms}
 
 
-def fidelity(name: str, comparisons: Sequence[Comparison], environment: Environment, *, what: str = "outputs") -> str:
+def fidelity(name: str, comparisons: Sequence[Comparison], environment: Environment, *, what: str = "output") -> str:
     """Return a line on whether an arm's tokens are those of plain decoding in all comparisons."""
     count = sum(one.num_outputs for one in comparisons)
     parted = [length for one in comparisons for length in one.partings(one.arm(name))]
     if not parted:
-        return f"tree {name}: the same tokens as plain decoding in all {count} {what}"
+        return f"tree {name}: the same tokens as plain decoding in all {counted(count, what)}"
     return (
-        f"tree {name}: {len(parted)} of {count} outputs part from plain decoding in {environment.precision} rounding, "
-        f"the earliest after {min(parted)} tokens"
+        f"tree {name}: {len(parted)} of {counted(count, 'output')} part from plain decoding in "
+        f"{environment.precision} rounding, the earliest after {counted(min(parted), 'token')}"
     )
 
 

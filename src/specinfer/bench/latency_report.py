@@ -143,7 +143,7 @@ def print_latency(report: LatencyReport, console: Console) -> None:
             console.print(
                 f"tree {arm.name}: guesses kept at depth 1, 2, ...: " + ", ".join(f"{share:.0%}" for share in shares)
             )
-        console.print(fidelity(arm.name, (result,), report.environment, what="runs"))
+        console.print(fidelity(arm.name, (result,), report.environment, what="run"))
 
 
 def _range(result: Comparison, arm: Arm) -> str:

@@ -166,3 +166,6 @@ class _Watch:
     ) -> None:
         if self.read is not None:
             self._policy.on_tokens(request, tree, acceptance, logits, num_generated)
+
+    def reason(self, request: Request) -> str | None:
+        return self._policy.reason(request)

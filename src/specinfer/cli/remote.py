@@ -120,6 +120,7 @@ class Server:
         text, is_whole = self._screen.play(self._pieces(path, body, reader), stoppable=stoppable)
         if not is_whole:
             return Answer(text, None)
+        self._screen.note_if_empty(text, reader.finish_reason, reader.stop_reason)
         numbers = None
         if reader.num_tokens is not None:
             numbers = stats_line(reader.num_tokens, time.monotonic() - start, reader.stats)
@@ -180,6 +181,8 @@ class _Reader:
     def __init__(self) -> None:
         self.num_tokens: int | None = None
         self.stats: Any = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self._texts: deque[str] = deque()  # texts of generated tokens that no event has shown yet
 
     def read(self, event: Mapping[str, Any]) -> Iterator[Piece]:
@@ -201,6 +204,8 @@ class _Reader:
         origins = list(traced.get("origins") or ())
         texts = [self._texts.popleft() for _ in origins[: len(self._texts)]]
         for choice in event.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.stop_reason = choice.get("stop_reason") or self.stop_reason
             text = choice.get("text") if "text" in choice else (choice.get("delta") or {}).get("content")
             if text:
                 yield text, stretches_of(text, texts, origins)

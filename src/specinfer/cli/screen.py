@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specinfer.cli.loading import FirstToken
 from specinfer.core.progress import gigabytes
+from specinfer.core.text import TextBuffer, counted
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.core.outputs import RequestOutput, TextChunk
@@ -43,8 +44,6 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from specinfer.core.text import TextBuffer
-
         self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
         self._shares: deque[tuple[int, str | None]] = deque()  # characters that are not yet assigned, with their origin
         self._origin: str | None = None
@@ -172,6 +171,17 @@ class Screen:
         """Print one line on standard error."""
         self.err.print(Text(f"specinfer: {message}"))
 
+    def note_if_empty(self, text: str, finish_reason: str | None, stop_reason: int | str | None) -> None:
+        """Explain an output without text on standard error."""
+        if text or finish_reason not in ("stop", "length"):
+            return
+        if stop_reason is not None:
+            cause = f"it began with the stop {'string' if isinstance(stop_reason, str) else 'token'} {stop_reason!r}"
+        else:
+            ended = "the model ended it at once, with its end-of-text token"
+            cause = ended if finish_reason == "stop" else "its tokens have no text"
+        self.note(f"the output is empty: {cause}")
+
     def heading(self, text: str) -> None:
         self.out.print(Text(text, style="dim"))
 
@@ -181,6 +191,8 @@ class Screen:
         pieces = _pieces(llm, llm.stream(prompt, params), outputs)
         text, _ = self.play(self._after_first(pieces, llm), stoppable=stoppable)
         lines = self._lines(outputs)
+        for done in (done for output in outputs for done in output.outputs):
+            self.note_if_empty(done.text, done.finish_reason, done.stop_reason)
         self.lines_of_numbers(lines)
         self.name_failures(outputs)
         return Answer(text, lines[0] if lines else None, outputs[0]) if outputs else Answer(text, None)
@@ -226,6 +238,7 @@ class Screen:
                 painter.add(done.token_ids, done.token_origins)
                 self.write(painter.cut(done.text))
             self.end_line()
+            self.note_if_empty(done.text, done.finish_reason, done.stop_reason)
         self.numbers(outputs)
 
     def name_failures(self, outputs: Sequence["RequestOutput"]) -> bool:
@@ -274,15 +287,16 @@ def numbers_line(output: "RequestOutput") -> str:
 
 
 def stats_line(tokens: int, seconds: float, stats: Any) -> str:
-    """Return a line of statistics; without `stats` it has no passes and no accepted tokens."""
+    """Return a line of statistics, and one on why no tree was used; without `stats` it has no passes."""
     seconds = max(seconds, 1e-9)
     speed = f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
     if not stats:
-        return f"{tokens} tokens · {speed}"
+        return f"{counted(tokens, 'token')} · {speed}"
     kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
     guesses = f"{kept} of {guessed} draft tokens accepted ({kept / guessed:.0%})" if guessed else "no draft tokens"
-    passes = f"{tokens} tokens in {stats['num_target_passes']} target passes: {stats['tokens_per_pass']:.2f} a pass"
-    return f"{passes} · {guesses} · {speed}"
+    made = f"{counted(tokens, 'token')} in {counted(stats['num_target_passes'], 'target pass')}"
+    reason = f"\n{stats['reason']}" if stats.get("reason") else ""
+    return f"{made}: {stats['tokens_per_pass']:.2f} a pass · {guesses} · {speed}{reason}"
 
 
 def _pieces(llm: "LLM", chunks: "Iterable[TextChunk]", outputs: "list[RequestOutput]") -> Iterator[Piece]:

@@ -17,6 +17,7 @@ from specinfer.cli.screen import DRAFTER_COLORS, TARGET_COLOR
 from specinfer.cli.tally import AcceptanceCounts, Tally
 from specinfer.cli.terminal import is_interactive
 from specinfer.cli.tree_view import printable, render_tree
+from specinfer.core.text import counted
 
 _SHOWN = 600  # characters shown of the text so far
 _HELP = "space: pause · ← →: step · home end · q: leave"
@@ -145,8 +146,8 @@ class Player:
             f"{tally.num_kept} of {tally.num_guessed} draft tokens accepted" if tally.num_guessed else "no draft tokens"
         )
         self.console.print(
-            f"{_count(len(self._requests), 'request')} of {self._recording.model or 'a model'}: "
-            f"{_count(tally.num_generated, 'token')} in {_count(tally.num_passes, 'pass')}, "
+            f"{counted(len(self._requests), 'request')} of {self._recording.model or 'a model'}: "
+            f"{counted(tally.num_generated, 'token')} in {counted(tally.num_passes, 'pass')}, "
             f"{tally.tokens_per_pass:.2f} a pass; {kept}"
         )
         spread = ", ".join(
@@ -191,11 +192,11 @@ class Player:
 
     def _step(self, request: Recorded, number: int, step: Step, tokens: list[tuple[str, str | None]]) -> RenderableType:
         guesses = (
-            f"{len(step.path)} of {_count(len(step.nodes), 'draft token')} accepted"
+            f"{len(step.path)} of {counted(len(step.nodes), 'draft token')} accepted"
             if step.nodes
             else "no draft tokens"
         )
-        title = f"step {number} of {len(request.offsets)} · {guesses} · {_count(step.num_generated, 'token')}"
+        title = f"step {number} of {len(request.offsets)} · {guesses} · {counted(step.num_generated, 'token')}"
         return Group(Text(title, style="bold"), self._text(request, tokens), render_tree(step, self._color))
 
     def _text(self, request: Recorded, tokens: list[tuple[str, str | None]]) -> Text:
@@ -214,7 +215,7 @@ class Player:
         if self._recording.is_cut:
             self.console.print("the last line is unfinished and left aside: the server was killed, or still writes")
         if self._recording.num_left_out:
-            lines = _count(self._recording.num_left_out, "line")
+            lines = counted(self._recording.num_left_out, "line")
             self.console.print(f"{lines} were left out when this was written: the disk was too slow")
 
     # -------------------------------------------------------------------------------------- pauses
@@ -241,8 +242,3 @@ def _table(name: str, shares: dict[str, AcceptanceCounts]) -> Table:
         parts = (share.kept, share.q, share.p)
         table.add_row(label, str(share.tried), str(share.kept), *(f"{part / share.tried:.1%}" for part in parts))
     return table
-
-
-def _count(number: int, word: str) -> str:
-    plural = {"pass": "passes"}.get(word, f"{word}s")
-    return f"{number} {word if number == 1 else plural}"

@@ -36,7 +36,11 @@ class Fault(enum.Enum):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Speculation counters of one request. The keys of `as_dict` are vLLM's."""
+    """Speculation counters of one request. The keys of `as_dict` are vLLM's, and `reason`.
+
+    Attributes:
+        reason: Why most of the passes had no tree, or None if they had one or the request has not ended.
+    """
 
     max_depth: int = 0
     num_spec_steps: int = 0  # target passes with at least one draft token
@@ -44,6 +48,7 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_generated: int = 0
     histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # tree depth -> accepted tokens -> steps
+    reason: str | None = None
 
     def record(self, num_guessed: int, depth: int, num_accepted: int, num_generated: int) -> None:
         """Count one pass: the size and depth of its tree, and the accepted and emitted tokens."""
@@ -69,6 +74,7 @@ class SpeculationStats:
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_generated + other.num_generated,
             histograms,
+            self.reason or other.reason,
         )
 
     @property
@@ -108,6 +114,7 @@ class SpeculationStats:
             "num_spec_tokens": self.max_depth,
             "num_target_passes": self.num_target_passes,
             "tokens_per_pass": self.tokens_per_pass,
+            "reason": self.reason,
         }
 
 

@@ -5,6 +5,12 @@ from collections.abc import Callable, Sequence
 _MAX_UNFINISHED = 8
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    ending = "es" if noun.endswith("ss") else "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
+
+
 class TextBuffer:
     """The text of one output as it grows.
 

@@ -80,6 +80,7 @@ class Committer:
         if span.start < len(request.prompt_ids):  # its prompt is computed, and can be shared as a prefix
             self._scheduler.share(request)
         if request.is_finished:
+            self._learners.explain(request)
             self._endings.end(request)
         elif self._drafter is not None:
             self._drafter.observe(request, tree, acceptance)

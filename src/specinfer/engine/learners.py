@@ -37,6 +37,23 @@ class Learners:
             _call(observer, observer.on_tokens, request, tree, acceptance, logits, num_generated)
         _call(self.policy, self.policy.on_tokens, request, tree, acceptance, logits, num_generated)
 
+    def explain(self, request: Request) -> None:
+        """Note why most passes of a request that has ended had no tree."""
+        stats = request.speculation
+        if stats.num_plain_steps <= stats.num_spec_steps:
+            return
+        try:
+            stats.reason = self.policy.reason(request)
+        except Exception:
+            logger.exception("%s failed", type(self.policy).__name__)
+        if stats.reason is None:
+            if not request.may_guess:
+                stats.reason = "with draft tokens the model computed values that are not numbers"
+            elif request.num_output == 1:
+                stats.reason = "the output has a single token"
+            else:
+                stats.reason = "the drafters proposed no tokens for most passes"
+
     def on_step(self, record: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         """Report a step that has ended."""
         self.metrics.record(record)

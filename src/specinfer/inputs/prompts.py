@@ -13,7 +13,7 @@ from specinfer.core.outputs import RequestOutput
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.core.text import TextBuffer
+from specinfer.core.text import TextBuffer, counted
 from specinfer.inputs.chat.template import ChatTemplate, SpecialToken
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -303,8 +303,8 @@ class PromptReader:
         num_left = self._max_model_len - num_prompt
         if params.max_tokens is not None and params.max_tokens > num_left:
             raise ContextLengthError(
-                f"max_tokens: a prompt of {num_prompt} tokens and {params.max_tokens} more do not fit into the context "
-                f"of {self._max_model_len} (max_model_len); use at most {num_left}"
+                f"max_tokens: a prompt of {counted(num_prompt, 'token')} and {params.max_tokens} more do not fit into "
+                f"the context of {self._max_model_len} (max_model_len); use at most {num_left}"
             )
         ends = {*self._eos_token_ids, *params.stop_tokens}
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):

@@ -196,6 +196,9 @@ class _Survey:
     ) -> None:
         pass
 
+    def reason(self, request: Request) -> str | None:
+        return None
+
 
 def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> AcceptanceModel:
     llm.speculate(SpeculativeConfig(tree=_SURVEY))

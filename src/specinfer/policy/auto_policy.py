@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
+from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
@@ -60,3 +61,20 @@ class AutoPolicy:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         pass
+
+    def reason(self, request: Request) -> str | None:
+        num_requests = max(self._num_requests, 1)
+        if not self._budget.max_nodes:
+            return f"auto: plain decoding, {self.optimizer.why_plain(num_requests)}"
+        if request.drafter_knows or request.num_output == 1:
+            return None
+        return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
+
+    def summary(self) -> str:
+        """Return one line on what the costs and the acceptance promise for a single request."""
+        trial = TreeOptimizer(self.costs, self.acceptance)
+        budget = trial.choose(1)
+        if not budget.max_nodes:
+            return f"auto: plain decoding, {trial.why_plain(1)}"
+        tree = "up to " + counted(budget.max_nodes, "draft token")
+        return f"auto: {tree} for a single request, {trial.why_tree()}"

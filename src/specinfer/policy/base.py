@@ -11,6 +11,9 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
+TREE_OFF = "tree off: plain decoding was asked for"
+NO_DRAFTER = "no drafter is loaded"
+
 
 class SpeculationPolicy(Protocol):
     """Interface that sets budgets before a step and learns from its results.
@@ -36,14 +39,23 @@ class SpeculationPolicy(Protocol):
         """Receive the emitted tokens of a request, as `Observer.on_tokens`; called before `observe`."""
         ...
 
+    def reason(self, request: Request) -> str | None:
+        """Return one line on why this request gets no tree at present, or None if it gets one."""
+        ...
+
 
 class FixedPolicy:
-    """A speculation policy with the same budget for every request in every step."""
+    """A speculation policy with the same budget for every request in every step.
+
+    Args:
+        budget: The budget.
+        why_off: Reason for an empty budget.
+    """
 
     reads_logits = False
 
-    def __init__(self, budget: TreeBudget = OFF) -> None:
-        self._budget = budget
+    def __init__(self, budget: TreeBudget = OFF, why_off: str = TREE_OFF) -> None:
+        self._budget, self._why_off = budget, why_off
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         return [self._budget] * len(spans)
@@ -55,6 +67,9 @@ class FixedPolicy:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         pass
+
+    def reason(self, request: Request) -> str | None:
+        return None if self._budget.max_nodes else self._why_off
 
 
 def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:

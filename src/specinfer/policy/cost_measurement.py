@@ -22,6 +22,7 @@ from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
 SIZES = (1, 2, 4, 8, 14, 16, 24, 32, 64, 128, 256, 512)
 _DRAFT_SIZES = (1, 4, 16, 64)
 _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
+_DEPTH = 8  # of measured trees: learned positions end with the context, which may be shorter than the largest size
 _PROMPT = 64  # prompt tokens that a drafter reads
 _DRAFT_LEVELS = 4
 _ROUNDS = 5
@@ -107,8 +108,11 @@ def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: floa
 def _target_pass(target: TargetRunner, size: int) -> None:
     cache = target.cache
     try:
-        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2))
-        tree = TokenTree.chain(0, [0] * (size - 1))
+        last = target.loaded.max_position - 1
+        depth = max(min(_DEPTH, last), 1)
+        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2, last - min(depth, size - 1)))
+        parents = (-1, *(node if node % depth else 0 for node in range(size - 1)))  # chains from the root
+        tree = TokenTree((0,) * size, parents)
         target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
     finally:
         cache.free(_PROBE)

@@ -242,6 +242,14 @@ class LearnedPolicy:
             self._overall = _Ratio(prior=_DOUBT)
             self._ratios = {slots: _Ratio() for slots in self._ratios}
 
+    def reason(self, request: Request) -> str | None:
+        by_cost = self.fallback.reason(request)
+        if not self._fits:
+            return by_cost and f"the speculation policy was trained with other drafters; {by_cost}"
+        if self._num_resting:
+            return by_cost and f"the speculation policy was wrong about acceptance; {by_cost}"
+        return "speculation policy: plain decoding was expected to be the fastest for most of this text"
+
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         self.fallback.observe(step, outcomes)  # also updates the costs
 

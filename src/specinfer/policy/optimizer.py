@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from specinfer.core.request import Request
+from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TreeBudget
-from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.streamed_costs import Floats
 
@@ -65,6 +66,7 @@ class TreeOptimizer:
     best ratio).
     """
 
+    _ASSUMED = np.asarray([0.7, 0.1, 0.05])  # acceptance by rank of a good drafter, to tell a poor one from high costs
     _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
     _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
     _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
@@ -100,6 +102,30 @@ class TreeOptimizer:
             min_path_prob=min(rate * node_time, 0.5),
             min_gain=rate * float(self._costs.draft_level(num_requests)),
         )
+
+    def why_plain(self, num_requests: int) -> str:
+        """Return why no tree is chosen for a batch of this many: the batch, the drafter, the pass or the acceptance."""
+        one, two = map(float, self._costs.target([num_requests, 2 * num_requests]))
+        drafting = float(self._costs.draft(num_requests, 1))
+        where = "here" if num_requests == 1 else f"over {num_requests}"
+        cause = f"a pass over {2 * num_requests} tokens costs {two / one:.1f} times one {where}"
+        if two < drafting + one:  # the drafter adds more to a step than the further rows
+            cause = f"drafting {counted(num_requests, 'token')} takes {drafting / one:.1f} times as long as a pass"
+        if num_requests > 1 and self._gain(self._acceptance.by_rank(), 1) > self._MARGIN:
+            return f"in a batch of {num_requests} requests {cause}"
+        if self._gain(self._ASSUMED, num_requests) > self._MARGIN:
+            return f"only {self._acceptance.by_rank()[0]:.0%} of the first draft tokens are accepted, and {cause}"
+        return cause
+
+    def why_tree(self) -> str:
+        """Return what the chosen tree of a single request promises."""
+        return f"{self.rates(1)[self._chosen] / self.rates(1)[0]:.1f} times the speed of plain decoding expected"
+
+    def _gain(self, by_rank: Floats, num_requests: int) -> float:
+        """Return the largest speed over that of plain decoding, with these acceptance probabilities [ranks]."""
+        nodes, levels = self.sizes.num_nodes, self.sizes.num_levels
+        rates = expected_tokens(by_rank, nodes, levels) / self._costs.step(num_requests, nodes, levels)
+        return float(rates.max() / rates[0])
 
     def _price_nodes(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
         """Return the nodes that a request may have beyond the average, and the seconds that a node adds to the pass.

@@ -9,7 +9,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
+from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.verify import Acceptance
 
@@ -85,6 +85,18 @@ class RequestPolicy:
     ) -> None:
         for policy in self._policies:
             policy.on_tokens(request, tree, acceptance, logits, num_generated)
+
+    def reason(self, request: Request) -> str | None:
+        tree = request.params.tree
+        if tree in self._of_default:
+            return self._default.reason(request)
+        if tree == "auto" and self._auto is not None:
+            return self._auto.reason(request)
+        return TREE_OFF if tree == "off" else None
+
+    def summary(self) -> str | None:
+        """Return one line on what "auto" promises for a single request, or None if another tree is the default."""
+        return self._default.summary() if isinstance(self._default, AutoPolicy) else None
 
 
 def make_policy(

@@ -173,6 +173,9 @@ class LoggedPolicy:
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         self.policy.observe(step, outcomes)
 
+    def reason(self, request: Request) -> str | None:
+        return self.policy.reason(request)
+
 
 class StepLogFile:
     """A log file that grows while an engine runs.

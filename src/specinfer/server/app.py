@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import specinfer
+from specinfer.core.text import counted
 from specinfer.server import chat, completions, operations, page, responses, tokens
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error
@@ -77,7 +78,7 @@ class Gate:
             if self._num_live >= self._state.config.max_connections:
                 raise ApiError(
                     503,
-                    f"{self._num_live} requests are being served already; try again later",
+                    f"{counted(self._num_live, 'request')} being served already; try again later",
                     kind="server_error",
                     code="too_many_connections",
                     headers={"Retry-After": "1"},

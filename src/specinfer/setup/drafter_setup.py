@@ -1,5 +1,6 @@
 """The drafters that were loaded for a target, and the policy that sets how much they propose."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.base import FixedPolicy, SpeculationPolicy
+from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, SpeculationPolicy
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
@@ -22,6 +23,8 @@ from specinfer.policy.network import PolicyNetwork
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
 from specinfer.setup.model_names import find_drafter
+
+logger = logging.getLogger(__name__)
 
 
 def check_drafters(
@@ -90,6 +93,7 @@ class Speculator:
         self._vocabularies = vocabularies
         self._step_log = None if step_log is None else StepLogFile(step_log)
         self._predictor: PolicyNetwork | None = None
+        self._is_off = False  # set by `configure`
         self.drafter: MergedDrafter | None = None
         self.policy: SpeculationPolicy = FixedPolicy()
 
@@ -127,7 +131,10 @@ class Speculator:
         )
         policy = config.speculation_policy
         self._predictor = None if policy is None else load_policy_network(policy, self.drafter)
+        self._is_off = config.shape.is_off
         self.policy = self.make_policy(config.shape)
+        if isinstance(self.policy, RequestPolicy) and (summary := self.policy.summary()) is not None:
+            logger.info("%s", summary)
         if self._step_log is not None and self.drafter is not None:
             if self.drafter.selection is not None or (config.draft_sampling not in CHOSEN and len(kinds) > 1):
                 raise ValueError(
@@ -146,7 +153,7 @@ class Speculator:
             learned: Let the learned policy, if one was given, choose for "auto"; otherwise costs alone decide.
         """
         if self.drafter is None:
-            return FixedPolicy()
+            return FixedPolicy(why_off=TREE_OFF if self._is_off else NO_DRAFTER)
         make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
         auto: Callable[[CostModel], SpeculationPolicy] = AutoPolicy
         if learned and self._predictor is not None:

@@ -79,6 +79,9 @@ class _AlternatingPolicy:
     ) -> None:
         pass
 
+    def reason(self, request: Request) -> str | None:
+        return None
+
 
 def collect_steps(
     llm: LLM,
