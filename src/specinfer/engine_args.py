@@ -44,6 +44,12 @@ class EngineArgs:
 
     model: str | Path = field(metadata={"flag": Flag(_MODEL, _MODELS, metavar="NAME")})
     _: KW_ONLY
+    tokenizer: str | Path | None = setting(
+        None,
+        _MODEL,
+        "Tokenizer to use instead of that of the model: a folder, a GGUF file or a Hugging Face model ID.",
+        metavar="NAME",
+    )
     dtype: str = setting(
         "auto",
         _MODEL,

@@ -673,7 +673,7 @@ def test_without_a_model_the_chat_model_is_used_at_its_own_temperature(chat_mode
     assert [one["token_ids"] for one in cool] == [one["token_ids"] for one in named]
     warm = records(chat_model, "the cat", "and the", *words)
     assert [one["token_ids"] for one in warm] != [one["token_ids"] for one in named]
-    assert "no local folder" in refusal("generate", "unknown-word", "the cat")
+    assert "is not in the cache" in refusal("generate", "unknown-word", "the cat")
     told = run("chat", "-q", "the cat", *words)
     assert (told.stderr, told.stdout) == ("", run("chat", "demo-chat", "-q", "the cat", *words).stdout)
 

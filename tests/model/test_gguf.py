@@ -338,7 +338,7 @@ def test_arrays_that_lie_about_their_length_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_gguf_files_names_them(file: Path) -> None:
-    with pytest.raises(ModelError, match=r"but GGUF files; name one of them, as .*tiny\.gguf"):
+    with pytest.raises(ModelError, match=r"but GGUF files; name one of them, such as .*tiny\.gguf"):
         find_folder(file.parent)
 
 

@@ -83,7 +83,7 @@ def test_no_folder(name: str) -> None:
 
 
 def test_a_hub_name_that_cannot_be_fetched() -> None:
-    with pytest.raises(ModelError, match=r"nobody/nothing.*could not be fetched.*give a folder"):
+    with pytest.raises(ModelError, match=r"nobody/nothing.*is not in the cache.*give a folder"):
         find_folder("nobody/nothing")
 
 

@@ -30,7 +30,7 @@ from demo_pair.loop import (
     precision,
     save_atomically,
 )
-from specinfer.demo import corpus, pair
+from specinfer.demo import chat_model, corpus, pair
 
 Model = Callable[..., Any]  # a model, compiled or not
 
@@ -211,7 +211,7 @@ class Run:
 
     def others(self, tuned: Path, package: Path) -> None:
         """Pack the drafters of a run of `specinfer tune demo --beside demo`, and record its report."""
-        for number, other in enumerate(pair.OTHERS, start=1):
+        for number, other in enumerate(chat_model.OTHERS, start=1):
             packing.pack(tuned / f"drafter-{number}", package / f"drafter-{other}")
         found = json.loads((tuned / "report.json").read_text())
         record = json.loads((package / "training.json").read_text())

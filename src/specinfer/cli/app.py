@@ -1,5 +1,6 @@
 """All commands, combined into one program."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -10,11 +11,12 @@ from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
 from specinfer.cli.help_text import Group
 from specinfer.cli.measure import acceptance, latency, throughput
+from specinfer.cli.models import list_models, pull, rm
 from specinfer.cli.moved import add_moved
 from specinfer.cli.plan import plan
 from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
-from specinfer.cli.text import chat, complete, generate
+from specinfer.cli.text import chat, complete, generate, run
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
 from specinfer.core.cpus import load_openmp
@@ -28,9 +30,13 @@ app = typer.Typer(
     # Users of vLLM write flags with - or with _.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (generate, complete, chat, run_batch, demo, plan, tune, trace, collect_env, version):
-    add_command(app, command)
-add_command(app, serve, environment=True)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run, "chat": chat, "complete": complete, "generate": generate, "run-batch": run_batch, "serve": serve,
+    "pull": pull, "list": list_models, "rm": rm, "demo": demo, "plan": plan, "tune": tune, "trace": trace,
+    "collect-env": collect_env, "version": version,
+}  # fmt: skip
+for name, command in COMMANDS.items():
+    add_command(app, command, called=name, environment=command is serve)
 bench = typer.Typer(cls=Group, no_args_is_help=True, help="Benchmarks.")
 for measurement in (latency, throughput, bench_serve, acceptance):
     add_command(bench, measurement)

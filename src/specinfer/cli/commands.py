@@ -92,10 +92,13 @@ def _drop_unwritten() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def add_command(group: typer.Typer, function: Callable[..., None], *, environment: bool = False) -> None:
+def add_command(
+    group: typer.Typer, function: Callable[..., None], *, called: str | None = None, environment: bool = False
+) -> None:
     """Add a function as the command of its name, with the flags of its options.
 
     Args:
+        called: Name of the command, if it is not that of the function.
         environment: Whether environment variables such as SPECINFER_PORT set flags that are not given.
     """
     parameters: list[inspect.Parameter] = []
@@ -129,7 +132,7 @@ def add_command(group: typer.Typer, function: Callable[..., None], *, environmen
 
     run.__doc__ = function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    group.command(function.__name__.replace("_", "-"), cls=Command)(run)
+    group.command(called or function.__name__.replace("_", "-"), cls=Command)(run)
 
 
 def flags_of(annotation: Any) -> list[inspect.Parameter] | None:

@@ -1,10 +1,12 @@
 """Options that several commands share, and the objects made from them."""
 
+import dataclasses
 import inspect
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import Field, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -13,11 +15,14 @@ from specinfer.cli.loading import loading_bar
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters, parse_speculative_config
+from specinfer.core.errors import ModelError
 from specinfer.core.flags import Flag, settings_of
-from specinfer.core.lookups import quoted_lookups
+from specinfer.core.lookups import LOOKUPS, quoted_lookups
 from specinfer.core.parallel_config import find_place
-from specinfer.demo.chat_model import default_model
+from specinfer.core.progress import ProgressCallback
+from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING, default_model, find_chat_model
 from specinfer.engine_args import EngineArgs
+from specinfer.hub.locate import locate, locate_tokenizer
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -47,7 +52,7 @@ def _flag_name(each: "Field[Any]", about: Flag) -> str:
 def _flag_parameter(each: "Field[Any]", about: Flag) -> inspect.Parameter:
     """Return the parameter of a command for a field of `EngineArgs`; sizes and paths are text on the command line."""
     kinds = set(get_args(each.type)) or {each.type}
-    default = None if each.default is MISSING else each.default
+    default = None if each.default is dataclasses.MISSING else each.default
     kind: Any = each.type
     if Sequence[str] in kinds:
         kind, default = list[str] | None, None
@@ -174,11 +179,46 @@ def load(args: EngineArgs, screen: Screen) -> "LLM":
     """Load the model and show its progress on the terminal."""
     follow(args)
     with loading_bar(screen.err, f"loading {args.model} ...") as progress:
+        locate_all(args, progress)
         from specinfer.llm import LLM
 
         llm = LLM.from_engine_args(args, progress)
     screen.watch(llm)
     return llm
+
+
+def locate_all(args: EngineArgs, progress: ProgressCallback | None = None) -> None:
+    """Find, and if need be download, the models of an engine before torch is imported, which takes seconds.
+
+    Raises:
+        ModelError: A model is missing or cannot be loaded.
+        ValueError: A file of the settings is missing.
+    """
+    check_models(args.model, args.speculative_config.drafters or (), progress)
+    if args.tokenizer is not None and str(args.tokenizer) != CODE:
+        locate_tokenizer(args.tokenizer)
+    policy = args.speculation_policy
+    if policy is not None and not Path(policy).is_file():
+        raise ValueError(f"speculation_policy: no file {policy}; make one with specinfer tune --policy")
+
+
+def check_models(model: str | Path, drafters: Sequence[str], progress: ProgressCallback | None = None) -> None:
+    """Find the models of a target and its drafters, and download those that are on the hub only.
+
+    Raises:
+        ModelError: A model is missing or cannot be loaded.
+    """
+    if str(model) == CHAT and find_chat_model() is None:
+        raise ModelError(MISSING)
+    if str(model) not in (CODE, CHAT):
+        locate(model, progress)
+    for name in drafters:
+        if name in LOOKUPS or name in DRAFTER_NAMES or name == CHAT:
+            continue
+        try:
+            locate(name, progress)
+        except ModelError as error:
+            raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
 
 
 def follow(args: EngineArgs) -> None:

@@ -15,6 +15,18 @@ def is_interactive() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
+def read_input() -> str:
+    """Return all of standard input.
+
+    Raises:
+        UsageError: It is not text.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError("standard input is not UTF-8 text") from error
+
+
 def typed_lines(mark: str = "> ") -> Iterator[str]:
     """Yield the lines of standard input that are not blank."""
     interactive = is_interactive()

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ from specinfer.cli.prompts import read_prompts
 from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
-from specinfer.cli.terminal import is_interactive, typed_lines
+from specinfer.cli.terminal import is_interactive, read_input, typed_lines
 from specinfer.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _MODEL_OR_PROMPT = Annotated[
         show_default=False,
     ),
 ]
+_SYSTEM_PROMPT = Annotated[str | None, flag("Output", "System prompt of the conversation.", metavar="TEXT")]
 _QUICK = Annotated[str | None, flag("Output", "Answer this message and exit.", "--quick", "-q", metavar="MESSAGE")]
 
 
@@ -121,7 +124,7 @@ def chat(
     engine: EngineOptions,
     sampling: SamplingOptions,
     server: RemoteOptions,
-    system_prompt: Annotated[str | None, flag("Output", "System prompt of the conversation.", metavar="TEXT")] = None,
+    system_prompt: _SYSTEM_PROMPT = None,
     quick: _QUICK = None,
     output: OutputOptions,
 ) -> None:
@@ -144,6 +147,60 @@ def chat(
     if is_interactive():
         screen.note(Chat.HELP)
     _converse(talk.messages(typed_lines()), screen, lambda line: talk.send(line, stoppable=is_interactive()))
+
+
+def run(
+    argument: _MODEL_OR_PROMPT = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Message to answer once.", show_default=False)
+    ] = None,
+    *,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    system_prompt: _SYSTEM_PROMPT = None,
+    output: OutputOptions,
+) -> None:
+    """Chat with a model, or answer one message from the arguments or standard input.
+
+    A model of the Hugging Face Hub is downloaded first, if it is not in the cache. A model without a chat template
+    completes text.
+    """
+    words = [word for word in (argument, *(prompts or ())) if word is not None]
+    names_model = bool(words) and "model" not in engine.given and not _is_prompt(words[0])
+    with checking():
+        name = words.pop(0) if names_model else None
+        message = _message(words)
+        args = engine.args(name)
+        params = sampling.params(None, str(args.model))
+        screen = output.screen()
+        llm = load(args, screen)
+    talk = Chat(LocalPartner(llm, screen, params), screen, system_prompt)
+    limit = _DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+
+    def complete(line: str, *, stoppable: bool) -> None:
+        screen.stream(llm, line, sampling.fit(replace(params, max_tokens=limit), llm, line), stoppable=stoppable)
+
+    answers = llm.reader.chat_template is not None
+    answer: Callable[..., object] = talk.send if answers else complete
+    if message is not None:
+        answer(message, stoppable=False)
+        return
+    screen.note(Chat.HELP if answers else f"{args.model} has no chat template: it completes what you type")
+    lines = talk.messages(typed_lines()) if answers else typed_lines()
+    _converse(lines, screen, lambda line: answer(line, stoppable=True))
+
+
+def _message(words: Sequence[str]) -> str | None:
+    """Return the message of the arguments after that of standard input, or None if both are typed later.
+
+    Raises:
+        ValueError: Standard input is no terminal, and there is no message.
+    """
+    piped = "" if sys.stdin is None or is_interactive() or sys.stdin.isatty() else read_input()
+    parts = [part for part in (piped.strip(), " ".join(words)) if part]
+    if not parts and not is_interactive():
+        raise ValueError("prompt: none given; name one after the model, or pipe it in")
+    return "\n\n".join(parts) or None
 
 
 def _is_prompt(word: str) -> bool:

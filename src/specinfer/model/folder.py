@@ -3,25 +3,22 @@
 import json
 import logging
 import math
-import re
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
+from specinfer.hub.locate import locate
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
 from specinfer.model.offload.shards import Shards, has_safetensors
 
 logger = logging.getLogger(__name__)
 TOKEN_MAP = "token_map.json"  # in a drafter's folder: the only tokens whose logits it computes
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
 def find_folder(model: str | Path) -> Path:
@@ -31,25 +28,9 @@ def find_folder(model: str | Path) -> Path:
         ModelError: There is no such folder, and the hub does not have it or cannot be reached; or the weights are
             neither safetensors nor GGUF, or are damaged.
     """
-    if not isinstance(model, (str, Path)):
-        raise ModelError(f"model: give a folder or a hub name, not {model!r}")
-    folder = Path(model).expanduser()
+    folder = locate(model)
     if is_gguf(folder):
         return find_gguf_folder(folder)
-    if not folder.is_dir():
-        if folder.is_file() or not _HUB_NAME.fullmatch(str(model)):
-            raise ModelError(
-                f"model: no folder {str(model)!r}; name a folder with config.json, a .gguf file, or a hub model"
-            )
-        try:
-            # Subfolders contain the same weights in other formats.
-            ignored = ["*/*", "consolidated*"]
-            folder = Path(snapshot_download(str(model), allow_patterns=_FILES, ignore_patterns=ignored))
-        except Exception as error:  # hub, network and cache failures have no common base
-            raise ModelError(
-                f"model: {str(model)!r} is no local folder and could not be fetched from the hub "
-                f"({type(error).__name__}); check the name and the network, or give a folder"
-            ) from error
     _check_files(folder)
     return folder
 
@@ -108,10 +89,6 @@ def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
 
 
 def _check_files(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        if files := sorted(folder.glob("*.gguf")):
-            raise ModelError(f"model: {folder} has no config.json, but GGUF files; name one of them, as {files[0]}")
-        raise ModelError(f"model: {folder} has no config.json; it is not a Hugging Face model folder")
     # transformers would ignore a damaged file, and miss the end tokens in it.
     generation = folder / "generation_config.json"
     try:
@@ -129,10 +106,6 @@ def _check_files(folder: Path) -> None:
             raise ModelError(f"model: {index} is damaged; fetch the model again") from error
     else:
         files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        found = ", ".join(p.name for p in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")))
-        why = f"only {found}, which can run code when read" if found else "no weights"
-        raise ModelError(f"model: {folder} has {why}; convert or fetch the model as safetensors")
     for file in files:
         if not file.is_file():
             raise ModelError(f"model: {file} is missing, though the index names it; fetch the model again")

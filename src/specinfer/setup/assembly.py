@@ -31,7 +31,7 @@ from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig, num_sharing, settle_shard
 from specinfer.parallel.ranks import Ranks
 from specinfer.setup.drafter_setup import Speculator, check_drafters, find_drafters
-from specinfer.setup.model_names import find_target, usual_drafters
+from specinfer.setup.model_names import find_target, find_tokenizer, usual_drafters
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,10 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     find_device(args.device)  # checked before a folder is fetched
     speculative, parallel = args.speculative_config, args.parallel_config
     folder = find_target(args.model)
-    names = usual_drafters(args.model) if speculative.drafters is None else speculative.drafters
-    names = () if speculative.shape.is_off else names
+    names = () if speculative.shape.is_off else speculative.drafters
+    if names is None:
+        # Machines may have different models in their caches; what is chosen must be the same on all.
+        names = usual_drafters(args.model, small_models=args.nnodes == 1 and args.offload is None)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config
@@ -105,7 +107,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     models = find_drafters(names) if finds_drafters else {}
     placement = place_drafters(
         models, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
-        must_be_here=args.adapt_drafters or speculative.max_asked is not None,
+        must_be_here=args.adapt_drafters or speculative.max_asked is not None or args.tokenizer is not None,
     )  # fmt: skip
     return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement)
 
@@ -138,7 +140,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             target = load_first_shard(ranks, settings, progress)
         if target.stream is not None:
             undo.callback(target.stream.close)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
         remote = {} if ranks is None else _remote_models(ranks, placement)
         small = {
             name: load_small(name, path, target, tokenizer, args.drafter_quantization)

@@ -1,0 +1,117 @@
+"""The commands for models on this machine: pull, list and rm."""
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from specinfer.cli.commands import checking
+from specinfer.cli.loading import loading_bar
+from specinfer.cli.options import flag
+from specinfer.cli.screen import Screen
+from specinfer.core.errors import ModelError
+from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, INSTALL, find_chat_model
+from specinfer.hub.known_models import did_you_mean, known_drafters, known_names
+from specinfer.hub.locate import hub_name, is_on_hub
+
+_EMBEDDED = (*DRAFTER_NAMES, CHAT)
+_DAY = 24 * 3600
+
+
+def pull(
+    model: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL", help="Hugging Face model ID, or ID:Q4_K_M for a GGUF file of that type."),
+    ],
+) -> None:
+    """Download models from the Hugging Face Hub into its cache, or update them."""
+    screen = Screen()
+    for each in model:
+        name = hub_name(each)
+        if each in _EMBEDDED:
+            raise ModelError(f"model: {each} is part of the package; there is nothing to download")
+        if name is None or not is_on_hub(each):
+            raise ModelError(f"model: {each!r} is not the name of a model on the hub, such as Qwen/Qwen3-0.6B")
+        from specinfer.hub.store import download
+
+        with checking(), loading_bar(screen.err, f"pulling {each} ...") as progress:
+            path = download(*name, progress)
+        files = [path] if path.is_file() else list(path.iterdir())
+        screen.note(f"{each}: {_size(sum(file.stat().st_size for file in files))} in {path}")
+
+
+def list_models(
+    *,
+    drafters: Annotated[
+        str | None, flag("Output", "List the drafters known for this target instead.", "--drafters", metavar="MODEL")
+    ] = None,
+) -> None:
+    """List the models in the cache of the Hugging Face Hub, and the embedded ones."""
+    screen = Screen()
+    rows = _models() if drafters is None else _drafters(drafters)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NAME", "FORMAT", "SIZE", "MODIFIED", "STATE") if drafters is None else ("NAME", "KIND", "STATE"):
+        table.add_column(title, overflow="fold", justify="right" if title == "SIZE" else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    screen.out.print(table, soft_wrap=False)
+
+
+def rm(
+    model: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model in the cache, as list shows it.")],
+) -> None:
+    """Remove models from the cache of the Hugging Face Hub."""
+    screen = Screen()
+    for name in model:
+        if name in _EMBEDDED:
+            raise ModelError(f"model: {name} is part of the package; only models in the cache can be removed")
+        from specinfer.hub.store import remove
+
+        screen.note(f"{name}: removed, {_size(remove(name))} freed")
+
+
+def _models() -> list[tuple[str, ...]]:
+    from specinfer.hub.store import cached_models
+
+    chat = find_chat_model()
+    rows: list[tuple[str, ...]] = [(CODE, "embedded", "", "", "can be loaded")]
+    if chat is None:
+        rows.append((CHAT, "GGUF", "", "", f"not installed; {INSTALL}"))
+    else:
+        rows.append((CHAT, "GGUF", _size(chat.stat().st_size), _age(chat.stat().st_mtime), "can be loaded"))
+    for one in cached_models():
+        state = "can be loaded" if one.refusal is None else f"cannot be loaded: {one.refusal}"
+        rows.append((one.name, one.format, _size(one.num_bytes), _age(one.modified), state))
+    return rows
+
+
+def _drafters(model: str) -> list[tuple[str, ...]]:
+    if model in (CODE, CHAT):
+        names = DRAFTER_NAMES if model == CODE else (CHAT,)
+        return [(name, "small model", "embedded") for name in names]
+    found = known_drafters(model)
+    if not found:
+        raise ModelError(
+            f"drafters: none are known for {model}{did_you_mean(model, known_names())}; any small model can draft, and "
+            "suffix needs none"
+        )
+    from specinfer.hub.store import find_cached
+
+    rows: list[tuple[str, ...]] = []
+    for one in found:
+        state = "in the cache" if find_cached(one.name) is not None else "can be pulled"
+        size = "" if one.parameters is None else f", {one.parameters:g} B"
+        kind = one.kind if one.name != model else f"{one.kind} layers of the target"
+        rows.append((one.name, kind + size, state if one.is_supported else "not supported yet"))
+    return [*rows, ("suffix", "lookup", "built in"), ("ngram", "lookup", "built in")]
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _age(modified: float) -> str:
+    days = int((time.time() - modified) / _DAY)
+    return "today" if days < 1 else "1 day ago" if days == 1 else f"{days} days ago"

@@ -1,0 +1,107 @@
+"""Files of a model, by their names and the content of config.json: which are needed, and why they cannot be read."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
+_GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
+_GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
+_FEATURES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "medusa": "Medusa", "assistant": "assistant"}
+_TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def is_needed(name: str) -> bool:
+    """Return whether a file of a hub model is downloaded."""
+    path = Path(name)
+    return path.parent == Path() and any(map(path.match, NEEDED)) and not path.match(NOT_NEEDED[1])
+
+
+def choose_gguf(names: Iterable[str], wanted: str | None) -> str | None:
+    """Return the GGUF file of a type such as Q4_K_M, or the usual one; None if there is none of that type."""
+    files = sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
+    for kind in _GGUF_TYPES if wanted is None else (wanted.lower().removesuffix(".gguf"),):
+        for name in files:
+            if name.lower().removesuffix(".gguf").endswith(kind):
+                return name
+    return None
+
+
+def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Mapping[str, Any] | None) -> str | None:
+    """Return why a model with these files cannot be loaded, with the remedy, or None if nothing is known against it.
+
+    Args:
+        config: Content of config.json, or None without one.
+        adapter: Content of adapter_config.json, or None without one.
+    """
+    found = list(names)
+    if adapter is not None and config is None:
+        base = adapter.get("base_model_name_or_path") or "its base model"
+        return f"it is an adapter (LoRA) of {base}; merge both with peft's merge_and_unload, and name the merged folder"
+    if config is None:
+        if file := choose_gguf(found, None):
+            return f"it has no config.json, but GGUF files; name one of them, such as {file}"
+        return "it has no config.json; it is not a Hugging Face model folder"
+    if method := _quantization(config):
+        return already_quantized(method)
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    kind = " ".join([*architectures, str(config.get("speculators_model_type", "")), str(config.get("model_type"))])
+    feature = next((label for word, label in _FEATURES.items() if word in kind.lower()), None)
+    if feature is not None:
+        return f"it is a drafter that reads hidden states of its target ({feature}), and such are not supported yet"
+    if config.get("is_encoder_decoder") or (architectures and not any(map(_generates, architectures))):
+        return f"it is not a decoder that generates text ({', '.join(architectures) or config.get('model_type')})"
+    if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in found):
+        others = sorted(name for name in found if name.endswith((".bin", ".pt")))
+        why = f"only {', '.join(others)}, which can run code when read" if others else "no weights"
+        return f"it has {why}; convert or fetch the model as safetensors"
+    return None
+
+
+def already_quantized(method: str) -> str:
+    """Return why a quantized checkpoint is refused."""
+    return (
+        f"its weights are quantized already ({_METHODS.get(method, method)}), and such are not read; take the "
+        'checkpoint they were made of, with quantization="int4" or "int8", or a GGUF file'
+    )
+
+
+def folder_refusal(folder: Path) -> str | None:
+    """Return why the model of a folder cannot be loaded, or None if nothing is known against it."""
+    read = {name: read_object(folder / name) for name in ("config.json", "adapter_config.json")}
+    names = [path.name for path in folder.iterdir()]
+    if "specinfer-weights.gguf" in names:  # made of a GGUF file
+        return None
+    return refusal(names, read["config.json"], read["adapter_config.json"])
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file, or None if it is missing or no object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def check_gguf_name(name: str) -> str | None:
+    """Return why a GGUF file is refused by its name, or None."""
+    if _GGUF_PART.search(name):
+        return "it is split into several files; join them with llama-gguf-split --merge"
+    return None
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    for part in (config, config.get("text_config")):
+        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if isinstance(settings, Mapping):
+            return str(settings.get("quant_method") or settings.get("quant_algo") or "method not named")
+    return None
+
+
+def _generates(architecture: str) -> bool:
+    return any(word in architecture for word in _TEXT)

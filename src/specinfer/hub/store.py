@@ -1,0 +1,237 @@
+"""The Hugging Face Hub and its cache: what is there, downloads with their progress, and removal.
+
+`huggingface_hub` is imported in this module, where it is used: that takes half a second.
+"""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specinfer.core.errors import ModelError
+from specinfer.core.progress import DOWNLOADING, ProgressCallback
+from specinfer.hub.files import (
+    NEEDED,
+    NOT_NEEDED,
+    check_gguf_name,
+    choose_gguf,
+    folder_refusal,
+    is_needed,
+    read_object,
+    refusal,
+)
+from specinfer.hub.known_models import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the hub's cache.
+
+    Attributes:
+        format: "safetensors", "GGUF", or "other".
+        num_bytes: Bytes on disk.
+        modified: Time of the last change, in seconds since 1970.
+        refusal: Why it cannot be loaded, or None if nothing is known against it.
+    """
+
+    name: str
+    format: str
+    num_bytes: int
+    modified: float
+    refusal: str | None
+
+
+def cached_models() -> list[CachedModel]:
+    """Return the models in the cache, by name."""
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repository in sorted(repositories, key=lambda one: one.repo_id.lower()):
+        if repository.repo_type == "model" and repository.revisions:
+            newest = max(repository.revisions, key=lambda one: one.last_modified)
+            found.append(
+                _describe(repository.repo_id, newest.snapshot_path, repository.size_on_disk, repository.last_modified)
+            )
+    return found
+
+
+def _describe(name: str, folder: Path, num_bytes: int, modified: float) -> CachedModel:
+    files = [path.name for path in folder.iterdir()]
+    gguf = [file for file in files if file.lower().endswith(".gguf")]
+    if gguf and "config.json" not in files:
+        return CachedModel(name, "GGUF", num_bytes, modified, check_gguf_name(gguf[0]))
+    has_weights = any(file.endswith(".safetensors") for file in files)
+    why = folder_refusal(folder) or ("incomplete; pull it again" if _missing(folder) else None)
+    return CachedModel(name, "safetensors" if has_weights else "other", num_bytes, modified, why)
+
+
+def remove(name: str) -> int:
+    """Remove a model from the cache and return the freed bytes.
+
+    Raises:
+        ModelError: It is not in the cache.
+    """
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+        found = [one for one in cache.repos if one.repo_type == "model" and one.repo_id.lower() == name.lower()]
+    except CacheNotFound:
+        found = []
+    if not found:
+        names = [one.name for one in cached_models()]
+        raise ModelError(f"model: {name!r} is not in the cache{did_you_mean(name, names)} (specinfer list shows all)")
+    plan = cache.delete_revisions(*(one.commit_hash for one in found[0].revisions))
+    plan.execute()
+    return int(plan.expected_freed_size)
+
+
+def find_cached(name: str, gguf_type: str | None = None) -> Path | None:
+    """Return the complete folder, or the GGUF file, of a model in the cache, or None."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
+    except Exception:  # not in the cache, or no name of the hub; each has its own error
+        return None
+    files = [path.name for path in folder.iterdir()]
+    if gguf_type is None and "config.json" in files and any(file.endswith(".safetensors") for file in files):
+        return None if _missing(folder) else folder
+    chosen = choose_gguf(files, gguf_type)
+    return None if chosen is None else folder / chosen
+
+
+def _missing(folder: Path) -> list[str]:
+    """Return the weight files that the index names and the folder lacks."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return sorted({Path(name).name for name in index["weight_map"].values()} - {p.name for p in folder.iterdir()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []  # no index, or a damaged one, which loading refuses
+
+
+def download(name: str, gguf_type: str | None = None, progress: ProgressCallback | None = None) -> Path:
+    """Download what is needed of a model and return its folder or GGUF file; files that are there already are kept.
+
+    Args:
+        gguf_type: Type of the GGUF file to take, such as Q4_K_M, or None for safetensors, or else the usual type.
+        progress: Callback for the downloaded bytes, or None for the hub's own progress bars.
+
+    Raises:
+        ModelError: The hub does not have the model or cannot be reached, or it is not of a kind that can be loaded.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    with _plain_errors(name):
+        sizes = {one.rfilename: one.size or 0 for one in HfApi().model_info(name, files_metadata=True).siblings or ()}
+        chosen = choose_gguf(sizes, gguf_type)
+        has_weights = any(file.endswith(".safetensors") for file in sizes)
+        if chosen is None or (gguf_type is None and has_weights):
+            if gguf_type is not None:
+                kinds = ", ".join(sorted(file for file in sizes if file.lower().endswith(".gguf"))) or "none"
+                raise ModelError(f"model: {name} has no GGUF file of type {gguf_type}; it has {kinds}")
+            read = {file: read_object(Path(hf_hub_download(name, file)))
+                    for file in ("config.json", "adapter_config.json") if file in sizes}  # fmt: skip
+            damaged = next((f"{file} is damaged; pull it again" for file, content in read.items() if not content), None)
+            why = damaged or refusal(sizes, read.get("config.json"), read.get("adapter_config.json"))
+            files = [file for file in sizes if is_needed(file)]
+        else:
+            why, files = check_gguf_name(chosen), [chosen]
+        if why is not None:
+            raise ModelError(f"model: {name} cannot be loaded: {why}")
+        options: dict[str, Any] = {"allow_patterns": files, "ignore_patterns": list(NOT_NEEDED[1:])}
+        if progress is not None:
+            total = sum(sizes[file] for file in files)
+            options["tqdm_class"] = _reporter(name, total, progress)
+        folder = Path(snapshot_download(name, **options))
+        if progress is not None:
+            progress(f"{DOWNLOADING} {name}", total, total)
+    return folder if chosen is None or chosen not in files else folder / chosen
+
+
+def download_tokenizer(name: str) -> Path:
+    """Download the files of a model that are no weights, and return their folder.
+
+    Raises:
+        ModelError: The hub does not have the model, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _plain_errors(name):
+        patterns = [one for one in NEEDED if one != "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[*NOT_NEEDED, "*.index.json"]))
+
+
+def _reporter(name: str, total: int, progress: ProgressCallback) -> type:
+    """Return a class that takes the place of the hub's progress bars and reports the bytes of all files."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    done = 0
+
+    class Reporter(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **options | {"file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal done
+            shown: bool | None = super().update(n)
+            if self.unit == "B":
+                done = max(done, min(int(self.n), total))
+                progress(f"{DOWNLOADING} {name}", done, total)
+            return shown
+
+    return Reporter
+
+
+@contextlib.contextmanager
+def _plain_errors(name: str) -> Iterator[None]:
+    """Turn the hub's errors into messages for users."""
+    from huggingface_hub import constants, errors
+
+    def near() -> str:
+        return did_you_mean(name, [one.name for one in cached_models()])
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"model: {name} is given to those who accept its terms: do so at {constants.ENDPOINT}/{name}, then log in "
+            "with hf auth login"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ModelError(
+            f"model: there is no model {name!r} on the hub, or it is private (hf auth login)"
+            f"{near() or '; check the name, or give a folder'}"
+        ) from error
+    except OSError as error:  # the hub's own errors of the network are among them
+        if error.errno is not None and error.errno in _OF_THE_DISK:
+            raise ModelError(
+                f"model: {name} cannot be written to {constants.HF_HUB_CACHE}: {os.strerror(error.errno)}; make space "
+                "with specinfer rm, or set HF_HOME to another disk"
+            ) from error
+        raise ModelError(_unreachable(name) + near()) from error
+    except Exception as error:  # errors of the network have no common base
+        raise ModelError(_unreachable(name) + near()) from error
+
+
+_OF_THE_DISK = (13, 28, 30, 122)  # no permission, no space, read-only, quota
+
+
+def _unreachable(name: str) -> str:
+    from huggingface_hub import constants
+
+    why = f"the hub ({constants.ENDPOINT}) cannot be reached; check the network, set HF_ENDPOINT to a mirror,"
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE forbids to ask the hub; unset it,"
+    return f"model: {name!r} is not in the cache, and {why} or give a folder or a GGUF file"

@@ -1,0 +1,90 @@
+"""run, pull, list and rm, with a hub on this machine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fake_hub import FakeHub, fake_hub
+from specinfer.cli.app import app
+from tiny import save_model, save_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+MODEL = "me/tiny-chat"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with fake_hub(tmp_path / "hub", tmp_path / "cache") as hub:
+        save_tokenizer(save_model(hub.root / MODEL, max_position_embeddings=512), TEMPLATE)
+        yield hub
+
+
+def run(*words: str, stdin: str | None = None, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, list(words), input=stdin, env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refusal(*words: str, **options: Any) -> str:
+    (line,) = run(*words, code=2, **options).stderr.splitlines()
+    return str(line).removeprefix("specinfer: error: ")
+
+
+def rows(*words: Sequence[str]) -> list[str]:
+    return [" ".join(line.split()) for line in run("list", *map(str, words)).stdout.splitlines()]
+
+
+def test_run_downloads_a_model_once_and_answers_like_chat(hub: FakeHub) -> None:
+    answer = run("run", MODEL, "the story", *GREEDY).stdout
+    assert f"{MODEL}/model.safetensors" in hub.requested
+    hub.requested.clear()
+    assert run("chat", MODEL, "--quick", "the story", *GREEDY).stdout == answer
+    assert run("run", MODEL, *GREEDY, stdin="the story\n").stdout == answer
+    together = run("run", MODEL, "in", "short", *GREEDY, stdin="the story\n").stdout
+    assert together == run("chat", MODEL, "--quick", "the story\n\nin short", *GREEDY).stdout
+    assert hub.requested == []
+    assert refusal("run", MODEL, stdin="") == "prompt: none given; name one after the model, or pipe it in"
+
+
+def test_run_completes_text_with_a_model_that_has_no_chat_template(
+    hub: FakeHub, model_folder: Callable[..., Path]
+) -> None:
+    folder = str(model_folder(tokenizer=True))
+    assert run("run", folder, "the story", *GREEDY).stdout == run("generate", folder, "the story", *GREEDY).stdout
+
+
+def test_models_are_pulled_listed_and_removed(hub: FakeHub) -> None:
+    assert rows()[0] == "NAME FORMAT SIZE MODIFIED STATE"
+    assert rows()[1] == "demo embedded can be loaded"
+    assert not any(MODEL in row for row in rows())
+    assert MODEL in run("pull", MODEL).stderr
+    assert rows()[-1] == f"{MODEL} safetensors 0 MB today can be loaded"
+    (hub.root / "me/quantized").mkdir()
+    (hub.root / "me/quantized/config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert "me/quantized cannot be loaded: its weights are quantized already (AWQ)" in refusal("pull", "me/quantized")
+    assert any(row.startswith("me/quantized other 0 MB today cannot be loaded: its weights") for row in rows())
+    assert "removed" in run("rm", MODEL, "me/quantized").stderr
+    assert not any("me/" in row for row in rows())
+    assert "not in the cache" in refusal("rm", MODEL)
+    for command in ("rm", "pull"):
+        assert "part of the package" in refusal(command, "demo")
+    assert "not the name of a model on the hub" in refusal("pull", str(hub.root / MODEL))
+    assert f"did you mean {MODEL}?" not in refusal("run", "me/tiny-chta", "hi")
+    run("pull", MODEL)
+    assert f"did you mean {MODEL}?" in refusal("run", "me/tiny-chta", "hi")
+
+
+def test_drafters_of_a_target_are_listed_with_what_is_known_of_them(hub: FakeHub) -> None:
+    save_tokenizer(save_model(hub.root / "Qwen/Qwen3-0.6B"))
+    run("pull", "Qwen/Qwen3-0.6B")
+    found = rows("--drafters", "Qwen/Qwen3-8B")
+    assert "Qwen/Qwen3-0.6B small model, 0.6 B in the cache" in found
+    assert "Qwen/Qwen3-1.7B small model, 1.7 B can be pulled" in found
+    assert "AngelSlim/Qwen3-8B_eagle3 EAGLE-3 not supported yet" in found
+    assert found[-2:] == ["suffix lookup built in", "ngram lookup built in"]
+    assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1].endswith("MTP layers of the target not supported yet")
+    assert "did you mean Qwen/Qwen3-8B" in refusal("list", "--drafters", "Qwen/Qwen3-8")

@@ -1,0 +1,242 @@
+"""Downloads from a hub on this machine, its cache, and the drafters chosen for a known target."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_hub import FakeHub, fake_hub
+from specinfer.core.errors import ModelError
+from specinfer.hub.auto_drafter import auto_drafters
+from specinfer.hub.files import choose_gguf, refusal
+from specinfer.hub.known_models import known_drafters, known_names, near_names
+from specinfer.hub.locate import hub_name, locate, locate_tokenizer
+from specinfer.hub.store import cached_models, download, find_cached, remove
+from specinfer.llm import LLM
+from tiny import save_model, save_tokenizer
+
+BIG, SMALL = "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with fake_hub(tmp_path / "hub", tmp_path / "cache") as hub:
+        yield hub
+
+
+@pytest.fixture
+def offer(hub: FakeHub, model_folder: Callable[..., Path]) -> Callable[..., Path]:
+    """A function that puts a model on the hub."""
+
+    def put(name: str, files: dict[str, str] | None = None) -> Path:
+        folder = hub.root / name
+        folder.mkdir(parents=True)
+        if files is None:
+            for file in model_folder(tokenizer=True).iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+        for file_name, text in (files or {}).items():
+            (folder / file_name).write_text(text)
+        return folder
+
+    return put
+
+
+def test_only_what_is_needed_is_downloaded_and_the_progress_ends_at_the_total(
+    hub: FakeHub, offer: Callable[..., Path]
+) -> None:
+    folder = offer(BIG)
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("much")
+    calls: list[tuple[str, int, int]] = []
+    path = locate(BIG, lambda *call: calls.append(call))
+    sent = {name.removeprefix(f"{BIG}/") for name in hub.requested}
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert sent == {file.name for file in path.iterdir()} == needed
+    total = sum((folder / name).stat().st_size for name in needed)
+    assert calls[-1] == (f"downloading {BIG}", total, total)
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    hub.requested.clear()
+    assert locate(BIG) == locate(f"https://huggingface.co/{BIG}") == path
+    assert hub.requested == []
+
+
+def test_a_gguf_file_is_chosen_by_its_type(hub: FakeHub, offer: Callable[..., Path]) -> None:
+    name = "someone/Model-GGUF"
+    offer(name, {f"model.{kind}.gguf": kind for kind in ("Q2_K", "Q4_K_M", "Q8_0")} | {"mmproj-f16.gguf": "picture"})
+    assert locate(name).read_text() == "Q4_K_M"
+    assert hub.requested == [f"{name}/model.Q4_K_M.gguf"]
+    assert locate(f"{name}:q8_0").read_text() == "Q8_0"
+    with pytest.raises(ModelError, match=r"no GGUF file of type Q6_K; it has .*model\.Q2_K\.gguf"):
+        locate(f"{name}:Q6_K")
+    assert choose_gguf(["a.safetensors"], None) is None
+    offer("someone/Split", {"m-Q4_K_M-00001-of-00002.gguf": ""})
+    with pytest.raises(ModelError, match="split into several files; join them with llama-gguf-split"):
+        locate("someone/Split:Q4_K_M-00001-of-00002")
+
+
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        ({"adapter_config.json": '{"base_model_name_or_path": "org/base"}', "adapter_model.safetensors": ""},
+         r"adapter \(LoRA\) of org/base; merge both"),
+        ({"config.json": '{"quantization_config": {"quant_method": "awq"}}', "model.safetensors": ""},
+         r"quantized already \(AWQ\)"),
+        ({"config.json": '{"quantization_config": {"quant_method": "gptq"}}', "model.safetensors": ""},
+         r"quantized already \(GPTQ\)"),
+        ({"config.json": '{"text_config": {"quantization_config": {"quant_method": "fp8"}}}', "m.safetensors": ""},
+         r"quantized already \(FP8\).*GGUF file"),
+        ({"config.json": '{"architectures": ["LlamaForCausalLMEagle3"]}', "model.safetensors": ""},
+         r"hidden states of its target \(EAGLE-3\), and such are not supported yet"),
+        ({"config.json": '{"architectures": ["BertForMaskedLM"]}', "model.safetensors": ""},
+         r"not a decoder that generates text \(BertForMaskedLM\)"),
+        ({"config.json": '{"architectures": ["LlamaForCausalLM"]}', "pytorch_model.bin": ""},
+         r"only pytorch_model\.bin, which can run code"),
+        ({"README.md": ""}, r"no config\.json"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_loaded_are_refused_before_their_weights_are_downloaded(
+    hub: FakeHub, offer: Callable[..., Path], files: dict[str, str], part: str
+) -> None:
+    folder = offer("org/model", files)
+    with pytest.raises(ModelError, match=rf"^model: org/model cannot be loaded: .*{part}"):
+        locate("org/model")
+    assert not [name for name in hub.requested if not name.endswith(".json")]
+    with pytest.raises(ModelError, match=part):
+        locate(folder)
+
+
+def test_a_name_that_is_not_on_the_hub_gets_near_names(hub: FakeHub, offer: Callable[..., Path]) -> None:
+    offer("me/my-own-model")
+    locate("me/my-own-model")
+    for wrong, near in (("Qwen/Qwen3-8", BIG), ("Qwen3-0.6B", SMALL), ("me/my-own-modle", "me/my-own-model")):
+        with pytest.raises(ModelError, match=rf"no model '{wrong}' on the hub.*did you mean .*{near}"):
+            locate(wrong)
+    with pytest.raises(ModelError, match=r"or it is private .*; check the name, or give a folder$"):
+        locate("nobody/zzzzzzzzzzz")
+    hub.gated.add("google/gemma-3-270m-it")
+    with pytest.raises(ModelError, match=r"accept its terms.*hf auth login"):
+        locate("google/gemma-3-270m-it")
+
+
+def test_a_hub_that_cannot_be_reached_is_named_without_the_names_of_classes(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=r"the hub \(http://127\.0\.0\.1:9\) cannot be reached.*HF_ENDPOINT") as raised:
+        locate("org/model")
+    assert "Error" not in str(raised.value)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids to ask the hub"):
+        locate("org/model")
+
+
+def test_a_damaged_answer_of_the_hub_is_one_line(hub: FakeHub, offer: Callable[..., Path]) -> None:
+    offer("org/model", {"config.json": "{", "model.safetensors": ""})
+    with pytest.raises(ModelError, match=r"^model: org/model cannot be loaded: config\.json is damaged"):
+        locate("org/model")
+
+
+def test_the_cache_lists_models_with_what_is_wrong_with_them(hub: FakeHub, offer: Callable[..., Path]) -> None:
+    assert cached_models() == []
+    offer(BIG)
+    offer("a/b-GGUF", {"m.Q8_0.gguf": "12345"})
+    path = download(BIG)
+    download("a/b-GGUF")
+    gguf, big = cached_models()
+    assert (gguf.name, gguf.format, gguf.num_bytes, gguf.refusal) == ("a/b-GGUF", "GGUF", 5, None)
+    assert (big.name, big.format, big.refusal) == (BIG, "safetensors", None)
+    assert big.num_bytes == sum(file.stat().st_size for file in path.iterdir())
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    assert "incomplete" in str(cached_models()[1].refusal)
+    assert find_cached(BIG) is None
+    with pytest.raises(ModelError, match=f"not in the cache; did you mean {BIG}"):
+        remove("Qwen/Qwen3-8b-")
+    assert remove("a/b-gguf") == 5
+    assert [one.name for one in cached_models()] == [BIG]
+
+
+def test_auto_chooses_a_small_model_from_the_cache_or_else_the_hub_or_else_a_lookup(
+    hub: FakeHub, offer: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specinfer")
+    here = tmp_path / "Qwen3-8B"
+    here.mkdir()
+    assert auto_drafters("some/model") == ("ngram",)
+    assert "no small model is known for some/model" in caplog.text
+    assert auto_drafters(BIG) == ("ngram",)
+    assert f"{SMALL} cannot be had" in caplog.text
+    offer(SMALL)
+    assert auto_drafters(here) == ("ngram",)  # nothing is downloaded for a folder
+    assert hub.requested == []
+    assert auto_drafters(BIG) == (SMALL, "suffix")
+    assert f"auto chooses {SMALL}, which it downloaded, and suffix" in caplog.text
+    assert auto_drafters(here) == auto_drafters(f"unsloth/{here.name}-GGUF:Q4_K_M") == (SMALL, "suffix")
+    assert "which is in the cache" in caplog.text
+
+
+def test_a_known_target_of_the_hub_is_served_with_its_drafter(hub: FakeHub, offer: Callable[..., Path]) -> None:
+    offer(BIG)
+    offer(SMALL)
+    with LLM(BIG, dtype="float32") as llm:
+        assert list(llm.small_models) == [SMALL]
+        assert llm.drafter is not None
+        assert llm.drafter.num_drafters == 2
+    hub.requested.clear()
+    with LLM(BIG, dtype="float32", tree="off") as llm:
+        assert llm.drafter is None
+
+
+def test_the_table_has_small_models_first_and_says_what_is_not_supported() -> None:
+    drafters = known_drafters(BIG)
+    assert (drafters[0].name, drafters[0].parameters, drafters[0].is_supported) == (SMALL, 0.6, True)
+    assert {one.kind for one in drafters} == {"small model", "EAGLE-3", "DFlash"}
+    assert not any(one.is_supported for one in drafters if one.kind != "small model")
+    assert known_drafters(SMALL) == []  # none is small enough
+    for same in ("/models/Qwen3-8B-Q4_K_M.gguf", "qwen/qwen3-8b", "cache/models--Qwen--Qwen3-8B/snapshots/0123"):
+        assert known_drafters(same) == drafters
+    assert [one.kind for one in known_drafters("deepseek-ai/DeepSeek-V3")] == ["MTP"]
+    names = known_names()
+    assert len(names) == len(set(names)) > 100
+    assert all(hub_name(name) == (name, None) for name in names)
+
+
+def test_near_names_are_not_far() -> None:
+    assert near_names("qwen/qwen3-8b", [])[0] == BIG
+    assert near_names("lama-3.2-1b-instruct", [])[0] == "meta-llama/Llama-3.2-1B-Instruct"
+    assert near_names("zzzz/yyyy", ["a/b"]) == []
+
+
+def test_names_of_the_hub_and_paths() -> None:
+    assert hub_name("hf.co/a/b:Q4_K_M") == ("a/b", "Q4_K_M")
+    for path in ("/a/b", "./a", "a/b/c", "C:\\models\\a", ""):
+        assert hub_name(path) is None
+    assert refusal(["m.safetensors"], {"architectures": ["LlamaForCausalLM"]}, None) is None
+
+
+def test_a_tokenizer_from_elsewhere(
+    hub: FakeHub, offer: Callable[..., Path], tmp_path: Path, model_folder: Callable[..., Path]
+) -> None:
+    bare = str(save_model(tmp_path / "bare"))
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", "{{ messages[0].content }}")
+    options: dict[str, Any] = {"drafters": [], "dtype": "float32"}
+    with LLM(bare, **options) as llm:
+        assert llm.tokenizer is None
+    with LLM(bare, tokenizer=tokenizer, **options) as llm:
+        own = llm.generate("the story")[0]
+        assert own.outputs[0].text
+        assert llm.chat([{"role": "user", "content": "the"}])[0].outputs[0].token_ids
+    folder = offer("org/tokens")
+    assert (locate_tokenizer("org/tokens") / "tokenizer.json").is_file()
+    assert f"{folder.parent.name}/tokens/model.safetensors" not in hub.requested
+    with pytest.raises(ModelError, match=r"^tokenizer: .* has no tokenizer\.json"):
+        LLM(bare, tokenizer=bare, **options)
+    with pytest.raises(ModelError, match=r"^tokenizer: no folder '/nowhere/at/all'"):
+        LLM(bare, tokenizer="/nowhere/at/all", **options)
+    small = json.loads((tokenizer / "tokenizer.json").read_text())
+    number = len(small["model"]["vocab"])
+    with pytest.raises(ModelError, match=rf"^tokenizer: it has {number} tokens and the model 64"):
+        LLM(str(save_model(tmp_path / "small", vocab_size=64)), tokenizer=tokenizer, **options)
