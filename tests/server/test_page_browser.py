@@ -484,7 +484,7 @@ def test_a_race_asks_twice_for_the_same_and_compares(browser: Browser, api: Api)
     assert isinstance(first["seed"], int)
     assert "trace" not in first
     assert f"The texts are equal, all {len(''.join(TEXTS))} characters." in texts(browser, "#verdict")[0]
-    assert texts(browser, ".lanes .said") == ["".join(TEXTS)] * 2
+    assert texts(browser, ".lanes [data-text]") == ["".join(TEXTS)] * 2
 
 
 def test_texts_of_a_race_that_differ_are_reported(browser: Browser, api: Api) -> None:
@@ -609,7 +609,7 @@ def test_the_server_generates_what_the_library_does(chromium: Browser) -> None:
             chromium.click("#send")
             chromium.wait("!document.getElementById('verdict').hidden")
             assert "The texts are equal" in texts(chromium, "#verdict")[0]
-            assert texts(chromium, ".lanes .said") == [expected, expected]
+            assert texts(chromium, ".lanes [data-text]") == [expected, expected]
             chromium.click("#race")
             chromium.click("#mode label:nth-of-type(2) span")
             send(chromium, "a function that adds")

@@ -11,7 +11,7 @@ class Lane {
   constructor(place) {
     this.clock = place.querySelector("[data-clock]");
     this.words = place.querySelector("[data-words]");
-    this.text = place.querySelector("[data-text]");
+    this.output = place.querySelector("[data-text]");
     this.track = place.querySelector(".track > div");
     this.clear();
   }
@@ -23,7 +23,7 @@ class Lane {
     this.first = null;
     this.passes = null;
     this.reason = null;
-    this.text.replaceChildren();
+    this.output.replaceChildren();
     this.words.textContent = "waits for a request";
     this.track.style.inlineSize = "0";
     this.clock.textContent = "0.00 s";
@@ -57,8 +57,8 @@ class Lane {
         if (text) {
           this.first ??= passed();
           this.text += text;
-          this.text.append(text);
-          this.text.scrollTop = this.text.scrollHeight;
+          this.output.append(text);
+          this.output.scrollTop = this.output.scrollHeight;
         }
         this.reason = choice?.finish_reason ?? this.reason;
         this.tokens = event.usage?.completion_tokens ?? this.tokens;
