@@ -151,6 +151,27 @@ def test_a_full_queue_refuses_and_recovers(llm: LLM) -> None:
     serve(llm, use, QueueLimits(max_num_queued_reqs=2))
 
 
+def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        engine.tenants = ("greedy", "modest", "late")
+        many = replace(LONG, n=8)
+        running = [await engine.submit("the", many, tenant="greedy")]
+        with pytest.raises(QueueFullError):
+            await engine.submit("the", replace(LONG, n=3), tenant="greedy")
+        running.append(await engine.submit("the", replace(LONG, n=2), tenant="greedy"))
+        with pytest.raises(QueueFullError):
+            await engine.submit("the", LONG, tenant="greedy")
+        for tenant in ("modest", "late"):
+            running.append(await engine.submit("the", LONG, tenant=tenant))
+            with pytest.raises(QueueFullError):
+                await engine.submit("the", LONG, tenant=tenant)
+        for generation in running:
+            generation.close()
+        await _until(lambda: engine.num_live == 0)
+
+    serve(llm, use, QueueLimits(max_num_queued_reqs=8))  # and 4 may run: 12 in all, of which each tenant keeps one
+
+
 def test_a_queue_of_tokens_refuses(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
         running = [await engine.submit("the", LONG) for _ in range(4)]

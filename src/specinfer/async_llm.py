@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
@@ -44,7 +45,8 @@ class AsyncLLM:
         self._reads = ReadPool(self.limits.max_num_queued_reqs + 1)
         llm.reader.has_grammar_trials = True  # callers need not be trusted
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
-        self._num_reading = 0  # outputs of prompts that are still being read
+        self._num_reading: Counter[str] = Counter()  # outputs of prompts that are still being read, by tenant
+        self.tenants: Collection[str] = ()  # each of these keeps a share of the queue
         self._count = itertools.count()
         self._is_draining = False
         self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
@@ -105,7 +107,7 @@ class AsyncLLM:
         """
         params = params or SamplingParams()
         arrival, arrival_time = time.monotonic(), time.time()
-        with self._seats(params.n):
+        with self._seats(params.n, tenant):
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
@@ -159,20 +161,30 @@ class AsyncLLM:
             self._idle.set()
 
     @contextmanager
-    def _seats(self, count: int) -> Iterator[None]:
-        """Reserve room in the queue before any work is done."""
+    def _seats(self, count: int, tenant: str) -> Iterator[None]:
+        """Reserve places in the queue before any work is done."""
         self._check_alive()
         if self._is_draining:
             raise EngineDeadError("the server is shutting down; send the request to another or later")
-        if self.num_live + count > self.llm.max_num_seqs + self.limits.max_num_queued_reqs:
+        if self.num_live + self._num_kept_from(tenant) + count > self.capacity:
             raise QueueFullError(f"the queue is full ({counted(self.num_waiting, 'request')}); try again later")
-        self._num_reading += count
+        self._num_reading[tenant] += count
         self._note_idleness()
         try:
             yield
         finally:
-            self._num_reading -= count
+            self._num_reading[tenant] -= count
             self._note_idleness()
+
+    def _num_kept_from(self, tenant: str) -> int:
+        """Return the number of free places kept for other tenants, who share a quarter of the queue."""
+        others = [other for other in self.tenants if other != tenant]
+        if not others or 2 * len(self.tenants) > self.capacity:
+            return 0
+        share = max(1, self.capacity // (4 * len(self.tenants)))
+        live = self._num_reading.copy()
+        live.update(generation.requests[0].tenant for generation in self._generations.values())
+        return sum(max(0, share - live[other]) for other in others)
 
     def _check_tokens(self, job: Job) -> None:
         limit, waiting = self.limits.max_num_queued_tokens, self.num_waiting_tokens
@@ -183,9 +195,14 @@ class AsyncLLM:
     # ---------------------------------------------------------------------------------- state
 
     @property
+    def capacity(self) -> int:
+        """Largest number of outputs that may be read, wait or run at once."""
+        return self.llm.max_num_seqs + self.limits.max_num_queued_reqs
+
+    @property
     def num_live(self) -> int:
         """Number of outputs that are being read, waiting or running."""
-        return self._num_reading + len(self._generations)
+        return self._num_reading.total() + len(self._generations)
 
     @property
     def num_running(self) -> int:

@@ -233,3 +233,18 @@ def test_a_page_of_the_same_name_under_another_scheme_is_another_site() -> None:
     forwarded = {"host": "localhost", "x-forwarded-proto": "https"}  # as a proxy in front, for TLS, sends it
     assert status(forwarded | {"origin": "https://localhost"}) == 200
     assert status(forwarded | {"origin": "http://localhost"}) == 403
+
+
+def test_traces_do_not_show_one_key_what_drafters_learned_from_another(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "adaptation", object())
+    asked = {"prompt": "the", "max_tokens": 2, "trace": True}
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> httpx.Response:
+        return await client.post("/v1/completions", json=asked, headers={"authorization": f"Bearer {KEY}"})
+
+    refused = serve(llm, body, api_keys=(KEY, OTHER))
+    assert refused.status_code == 400
+    assert "trace: drafters learn from the texts of all keys" in error_of(refused)["message"]
+    assert serve(llm, body, api_keys=(KEY,)).status_code == 200, "with one key there is nothing to hide"

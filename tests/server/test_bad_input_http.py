@@ -68,6 +68,11 @@ def test_33_heads_that_are_too_large(port: Port, lines: list[str]) -> None:
         b"GET /health HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\x00b\r\n\r\n",
         b"GET /he\x00alth HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: 127.0.0.1\n\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\nX-A: b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b\r\n c\r\n\r\n",
+        b"POST /ping HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /ping HTTP/1.1\r\nHost: a\r\ntransfer-encoding: chunked\r\nX: y\r\ncontent-length:4\r\n\r\n0\r\n\r\n",
     ],
 )
 def test_33_bytes_that_are_no_request(port: Port, data: bytes) -> None:
@@ -99,6 +104,19 @@ def test_33_smuggled_requests_are_not_served(port: Port) -> None:
         said = port.say(both.encode() + hidden)
         assert b"/smuggled" not in said
         assert statuses(said)[0] == 400 or len(statuses(said)) <= 2
+
+
+def test_an_ambiguous_head_after_another_request_is_refused_too(port: Port) -> None:
+    with port.well():
+        said = port.say(request(None, path="/ping", method="GET") + b"GET /ping HTTP/1.1\nHost: 127.0.0.1\n\n")
+        assert statuses(said) == [200, 400]
+
+
+def test_a_head_that_comes_byte_by_byte_is_read(port: Port) -> None:
+    with port.well(), port.connect() as connection:
+        for byte in b"GET /ping HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n":
+            connection.sendall(bytes([byte]))
+        assert statuses(read_all(connection)) == [200]
 
 
 # 34, 36, 38

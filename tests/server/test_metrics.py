@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import os
 import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
 from specinfer.server import telemetry
-from specinfer.server.logs import StatsLog, configure
+from specinfer.server.logs import BackgroundHandler, StatsLog, configure
 from specinfer.server.metrics import REFUSALS, Metrics
 from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.observation import Observation
@@ -275,6 +278,7 @@ def test_log_lines_name_their_request(capsys: pytest.CaptureFixture[str]) -> Non
         logging.getLogger("specinfer.server").info("outside")
         logging.getLogger("specinfer.server").info("%s", "one\nINFO forged \x1b[31m")
         logging.getLogger("elsewhere").info("not shown")
+        root.handlers[0].flush()
     finally:
         root.handlers[:], root.level = before[0], before[1]
         ours.setLevel(before[2])
@@ -349,3 +353,27 @@ def test_a_failed_draft_is_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
         return numbers(metrics.scrape().decode())["draft_failures_total"] - before
 
     assert serve(llm, body) > 0
+
+
+def test_a_log_that_nobody_reads_stops_nobody() -> None:
+    reading, writing = os.pipe()
+    with open(reading) as pipe, open(writing, "w") as stream:
+        handler = BackgroundHandler(stream)
+        record = logging.makeLogRecord({"msg": "x" * 100})
+        start = time.monotonic()
+        for _ in range(30_000):
+            handler.emit(record)
+        handler.flush()
+        assert time.monotonic() - start < 10, "the pipe takes 64 kB, and 10,000 lines may wait"
+        read: list[str] = []
+        thread = threading.Thread(target=lambda: read.extend(pipe))
+        thread.start()
+        handler.flush()
+        handler.emit(record)
+        handler.flush()
+        stream.close()
+        thread.join()
+    dropped = [line for line in read if "lines were dropped" in line]
+    num_dropped = sum(int(line.split(": ")[1].split()[0]) for line in dropped)
+    assert num_dropped > 10_000
+    assert len(read) - len(dropped) + num_dropped == 30_001, "every line is written or counted"

@@ -63,7 +63,7 @@ class Guard:
             digest = hashlib.sha256(key.encode()).digest()
             for known in self._digests:  # compare with all keys, so that the time reveals nothing
                 if hmac.compare_digest(digest, known):
-                    found = digest.hex()[:12]
+                    found = _tenant_name(digest)
         return found
 
     def _check_host(self, host: str) -> None:
@@ -99,6 +99,15 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def _tenant_name(digest: bytes) -> str:
+    return digest.hex()[:12]
+
+
+def tenants(config: ServerConfig) -> tuple[str, ...]:
+    """Return the names of all keys' tenants."""
+    return tuple(_tenant_name(hashlib.sha256(key.encode()).digest()) for key in config.api_keys)
 
 
 def tenant_of(request: Request) -> str:

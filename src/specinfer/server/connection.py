@@ -6,6 +6,7 @@ idle connections would keep all other clients out.
 
 import asyncio
 import json
+import re
 import sys
 import uuid
 from typing import Any
@@ -17,6 +18,15 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
 
+_END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
+# What other servers may read otherwise: RFC 9112, sections 2.2, 5.2 and 6.3.
+_AMBIGUOUS = {
+    "a line ends without a carriage return.": re.compile(rb"(?<!\r)\n"),
+    "a header is folded over several lines.": re.compile(rb"\n[ \t]"),
+    "Content-Length and Transfer-Encoding exclude one another.": re.compile(
+        rb"(?is)\n(content-length[ \t]*:.*\ntransfer-encoding|transfer-encoding[ \t]*:.*\ncontent-length)[ \t]*:"
+    ),
+}
 _SPARE = 2  # connections per request that may be served at once
 
 
@@ -48,6 +58,13 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._stop_looking()
         super().resume_writing()
+
+    def handle_events(self) -> None:
+        # h11 accepts heads that a proxy in front may read as other requests.
+        if self.conn.their_state is h11.IDLE and (wrong := _ambiguity(self.conn.trailing_data[0])):
+            self.send_400_response(wrong)
+        else:
+            super().handle_events()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -101,3 +118,10 @@ class Connection(H11Protocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+
+
+def _ambiguity(data: bytes) -> str | None:
+    """Return what is ambiguous in the head of a request, which may not be complete yet, or None if nothing is."""
+    end = _END_OF_HEAD.search(data)
+    head = data if end is None else data[: end.end()]
+    return next((wrong for wrong, pattern in _AMBIGUOUS.items() if pattern.search(head)), None)

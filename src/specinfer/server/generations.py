@@ -59,6 +59,11 @@ class Call:
             is_streamed = state.engine.llm.target.loaded.stream is not None
             max_nodes, max_depth = _MAX_STREAMED_TREE if is_streamed else _MAX_TREE
             _check_tree(fields.speculative.tree, state.config.max_tree_nodes or max_nodes, max_depth)
+        if fields.trace and len(state.config.api_keys) > 1 and state.engine.llm.adaptation is not None:
+            raise RequestError(
+                "trace: drafters learn from the texts of all keys here (--adapt-drafters), which their draft tokens "
+                "could show; leave trace out"
+            )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         return cls(state, fields, name, tenant_of(request), salt)
 
@@ -73,7 +78,7 @@ class Call:
             RequestError: There are more.
         """
         engine = self.state.engine
-        capacity = engine.llm.max_num_seqs + engine.limits.max_num_queued_reqs
+        capacity = engine.capacity
         if num_outputs > capacity:
             field = "n" if num_prompts == 1 else "prompt"
             raise RequestError(

@@ -4,10 +4,15 @@ The wording of the statistics is vLLM's, so that tools that parse its log can pa
 """
 
 import asyncio
+import contextlib
 import logging
+import os
+import queue
 import re
 import sys
+import threading
 import time
+from typing import TextIO
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.progress import gigabytes
@@ -15,18 +20,69 @@ from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.tally import Tally, Totals
 
 logger = logging.getLogger(__name__)
+_MAX_LINES = 10_000  # that wait to be written
+_FLUSH_SECONDS = 1.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(level: str) -> None:
     """Send all log lines to standard error; from other libraries only warnings and above."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BackgroundHandler(sys.stderr)
     handler.setFormatter(_OneLine("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s"))
     handler.addFilter(_add_request)
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
     logging.getLogger("specinfer").setLevel(number)
     logging.captureWarnings(True)
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes lines in a thread of its own, so that nobody waits for a terminal or a pipe that is not read.
+
+    Lines are dropped while too many wait, and counted; the number is written as soon as lines can be written again.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
+        self._num_dropped = 0
+        threading.Thread(target=self._write_all, name="specinfer-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record) + "\n")
+        except queue.Full:
+            self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all lines are written, but only as long as the stream takes some."""
+        until = time.monotonic() + _FLUSH_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _write_all(self) -> None:
+        while True:
+            line = self._lines.get()
+            if self._num_dropped:
+                num_dropped, self._num_dropped = self._num_dropped, 0
+                line += f"WARNING specinfer.server.logs: {num_dropped} lines were dropped: the log was not read\n"
+            with contextlib.suppress(OSError, ValueError):  # the stream was closed
+                self._write(line)
+            self._lines.task_done()
+
+    def _write(self, text: str) -> None:
+        try:
+            number = self._stream.fileno()
+        except OSError:  # not a file, as in tests
+            self._stream.write(text)
+            return
+        # Past Python's buffer, whose lock a blocked write would hold while the process wants to end.
+        data = text.encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(number, data) :]
 
 
 class _OneLine(logging.Formatter):

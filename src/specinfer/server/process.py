@@ -39,9 +39,10 @@ SWITCH_SECONDS = 0.0005
 
 def leave_at_once(code: int) -> None:
     """Exit without cleaning up: an orderly exit is not safe while a thread is in native code."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from fastapi import Request
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.server.auth import tenants
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 
@@ -56,6 +57,7 @@ class ServerState:
         """
         if self.config.chat_template is not None:
             engine.llm.reader.chat_template = self.config.chat_template
+        engine.tenants = tenants(self.config)
         self._engine = engine
 
     @property
