@@ -17,6 +17,7 @@ T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = SamplingParams(max_tokens=180, ignore_eos=True, seed=3)
 PROMPTS = ["the", "and of the story, that", "was it", "the story of the", "x"]
+FAILING = pytest.mark.filterwarnings("ignore:request .* failed:RuntimeWarning")
 
 
 @pytest.fixture
@@ -239,15 +240,16 @@ def test_a_deadline_ends_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch
     async def use(engine: AsyncLLM) -> Any:
         return await (await engine.submit("the", LONG, timeout=0.1)).finish()
 
-    output = serve(llm, use)
-    assert output.outputs[0].finish_reason == "error"
+    with pytest.warns(RuntimeWarning, match="request .* failed: .*longer"):
+        output = serve(llm, use)
+    assert output.outputs == []
     assert "longer" in output.error
-    assert 0 < len(output.outputs[0].token_ids) < 180
 
 
 # ----------------------------------------------------------------------------------------- faults
 
 
+@FAILING
 def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text cannot be decoded, its pass fails, its verification fails: others say what they say without it."""
     wanted = llm.generate(PROMPTS[:3], GREEDY)
@@ -279,7 +281,7 @@ def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(broken.requests[0].text, "_decode", _undecodable)
         outputs = await asyncio.gather(*others)
         failed = await broken.finish()
-        assert failed.outputs[0].finish_reason == "error"
+        assert failed.outputs == []
         assert failed.error is not None
         assert "Error" in failed.error
         assert not engine.num_live
@@ -347,6 +349,7 @@ def test_limits_out_of_range_are_named() -> None:
             QueueLimits(**limits)  # type: ignore[arg-type]
 
 
+@FAILING
 def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("the device is gone")
@@ -357,7 +360,7 @@ def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch
         engine.check_health()
         monkeypatch.setattr(llm.engine.scheduler, "schedule", broken)
         outputs = await asyncio.gather(*(generation.finish() for generation in generations))
-        assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+        assert all(output.error is not None and not output.outputs for output in outputs)
         with pytest.raises(EngineDeadError):
             engine.check_health()
         with pytest.raises(EngineDeadError):
@@ -367,6 +370,7 @@ def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch
     serve(llm, use)
 
 
+@FAILING
 def test_an_engine_that_fails_on_what_it_is_asked_ends_what_was_asked_after(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,18 +394,19 @@ def test_an_engine_that_fails_on_what_it_is_asked_ends_what_was_asked_after(
         after = await engine.submit("x", GREEDY)
         go_on.set()
         output = await asyncio.wait_for(after.finish(), 20)
-        assert output.outputs[0].finish_reason == "error"
+        assert output.outputs == []
         assert engine.has_failed
 
     serve(llm, use)
 
 
+@FAILING
 def test_passes_that_always_fail_are_the_engines_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(engine: AsyncLLM) -> None:
         monkeypatch.setattr(llm.target, "forward", _always_failing)
         for _ in range(3):
             output = await engine.generate("the", GREEDY)
-            assert output.outputs[0].finish_reason == "error"
+            assert output.outputs == []
         await _until(lambda: engine.has_failed)
         with pytest.raises(EngineDeadError):
             await engine.generate("the", GREEDY)
@@ -484,12 +489,13 @@ def test_what_is_to_be_read_after_the_end_is_refused(llm: LLM) -> None:
     serve(llm, use)
 
 
+@FAILING
 def test_shutting_down_ends_the_rest_with_an_error(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
         running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
         await _until(lambda: len(engine._generations) == 5)  # all have been read
         assert await engine.shutdown()
-        assert {(await task).outputs[0].finish_reason for task in running} == {"error"}
+        assert not any([(await task).outputs for task in running])
 
     serve(llm, use)
 

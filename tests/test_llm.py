@@ -207,7 +207,7 @@ def test_a_tree_without_a_drafter_is_refused(plain: LLM) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=12, tree=tree)
         assert _tokens(plain.generate(PROMPTS, params)) == wanted
     for tree in ("1,1", "best-first:4"):
-        with pytest.raises(RequestError, match=r"^tree: .* needs drafters"):
+        with pytest.raises(RequestError, match=r"^prompts\[0\]: tree: .* needs drafters"):
             plain.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, tree=tree))
 
 
@@ -270,8 +270,11 @@ def test_logprobs(llm: LLM) -> None:
     for token, row in zip(completion.token_ids, completion.logprobs, strict=True):
         exact = reference.last_logits(model, ids).log_softmax(dim=-1)
         assert set(row) == {token, *exact.topk(2).indices.tolist()}
-        for kind, value in row.items():
-            assert value == pytest.approx(float(exact[kind]), abs=1e-4)
+        for kind, known in row.items():
+            assert known.logprob == pytest.approx(float(exact[kind]), abs=1e-4)
+            assert known.rank == 1 + int((exact > exact[kind]).sum())
+            assert known.decoded_token == llm.tokenizer.decode([kind])
+        assert max(known.rank for known in row.values()) <= max(2, row[token].rank)
         total += float(exact[token])
         ids.append(token)
     assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
@@ -295,7 +298,9 @@ def test_prompt_logprobs(folder: Path, small: Path, num_batched: int) -> None:
             assert row is not None
             assert next(iter(row)) == ids[i]
             assert set(row) == {ids[i], *exact.topk(2).indices.tolist()}
-            assert row == pytest.approx({kind: float(exact[kind]) for kind in row}, abs=2e-4)
+            assert {kind: known.logprob for kind, known in row.items()} == pytest.approx(
+                {kind: float(exact[kind]) for kind in row}, abs=2e-4
+            )
     assert outputs[4].prompt_logprobs is None
 
 
@@ -336,8 +341,14 @@ def test_chat_goes_through_the_template(chatting: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "in"}, 3], "the cat"], ids=repr)
 def test_chat_refuses(chatting: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError, match=r"^messages(\[1\])?: "):
+    with pytest.raises(RequestError, match=r"^messages(\[[01]\])?: "):
         chatting.chat(messages, GREEDY)
+
+
+def test_a_bad_conversation_of_several_is_refused_by_its_index(chatting: LLM) -> None:
+    good = [{"role": "user", "content": "in"}]
+    with pytest.raises(RequestError, match=r"^messages\[1\]\[1\]: "):
+        chatting.chat([good, [*good, 3]], GREEDY)  # type: ignore[list-item]
 
 
 def test_no_chat_without_a_template(llm: LLM) -> None:
@@ -519,15 +530,13 @@ IN_A_LIST = [prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else pro
 
 
 @pytest.mark.parametrize("bad", IN_A_LIST, ids=lambda x: repr(x)[:30])
-def test_a_bad_prompt_does_not_spoil_its_neighbours(llm: LLM, bad: Any) -> None:
-    wanted = _tokens(llm.generate(PROMPTS, GREEDY))
-    prompts = [PROMPTS[0], bad, *PROMPTS[1:]]
-    first, refused, *others = llm.generate(prompts, GREEDY)
-    assert _tokens([first, *others]) == wanted
-    assert refused.error is not None
-    assert refused.error.startswith("prompt: ")
-    assert refused.finished
-    assert [(c.token_ids, c.text, c.finish_reason) for c in refused.outputs] == [([], "", "error")]
+def test_a_bad_prompt_of_a_list_is_refused_by_its_index_before_anything_runs(
+    llm: LLM, bad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("work was done"))
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: "):
+        llm.generate([PROMPTS[0], bad, *PROMPTS[1:]], GREEDY)
+    assert not llm.engine.has_work
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
@@ -546,9 +555,8 @@ def test_parameters_that_do_not_fit_the_model(llm: LLM, fields: dict[str, Any], 
     prompt = [5, 6]
     with pytest.raises(RequestError, match=f"^{message}"):
         llm.generate(prompt, SamplingParams(**fields))
-    outputs = llm.generate([prompt, prompt], [SamplingParams(**fields), GREEDY])
-    assert outputs[0].error is not None
-    assert _tokens(outputs[1:]) == _tokens(llm.generate(prompt, GREEDY))
+    with pytest.raises(RequestError, match=rf"^prompts\[1\]: {message}"):
+        llm.generate([prompt, prompt], [GREEDY, SamplingParams(**fields)])
 
 
 def test_the_longest_request_that_fits(folder: Path) -> None:
@@ -742,9 +750,11 @@ def test_nan_in_a_batch_is_one_requests_error(llm: LLM, monkeypatch: pytest.Monk
         return logits
 
     monkeypatch.setattr(llm.target, "forward", spoiled)
-    outputs = llm.generate(PROMPTS, GREEDY)
+    with pytest.warns(RuntimeWarning, match="request .* failed: the model computed values") as caught:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    assert [warning.filename for warning in caught] == [__file__]
     assert outputs[1].error is not None
-    assert outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[1].outputs == []
     assert _tokens([*outputs[:1], *outputs[2:]]) == [*wanted[:1], *wanted[2:]]
     assert all(output.error is None for i, output in enumerate(outputs) if i != 1)
 

@@ -18,6 +18,7 @@ NAMES = {
     "EngineArgs",
     "EngineDeadError",
     "Generation",
+    "Logprob",
     "ModelError",
     "QueueFullError",
     "QueueLimits",
@@ -54,6 +55,10 @@ def test_importing_the_package_is_quick() -> None:
     code = "import sys, specinfer; specinfer.ModelError; print('torch' in sys.modules, specinfer.LLM.__name__)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "LLM"]
+
+
+def test_completion_offers_the_public_names() -> None:
+    assert set(dir(specinfer)) == {*NAMES, "__version__"}
 
 
 def test_other_names_are_not_there() -> None:

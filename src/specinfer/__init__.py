@@ -8,6 +8,7 @@ from specinfer.core.cpus import load_openmp
 if TYPE_CHECKING:
     from specinfer.async_llm import AsyncLLM
     from specinfer.core.errors import EngineDeadError, ModelError, QueueFullError, RequestError
+    from specinfer.core.logprob import Logprob
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.core.queue_limits import QueueLimits
     from specinfer.core.sampling import SamplingParams
@@ -26,6 +27,7 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "Generation",
+    "Logprob",
     "ModelError",
     "QueueFullError",
     "QueueLimits",
@@ -45,6 +47,7 @@ _HOMES = {
     "EngineArgs": "engine_args",
     "EngineDeadError": "core.errors",
     "Generation": "generation",
+    "Logprob": "core.logprob",
     "ModelError": "core.errors",
     "QueueFullError": "core.errors",
     "QueueLimits": "core.queue_limits",
@@ -56,6 +59,10 @@ _HOMES = {
     "TextChunk": "core.outputs",
     "TokenTree": "core.tree",
 }
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> object:

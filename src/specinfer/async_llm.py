@@ -130,7 +130,11 @@ class AsyncLLM:
         return generation
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Complete one prompt; cancelling the call ends the request. It raises what `submit` raises."""
+        """Complete one prompt; cancelling the call ends the request. It raises what `submit` raises.
+
+        If the request fails while it runs, its output has `error` set and no `outputs`, and a `RuntimeWarning` is
+        emitted.
+        """
         return await (await self.submit(prompt, params)).finish()
 
     async def read(self, action: Callable[[], T], tenant: str = "") -> T:

@@ -65,10 +65,12 @@ class Generation:
             self.close()
 
     async def finish(self) -> RequestOutput:
-        """Wait for the end and return all outputs."""
+        """Wait for the end and return all outputs; failures are reported as by `LLM.generate`."""
         async for _ in self:
             pass
-        return self.output()
+        output = self.output()
+        output.warn_of_error(stacklevel=2)
+        return output
 
     def close(self) -> None:
         """End the unfinished requests, which have no reader any more."""

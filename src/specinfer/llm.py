@@ -20,7 +20,7 @@ from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
-from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list, text_of
+from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list
 from specinfer.learning.adaptation import Adaptation
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import SpeculationPolicy, budget_of
@@ -158,8 +158,11 @@ class LLM:
             use_tqdm: Show a progress bar on a terminal.
 
         Raises:
-            RequestError: Every prompt was refused; the message is that of the first. If only some are refused,
-                they are returned with `error` set and the others are served.
+            RequestError: A prompt, or its parameters, cannot be served; the message names its index in a list. Nothing
+                has run then.
+
+        A request that fails while it runs does not end the others: its output has `error` set and no `outputs`, and a
+        `RuntimeWarning` is emitted.
         """
         prompts = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -170,20 +173,19 @@ class LLM:
                 f"sampling_params: {len(sampling_params)} given for {counted(len(prompts), 'prompt')}; "
                 "give one for each"
             )
-        jobs: list[Job | RequestOutput] = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
-            number = next(self._count)
+        jobs = []
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             try:
-                jobs.append(self._job(number, prompt, params))
+                jobs.append(self._job(next(self._count), prompt, params))
             except RequestError as error:
-                jobs.append(RequestOutput.refused(str(number), text_of(prompt), [], str(error)))
-        accepted = [job for job in jobs if isinstance(job, Job)]
-        if jobs and not accepted:
-            refused = jobs[0]
-            assert isinstance(refused, RequestOutput)
-            raise RequestError(refused.error)
-        self._run(accepted, show=use_tqdm)
-        return [job.output() if isinstance(job, Job) else job for job in jobs]
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"prompts[{i}]: {str(error).removeprefix('prompt: ')}") from error
+        self._run(jobs, show=use_tqdm)
+        outputs = [job.output() for job in jobs]
+        for output in outputs:
+            output.warn_of_error(stacklevel=2)
+        return outputs
 
     def chat(
         self,
@@ -195,12 +197,20 @@ class LLM:
         """Answer one conversation, or each of several, through the model's chat template.
 
         Raises:
-            RequestError: The model has no chat template, or a message does not fit it.
+            RequestError: The model has no chat template, or a message does not fit it; the message names the index of
+                the conversation in a list. Nothing has run then. Failures while running are reported as by `generate`.
         """
         if not messages:
             raise RequestError("messages: empty; give at least one message with role and content")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [{"prompt_token_ids": self.chat_prompt(c)} for c in conversations]  # type: ignore[arg-type]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            try:
+                prompts.append({"prompt_token_ids": self.chat_prompt(conversation)})  # type: ignore[arg-type]
+            except RequestError as error:
+                if len(conversations) == 1 or not str(error).startswith("messages"):
+                    raise
+                raise type(error)(f"messages[{i}]{str(error).removeprefix('messages')}") from error
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -230,7 +240,9 @@ class LLM:
                 if request.num_output > num_generated and not request.is_finished:
                     num_generated = request.num_output
                     yield cursor.advance()
-            yield replace(cursor.advance(), output=job.output())
+            output = job.output()
+            output.warn_of_error(stacklevel=2)
+            yield replace(cursor.advance(), output=output)
         finally:
             self.engine.abort(request)
 

@@ -180,7 +180,8 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     assert result.stderr == f"specinfer: prompt 1: {bad['error']}\n"
     plain = run("generate", target, "--file", str(file), *GREEDY, "--stats", code=1)
     assert plain.stdout == f"{good['text']}\n{other['text']}\n"
-    assert [line.split(":")[0] for line in plain.stderr.splitlines()] == [
+    heads = [line.split(":")[0] for line in plain.stderr.splitlines()]
+    assert [head for head in heads if "passes" not in head] == [
         "prompt 0", "prompt 2", "computed by target", "specinfer",
     ]  # fmt: skip
     file.write_text(f'{{"prompt_token_ids": [{VOCAB}]}}')
@@ -452,7 +453,7 @@ def test_chat_keeps_its_history(chat_model: str) -> None:
     noted = run(*words, stdin="/stats\nthe story\n/stats\n/what\n").stderr.splitlines()
     assert "no answer yet" in noted[0]
     assert "24 tokens in" in noted[1]
-    assert Chat.HELP in noted[2]
+    assert Chat.HELP in noted[-1]
 
 
 def test_chat_refuses_a_model_without_a_template(target: str) -> None:

@@ -74,7 +74,8 @@ def expected(llm: LLM, question: str, choice: str) -> tuple[float, bool]:
     logprobs = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].prompt_logprobs
     assert logprobs is not None
     said = [(logprobs[i] or {}, ids[i]) for i in range(start, len(ids))]
-    return sum(each[token] for each, token in said), all(max(each, key=lambda t: each[t]) == i for each, i in said)
+    total = sum(each[token].logprob for each, token in said)
+    return total, all(each[token].rank == 1 for each, token in said)
 
 
 def test_lm_eval_reads_the_librarys_likelihoods(server: ServerAddress, tmp_path: Path) -> None:

@@ -227,9 +227,13 @@ def test_a_row_without_a_valid_token_harms_no_other() -> None:
 
 def test_logprobs_have_the_emitted_token_and_the_best() -> None:
     row = torch.tensor(FOUR)
-    assert top_logprobs(row, 0, 2) == pytest.approx({0: FOUR[0], 1: FOUR[1], 3: FOUR[3]})
-    assert list(top_logprobs(row, 0, 2)) == [0, 1, 3]
-    assert top_logprobs(row, 1, 0) == pytest.approx({1: FOUR[1]})
+    found = top_logprobs(row, 0, 2, decode=str)
+    assert {token: one.logprob for token, one in found.items()} == pytest.approx({0: FOUR[0], 1: FOUR[1], 3: FOUR[3]})
+    assert [(token, one.decoded_token) for token, one in found.items()] == [(0, "0"), (1, "1"), (3, "3")]
+    assert {token: one.rank for token, one in found.items()} == {
+        token: 1 + sum(other > FOUR[token] for other in FOUR) for token in found
+    }
+    assert top_logprobs(row, 1, 0)[1].logprob == pytest.approx(FOUR[1])
     assert len(top_logprobs(row, 1, 9)) == 4
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
 
 _DEFAULT_MAX_TOKENS = 128
+_FAILED: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": "error", "stop_reason": None}
 _MODEL_OR_PROMPT = Annotated[
     str | None,
     typer.Argument(
@@ -74,7 +75,7 @@ def generate(
         streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False).output
         failed = streamed is not None and streamed.error is not None
     else:
-        outputs = _outputs_or_refusals(llm, asked, fitted) if as_json else llm.generate(asked, fitted)
+        outputs = _serve(llm, asked, fitted) if as_json or len(asked) > 1 else llm.generate(asked, fitted)
         if as_json:
             records = [_record(i, prompt, out) for i, (prompt, out) in enumerate(zip(asked, outputs, strict=True))]
             print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # one line per prompt
@@ -208,22 +209,19 @@ def _is_prompt(word: str) -> bool:
     return any(map(str.isspace, word)) and not os.path.exists(word)
 
 
-def _outputs_or_refusals(
-    llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]"
-) -> "list[RequestOutput]":
-    """Return an output for each prompt, also if all prompts are refused."""
-    from specinfer.core.outputs import RequestOutput
+def _serve(llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]") -> "list[RequestOutput]":
+    """Return an output for each prompt; those that are refused have an error, and the others are served."""
+    from specinfer.core.outputs import RequestMetrics, RequestOutput
 
-    try:
-        return llm.generate(prompts, params)
-    except RequestError:
-        refusals = []
-        for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                llm.generate([prompt], its_params)
-            except RequestError as error:
-                refusals.append(RequestOutput.refused(str(i), None, [], str(error)))
-        return refusals
+    refused: dict[int, RequestOutput] = {}
+    for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            llm.job(str(i), prompt, its_params, 0)
+        except RequestError as error:
+            refused[i] = RequestOutput(str(i), None, [], [], True, RequestMetrics(), str(error))
+    left = [i for i in range(len(prompts)) if i not in refused]
+    served = iter(llm.generate([prompts[i] for i in left], [params[i] for i in left]))
+    return [refused.get(i) or next(served) for i in range(len(prompts))]
 
 
 def _converse(lines: Iterable[str], screen: Screen, answer: Callable[[str], object]) -> None:
@@ -247,7 +245,7 @@ def _record(index: int, prompt: "Prompt", output: "RequestOutput") -> dict[str, 
     record = {
         "index": index,
         "prompt": prompt.get("prompt") if isinstance(prompt, Mapping) else prompt,
-        **_output_record(output.outputs[0]),
+        **(_output_record(output.outputs[0]) if output.outputs else _FAILED),
         "error": output.error,
         "metrics": {
             "speculative_decoding": metrics.speculative_decoding,
@@ -270,6 +268,7 @@ def _output_record(done: "CompletionOutput") -> dict[str, Any]:
     if done.logprobs is not None:  # JSON has no infinity
         record["cumulative_logprob"] = done.cumulative_logprob
         record["logprobs"] = [
-            {token: value if math.isfinite(value) else None for token, value in best.items()} for best in done.logprobs
+            {token: one.logprob if math.isfinite(one.logprob) else None for token, one in best.items()}
+            for best in done.logprobs
         ]
     return record

@@ -1,9 +1,11 @@
 """Results that a caller receives. Names are vLLM's, with additions for speculation."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from specinfer.core.request import FinishReason, Request, StepTrace
+from specinfer.core.logprob import Logprob
+from specinfer.core.request import Request, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +13,7 @@ class CompletionOutput:
     """One output of a prompt.
 
     Attributes:
-        logprobs: For each token: token id -> log-probability before processing; None if not asked for.
+        logprobs: For each token: token id -> `Logprob`; None if not asked for.
         finish_reason: "stop", "length", "abort" or "error".
         stop_reason: Stop string or token id that ended the output, if one did.
         token_origins: For each token the drafter that proposed it, or None if the target emitted it.
@@ -21,7 +23,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, float]] | None
+    logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_origins: list[str | None] = field(default_factory=list)
@@ -34,7 +36,7 @@ class CompletionOutput:
             index=index,
             text=request.text.text if request.text is not None else "",
             token_ids=request.output_ids,
-            cumulative_logprob=sum(logprobs[token] for token, logprobs in pairs) if asked else None,
+            cumulative_logprob=sum(logprobs[token].logprob for token, logprobs in pairs) if asked else None,
             logprobs=list(request.logprobs) if asked else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
@@ -57,8 +59,9 @@ class RequestOutput:
     """All outputs of one prompt.
 
     Attributes:
-        error: Reason why the request was refused or failed, or None if it was served.
-        prompt_logprobs: For each token of the prompt: token id -> log-probability, None for the first; None if not
+        outputs: The outputs, or an empty list if the request failed.
+        error: Reason why the request failed while it ran, or None if it was served.
+        prompt_logprobs: For each token of the prompt: token id -> `Logprob`, None for the first; None if not
             asked for.
         num_cached_tokens: Prompt tokens that were not computed because they were in the prefix cache.
     """
@@ -70,7 +73,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
 
     @classmethod
@@ -79,6 +82,7 @@ class RequestOutput:
         first = requests[0]
         starts = [r.first_token_time for r in requests if r.first_token_time is not None]
         ends = [r.finished_time for r in requests if r.finished_time is not None]
+        error = next((r.error for r in requests if r.error is not None), None)
         total = first.speculation
         for request in requests[1:]:
             total = total + request.speculation
@@ -86,21 +90,20 @@ class RequestOutput:
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_ids,
-            outputs=[CompletionOutput.of(i, request) for i, request in enumerate(requests)],
+            outputs=[CompletionOutput.of(i, one) for i, one in enumerate(requests)] if error is None else [],
             finished=all(request.is_finished for request in requests),
             metrics=RequestMetrics(
                 first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()
             ),
-            error=next((r.error for r in requests if r.error is not None), None),
+            error=error,
             prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
             num_cached_tokens=first.num_cached,
         )
 
-    @classmethod
-    def refused(cls, request_id: str, prompt: str | None, prompt_ids: list[int], error: str) -> "RequestOutput":
-        """Make the output of a request that was never started; the others of its batch are served."""
-        output = CompletionOutput(0, "", [], None, None, FinishReason.ERROR, None)
-        return cls(request_id, prompt, prompt_ids, [output], True, RequestMetrics(), error)
+    def warn_of_error(self, stacklevel: int) -> None:
+        """Emit a Python warning if the request failed, so that nobody overlooks `error`."""
+        if self.error is not None:
+            warnings.warn(f"request {self.request_id} failed: {self.error}", RuntimeWarning, stacklevel + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class TextChunk:
         origins: For each new token, the drafter that proposed it, or None if the target emitted it.
         output: Complete output; set on the last chunk of a prompt.
         index: Number of the output among the prompt's outputs.
-        logprobs: For each new token: token id -> log-probability before processing; None if not asked for.
+        logprobs: For each new token: token id -> `Logprob`; None if not asked for.
         finish_reason: "stop", "length", "abort" or "error", on the last chunk of an output.
         stop_reason: Stop string or token id that ended the output, if one did.
         steps: Token trees of the steps that made the chunk, if the request is traced.
@@ -124,7 +127,7 @@ class TextChunk:
     origins: list[str | None]
     output: RequestOutput | None = None
     index: int = 0
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     steps: list[StepTrace] = field(default_factory=list)

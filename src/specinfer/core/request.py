@@ -1,11 +1,13 @@
 """The state of a request, its part in one step, and its speculation counters."""
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.logprob import Logprob
 from specinfer.core.noise import UniformStream
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import TextBuffer
@@ -184,6 +186,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     max_model_len: int = 2**31
     text: TextBuffer | None = None  # None without a tokenizer, and so without stop strings
+    decode: Callable[[int], str] | None = None  # text of a token alone, for log-probabilities
     grammar: Grammar | None = None  # constraint on the output
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     prediction_ids: tuple[int, ...] = ()  # tokens that the output is likely to resemble
@@ -199,8 +202,8 @@ class Request:
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose keys and values were already cached
     origins: list[str | None] = field(default_factory=list)  # for each output token, the drafter that proposed it
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -28,7 +28,8 @@ def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tens
     params, before = request.params, request.num_output
     for node, token, origin in zip(nodes, tokens, guessed_by, strict=True):
         if params.logprobs is not None:
-            request.logprobs.append(top_logprobs(logits[node], token, params.logprobs, params.scored_tokens))
+            known = top_logprobs(logits[node], token, params.logprobs, params.scored_tokens, request.decode)
+            request.logprobs.append(known)
         request.append(token, origin)
         if request.is_finished:
             break
@@ -53,4 +54,5 @@ def note_prompt(span: Span, logits: Tensor) -> None:
         request.prompt_logprobs.append(None)  # the first token has no prediction
     # After a preemption some of them are known already.
     for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
-        request.prompt_logprobs.append(top_logprobs(logits[place - 1 - span.start], request.prompt_ids[place], count))
+        row, token = logits[place - 1 - span.start], request.prompt_ids[place]
+        request.prompt_logprobs.append(top_logprobs(row, token, count, (), request.decode))

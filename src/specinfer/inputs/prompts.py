@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -73,6 +73,7 @@ class PromptReader:
                 eos_token_ids=self._eos_token_ids,
                 max_model_len=self._max_model_len,
                 text=self.text_buffer(params),
+                decode=self.decode_token,
                 grammar=None if grammar is None else grammar.clone(),
                 bad_words_ids=bad_words,
                 prediction_ids=prediction,
@@ -238,6 +239,13 @@ class PromptReader:
             return None
         decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         return TextBuffer(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)
+
+    @functools.cached_property
+    def decode_token(self) -> Callable[[int], str] | None:
+        """Function that returns the text of a token alone, or None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return functools.lru_cache(2**16)(lambda token: self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         given: Any = prompt

@@ -75,7 +75,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         extra: dict[str, Any] = {"prompt_token_ids": read.ids} if fields.return_token_ids else {}
         if texts is not None and fields.prompt_logprobs is not None:
             known = generations[0].requests[0].prompt_logprobs
-            extra["prompt_logprobs"] = prompt_logprobs(known, fields.prompt_logprobs, texts)
+            extra["prompt_logprobs"] = prompt_logprobs(known, texts)
         return extra
 
     return ChoicesResponse(

@@ -115,7 +115,7 @@ class _Output:
         if self.texts is not None and request.params.logprobs is not None:
             choice["logprobs"] = completion_logprobs(self._scored(chunk), self.texts)
         if self.texts is not None and fields.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, fields.prompt_logprobs, self.texts)
+            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.texts)
         if fields.return_token_ids:
             choice["token_ids"] = chunk.token_ids if shows else []
         if not self.is_begun:

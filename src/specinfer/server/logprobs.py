@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.logprob import Logprob
 from specinfer.drafters.vocabulary.token_text import TokenText
 from specinfer.llm import LLM
 
@@ -66,7 +67,7 @@ class Scored:
     """Tokens with their log-probabilities and their offsets in the text."""
 
     token_ids: Sequence[int] = ()
-    logprobs: Sequence[Mapping[int, float] | None] = ()
+    logprobs: Sequence[Mapping[int, Logprob] | None] = ()
     offsets: Sequence[int] = ()
 
     def __add__(self, later: "Scored") -> "Scored":
@@ -80,11 +81,11 @@ def completion_logprobs(scored: Scored, texts: TokenTexts) -> dict[str, Any]:
     names = [texts.name(token, "bytes:") for token in scored.token_ids]
     tops: list[dict[str, float] | None] = []
     for known in scored.logprobs:
-        tops.append(None if known is None else {texts.name(t, "bytes:"): _finite(p) for t, p in known.items()})
+        tops.append(None if known is None else {texts.name(t, "bytes:"): _finite(p.logprob) for t, p in known.items()})
     pairs = zip(scored.token_ids, scored.logprobs, strict=True)
     return {
         "tokens": names,
-        "token_logprobs": [None if known is None else _finite(known[token]) for token, known in pairs],
+        "token_logprobs": [None if known is None else _finite(known[token].logprob) for token, known in pairs],
         "top_logprobs": tops,
         "text_offset": list(scored.offsets),
     }
@@ -95,7 +96,7 @@ def completion_logprobs(scored: Scored, texts: TokenTexts) -> dict[str, Any]:
 
 def chat_logprobs(
     token_ids: Sequence[int],
-    logprobs: Sequence[Mapping[int, float]],
+    logprobs: Sequence[Mapping[int, Logprob]],
     count: int,
     named: Sequence[int],
     texts: TokenTexts,
@@ -108,28 +109,25 @@ def chat_logprobs(
     """
     content = []
     for token, known in zip(token_ids, logprobs, strict=True):
-        best = sorted(known, key=lambda t: -known[t])[:count]
+        best = sorted(known, key=lambda t: known[t].rank)[:count]
         listed = [*best, *(t for t in named if t not in best)]
-        tops = [_entry(t, known[t], texts) for t in listed]
-        content.append({**_entry(token, known[token], texts), "top_logprobs": tops})
+        tops = [_entry(t, known[t].logprob, texts) for t in listed]
+        content.append({**_entry(token, known[token].logprob, texts), "top_logprobs": tops})
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(
-    logprobs: Sequence[Mapping[int, float] | None], count: int, texts: TokenTexts
-) -> list[dict[str, Any] | None]:
-    """Return vLLM's format: for each prompt token an object by token id; ranks beyond `count` are null."""
+def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
+    """Return vLLM's format: for each prompt token an object by token id."""
     shown: list[dict[str, Any] | None] = []
     for known in logprobs:
         if known is None:
             shown.append(None)
             continue
-        best = sorted(known, key=lambda t: -known[t])[:count]
         shown.append(
             {
                 str(t): {
-                    "logprob": _finite(p),
-                    "rank": best.index(t) + 1 if t in best else None,
+                    "logprob": _finite(p.logprob),
+                    "rank": p.rank,
                     "decoded_token": texts.name(t),
                 }
                 for t, p in known.items()

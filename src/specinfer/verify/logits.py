@@ -5,11 +5,12 @@ too early), biases and penalties. `truncate` needs the scores alone: temperature
 is vLLM's. Each row of logits belongs to one node of a token tree, and its history is that node's own path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
@@ -137,7 +138,13 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
     return torch.maximum(least, values.gather(-1, last))
 
 
-def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, float]:
+def top_logprobs(
+    row: Tensor,
+    token: int,
+    count: int,
+    others: Sequence[int] = (),
+    decode: Callable[[int], str] | None = None,
+) -> dict[int, Logprob]:
     """Return log-probabilities before processing: of this token, then of the best, then of the others, by token id.
 
     Args:
@@ -145,13 +152,20 @@ def top_logprobs(row: Tensor, token: int, count: int, others: Sequence[int] = ()
         token: Token id of the emitted token.
         count: Number of best tokens.
         others: Further token ids.
+        decode: Function that returns the text of a token.
     """
     logprobs = torch.log_softmax(row, dim=-1)
-    best = logprobs.topk(min(count, logprobs.shape[-1]))
-    found = {token: logprobs[token].item()} | dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    if others:
-        found |= dict(zip(others, logprobs[list(others)].tolist(), strict=True))
-    return found
+    best = logprobs.topk(min(count, logprobs.shape[-1])).indices.tolist()
+    ids = list(dict.fromkeys([token, *best, *others]))
+    ranks = {each: rank for rank, each in enumerate(best, start=1)}
+    values = logprobs[ids]
+    for each in ids:
+        if each not in ranks:
+            ranks[each] = 1 + int((logprobs > logprobs[each]).sum())
+    texts = [None if decode is None else decode(each) for each in ids]
+    return {
+        each: Logprob(value, ranks[each], text) for each, value, text in zip(ids, values.tolist(), texts, strict=True)
+    }
 
 
 def _forbid_bad_words(

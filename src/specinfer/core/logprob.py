@@ -1,0 +1,17 @@
+"""The log-probability of a token, as requests keep it and outputs return it."""
+
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """The log-probability of a token before temperature and penalties, with vLLM's names.
+
+    Attributes:
+        logprob: Natural logarithm of the probability.
+        rank: Rank of the token in the vocabulary, from 1 for the most probable one.
+        decoded_token: Text of the token alone, or None for a model without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
