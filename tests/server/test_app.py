@@ -216,11 +216,11 @@ def test_answers_carry_an_id_that_may_be_the_clients(llm: LLM) -> None:
 
 def test_unknown_paths_and_methods_have_the_shape_of_errors(llm: LLM) -> None:
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
-        for path in ("/v1/embeddings", "/v1/../secret", "/%00", "/v1/models/other"):
+        for path in ("/v1/audio/speech", "/v1/../secret", "/%00", "/v1/models/other"):
             answer = await client.get(path)
             assert answer.status_code == 404
             error_of(answer)
-        assert (await client.post("/v1/embeddings", json={})).status_code == 404
+        assert (await client.post("/v1/audio/speech", json={})).status_code == 404
         wrong = await client.put("/tokenize", json={})
         assert wrong.status_code == 405
         assert wrong.headers["allow"] == "POST"

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from serving import app_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
-from specinfer.server import responses
+from specinfer.server import pending_response, responses
 from talking import HERMES, save_talker
 
 TOOL: Any = {
@@ -263,7 +263,7 @@ def test_a_failure_in_mid_stream_is_an_event(llm: LLM, monkeypatch: pytest.Monke
         yield None
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(responses, "chunks_of", failing)
+    monkeypatch.setattr(pending_response, "chunks_of", failing)
     (stream,) = post(llm, {"input": "a", "stream": True})
     assert ": ping" in stream.text
     assert "secret" not in stream.text

@@ -13,9 +13,10 @@ import pytest
 from serving import Caller, app_of
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.request import Fault
+from specinfer.server.dialect import to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import chunks_of, failure
-from specinfer.server.stream import EventStream, lines_of, to_json
+from specinfer.server.stream import EventStream, lines_of
 from tiny import make_request
 
 PATHS = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}

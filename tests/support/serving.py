@@ -39,13 +39,15 @@ async def served(
 
 
 @contextmanager
-def served_on_port(llm: LLM) -> Iterator[str]:
+def served_on_port(llm: LLM, **settings: Any) -> Iterator[str]:
     """The address of a real server in a thread."""
     started, address = threading.Event(), []
 
     async def serve() -> None:
         async with AsyncLLM(llm) as engine:
-            config = uvicorn.Config(app_of(engine), log_level="error", http="h11", ws="none", lifespan="off")
+            config = uvicorn.Config(
+                app_of(engine, **settings), log_level="error", http="h11", ws="none", lifespan="off"
+            )
             server = uvicorn.Server(config)
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 address.extend([f"http://127.0.0.1:{listener.getsockname()[1]}", server])

@@ -13,12 +13,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import specinfer
 from specinfer.core.text import counted
-from specinfer.server import chat, completions, operations, page, responses, tokens
+from specinfer.server import (
+    anthropic,
+    chat,
+    completions,
+    embeddings,
+    ollama,
+    ollama_models,
+    operations,
+    page,
+    responses,
+    tokens,
+)
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error
 from specinfer.server.limits import Bodies, Heads
 from specinfer.server.middleware import Refusals, ServingMiddleware, refusal
 from specinfer.server.state import ServerState, Serving, state_of
+
+_MODULES = (
+    *(chat, completions, responses, anthropic, ollama, ollama_models, embeddings),
+    *(tokens, operations, page),
+)
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -34,7 +50,7 @@ def create_app(state: ServerState) -> FastAPI:
         responses={name: {"model": ErrorResponse} for name in ("4XX", "5XX")},
     )
     app.state.server = state
-    for module in (chat, completions, responses, tokens, operations, page):
+    for module in _MODULES:
         app.include_router(module.router)
     for kind in KNOWN:
         app.add_exception_handler(kind, _error_response)
@@ -91,4 +107,4 @@ class Gate:
 
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:
-    return refusal(state_of(request), as_api_error(error))
+    return refusal(state_of(request), as_api_error(error), route_path(request.scope))

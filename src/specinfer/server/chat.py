@@ -47,7 +47,7 @@ def _check(fields: ChatFields) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
+class ReadConversation:
     """A conversation as the engine takes it, and the plan for parsing tool calls in its response."""
 
     ids: list[int]
@@ -63,7 +63,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         QueueFullError: The queue has no room for it.
     """
     engine = call.state.engine
-    read = await engine.read(lambda: _read(engine.llm, fields), call.tenant)
+    read = await engine.read(lambda: read_conversation(engine.llm, fields), call.tenant)
     texts = None
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
@@ -91,8 +91,12 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
     )
 
 
-def _read(llm: LLM, fields: ChatFields) -> _Conversation:
-    """Render and check a conversation; runs in the thread that may use the tokenizer."""
+def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
+    """Render and check a conversation; runs in the thread that may use the tokenizer.
+
+    Raises:
+        RequestError: The conversation cannot be served.
+    """
     reader, tools, choice = llm.reader, fields.tools, fields.tool_choice
     if fields.functions:
         tools, choice = tools_of_functions(fields.functions, fields.function_call)
@@ -124,7 +128,7 @@ def _read(llm: LLM, fields: ChatFields) -> _Conversation:
         continue_final_message=goes_on,
         template_kwargs=kwargs or None,
     )
-    return _Conversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan)
+    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
+from specinfer.llm import LLM
 from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
@@ -41,7 +42,8 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
-    params = await engine.read(lambda: _params(fields, call), call.tenant)
+    max_tokens = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
+    params = await engine.read(lambda: completion_params(fields, engine.llm, max_tokens), call.tenant)
     given = as_prompts(fields.prompt)
     call.check_count(len(given), len(given) * params.n)
     # Read one at a time, so that prompts of other requests are read in between.
@@ -67,13 +69,17 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
     )
 
 
-def _params(fields: CompletionFields, call: Call) -> SamplingParams:
-    asked = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
+def completion_params(fields: CompletionFields, llm: LLM, max_tokens: int | None) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
     echoed = fields.logprobs if fields.echo else None
     return sampling_params(
         fields,
-        call.state.engine.llm.target.loaded.sampling_defaults,
-        max_tokens=1 if fields.hides_output else asked,  # the engine generates at least one token
+        llm.target.loaded.sampling_defaults,
+        max_tokens=1 if fields.hides_output else max_tokens,  # the engine generates at least one token
         logprobs=fields.logprobs,
         prompt_logprobs=max((count for count in (fields.prompt_logprobs, echoed) if count is not None), default=None),
         structured_outputs=structured_outputs_of(fields.response_format, fields.structured_outputs),

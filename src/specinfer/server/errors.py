@@ -45,10 +45,15 @@ class ApiError(Exception):
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.headers = dict(headers or {})
 
+    @property
+    def plain_message(self) -> str:
+        """The message as it is sent: bounded, and without lone surrogates, which UTF-8 cannot encode."""
+        return self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
+
     def body(self) -> dict[str, object]:
-        # A lone surrogate in the message could not be encoded as UTF-8.
-        message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+        """Return the error in OpenAI's format."""
+        error = {"message": self.plain_message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 # Exceptions whose message is sent to the client; any other exception is a bug of the server.

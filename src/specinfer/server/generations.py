@@ -4,7 +4,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import Request
 
@@ -113,6 +113,19 @@ class Call:
             close_all(generations)
             raise
         return generations
+
+    async def submit_one(self, ids: list[int], params: SamplingParams) -> Generation:
+        """Queue a prompt with one output, whose limit is lowered to the capacity that the context has left.
+
+        Raises:
+            RequestError: The prompt cannot be served.
+            QueueFullError: The queue has no room for it.
+        """
+        left = self.state.engine.llm.max_model_len - len(ids)
+        if params.max_tokens is not None and 0 < left < params.max_tokens:
+            params = replace(params, max_tokens=left)
+        (generation,) = await self.submit([(ids, params)])
+        return generation
 
     def _check_logprobs(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
         max_model_len, of_prompts, of_outputs = self.state.engine.llm.max_model_len, 0, 0

@@ -38,7 +38,7 @@ REFUSALS = frozenset(
         *("method_not_allowed", "invalid_api_key", "invalid_host", "invalid_origin", "request_too_large"),
         *("headers_too_large", "unsupported_media_type", "request_timeout", "queue_full", "engine_unavailable"),
         *("loading", "shutting_down", "too_many_connections", "internal_error"),
-        *("unsupported_parameter", "client_closed_request", "generation_failed", "timeout"),
+        *("unsupported_parameter", "unknown_field", "client_closed_request", "generation_failed", "timeout"),
     }
 )
 

@@ -12,6 +12,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specinfer.server.auth import route_path
+from specinfer.server.dialect import dialect_of
 from specinfer.server.errors import KNOWN, ApiError, as_api_error
 from specinfer.server.state import Serving
 
@@ -84,7 +86,7 @@ class Refusals:
         except Exception as error:
             api_error = as_api_error(error) if isinstance(error, KNOWN) else _of_fault(error, started=started)
         if not started:
-            await refusal(self._state, api_error)(scope, receive, send)
+            await refusal(self._state, api_error, route_path(scope))(scope, receive, send)
 
 
 def _of_fault(error: Exception, *, started: bool) -> ApiError:
@@ -93,11 +95,11 @@ def _of_fault(error: Exception, *, started: bool) -> ApiError:
     return as_api_error(RuntimeError())
 
 
-def refusal(state: Serving, error: ApiError) -> JSONResponse:
-    """Return the response for an error, and count it."""
+def refusal(state: Serving, error: ApiError, path: str) -> JSONResponse:
+    """Return the response for an error in the dialect of the path's API, and count it."""
     if state.count_refusal is not None:
         state.count_refusal(error.code)
-    return JSONResponse(error.body(), error.status, error.headers)
+    return JSONResponse(dialect_of(path).error(error), error.status, error.headers)
 
 
 def _request_id(scope: Scope) -> str:

@@ -1,9 +1,11 @@
 """Responses of the endpoints, whole or as a stream of events, and the common parts of the two completion endpoints.
 
-An `Output` formats its own choice. This module decides when it is sent and what surrounds it.
+An `Output` formats its own choice, and `Items` one output of an API without choices. This module decides when they are
+sent, and what surrounds choices.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +17,21 @@ from fastapi.responses import Response
 import specinfer
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
+from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
+from specinfer.server.dialect import Event, dialect_of, to_json
 from specinfer.server.disconnect import until_disconnect
+from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.generations import chunks_of, close_all, finish_all
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import state_of
-from specinfer.server.stream import EventStream, to_json
+from specinfer.server.stream import EventStream
+from specinfer.server.tool_parser import ToolDelta, ToolParser
 from specinfer.server.trace import step_record
 from specinfer.server.usage import metrics_of, usage_of
+
+logger = logging.getLogger(__name__)
 
 # The description for /openapi.json.
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -61,7 +69,7 @@ class PendingResponse(Protocol):
         """
         ...
 
-    def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
+    def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
         """Yield the response in pieces as they come, or None when nothing has come for a while."""
         ...
 
@@ -116,7 +124,7 @@ class ChoicesResponse:
         end = {"usage": self._usage(), "metrics": metrics_of(self.generations)}
         return to_json(self._head(self.kinds[0]) | {"choices": choices} | end | self.once())
 
-    async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
+    async def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
         """Yield the response in pieces as they come, or None when nothing has come for a while."""
         fields, is_first = self.fields, True
         interval = fields.stream_interval or config.stream_interval
@@ -159,6 +167,79 @@ class ChoicesResponse:
         return {"specinfer": {"steps": [step_record(step, name) for step in chunk.steps], "origins": chunk.origins}}
 
 
+class Items(Protocol):
+    """Formats one output for an API without choices; takes it in pieces and returns events for what is new."""
+
+    def begin(self) -> Sequence[Event]: ...
+
+    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> Sequence[Event]:
+        """Add a chunk, which was parsed into these pieces of text and calls."""
+        ...
+
+    def finish(self, chunk: TextChunk) -> Sequence[Event]:
+        """Complete the response after its last chunk."""
+        ...
+
+    def fail(self, error: ApiError) -> Sequence[Event]:
+        """End the response with an error."""
+        ...
+
+    def whole(self) -> Event:
+        """Return the complete response."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsResponse:
+    """A response of one output that `Items` format."""
+
+    fields: SharedFields
+    generation: Generation
+    items: Items
+    parser: ToolParser
+
+    def close(self) -> None:
+        self.generation.close()
+
+    async def whole(self) -> bytes:
+        """Return the response as JSON, once it is complete.
+
+        Raises:
+            ApiError: The request failed.
+        """
+        ((chunk,),) = await finish_all([self.generation])
+        self.items.push(self._deltas(chunk), chunk)
+        self.items.finish(chunk)
+        return to_json(self.items.whole())
+
+    async def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
+        """Yield the response's events as they come, or None when nothing has come for a while."""
+        for event in self.items.begin():
+            yield event
+        interval = self.fields.stream_interval or config.stream_interval
+        try:
+            async for found in chunks_of([self.generation], config.ping_seconds, interval):
+                if found is None:
+                    yield None
+                    continue
+                chunk = found[1]
+                for event in self.items.push(self._deltas(chunk), chunk):
+                    yield event
+                if chunk.finish_reason is not None:
+                    for event in self.items.finish(chunk):
+                        yield event
+        except Exception as error:  # the status code has been sent by now
+            api_error = as_api_error(error)
+            if api_error.status == 500:
+                logger.error("a stream ended with an error", exc_info=error)
+            for event in self.items.fail(api_error):
+                yield event
+
+    def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
+        deltas = self.parser.push(chunk.text)
+        return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
+
+
 async def respond(
     request: Request,
     work: Coroutine[Any, Any, PendingResponse],
@@ -171,5 +252,6 @@ async def respond(
     """
     pending = await until_disconnect(request, work)
     if pending.fields.stream:
-        return EventStream(pending.events(state_of(request).config), pending.close, headers)
+        dialect = dialect_of(route_path(request.scope))
+        return EventStream(pending.events(state_of(request).config), pending.close, headers, dialect)
     return Response(await until_disconnect(request, pending.whole()), headers=headers, media_type="application/json")

@@ -7,11 +7,12 @@ name.
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
@@ -77,6 +78,27 @@ def few(limit: int) -> BeforeValidator:
         return given
 
     return BeforeValidator(check)
+
+
+USE_CHAT = "use /v1/chat/completions"
+_OF_CHOICES = ("logprob_token_ids", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "trace")
+
+
+def check_single(fields: "SharedFields", refused: Mapping[str, str]) -> None:
+    """Check the fields of an API without choices.
+
+    Args:
+        refused: The remedies for further fields that this API has no place for.
+
+    Raises:
+        ApiError: A field is not supported there.
+    """
+    remedies = dict.fromkeys(_OF_CHOICES, USE_CHAT) | dict(refused)
+    for name, remedy in remedies.items():
+        if getattr(fields, name, (fields.model_extra or {}).get(name)) not in (None, False):
+            raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+    if fields.n not in (None, 1):
+        raise ApiError(400, "n: a response has one output; send several requests", param="n")
 
 
 def check_spelling(unknown: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
@@ -255,6 +277,21 @@ class ChatFields(SharedFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+Fields = TypeVar("Fields", bound=SharedFields)
+
+
+def as_fields(kind: type[Fields], fields: Mapping[str, Any]) -> Fields:
+    """Return the fields of a request of another API as those of an endpoint.
+
+    Raises:
+        RequestValidationError: A value is wrong.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
 
 @cache

@@ -1,9 +1,7 @@
 """/v1/responses: OpenAI's newer endpoint, for text and function calls. Nothing is stored between requests."""
 
-import logging
 import re
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +9,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from specinfer.core.errors import RequestError
-from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
-from specinfer.generation import Generation
 from specinfer.llm import LLM
-from specinfer.server.config import ServerConfig
-from specinfer.server.errors import ApiError, as_api_error
-from specinfer.server.generations import Call, chunks_of, finish_all
+from specinfer.server.errors import ApiError
+from specinfer.server.generations import Call
 from specinfer.server.parameters import sampling_params, truncated
-from specinfer.server.pending_response import RESPONSES, respond
+from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
 from specinfer.server.responses_items import ResponseItems
-from specinfer.server.stream import to_json
-from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools
-from specinfer.server.usage import metrics_of, usage_of
+from specinfer.server.tools import ToolPlan, plan_tools
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
@@ -56,7 +48,7 @@ class _Read:
     plan: ToolPlan
 
 
-async def _begin(call: Call, fields: ResponsesFields) -> "_PendingResponse":
+async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
     """Read a request and queue it.
 
     Raises:
@@ -68,9 +60,9 @@ async def _begin(call: Call, fields: ResponsesFields) -> "_PendingResponse":
         read = await engine.read(lambda: _read(engine.llm, fields), call.tenant)
         (generation,) = await call.submit([(read.ids, read.params)])
     except RequestError as error:
-        raise RequestError(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
-    items = ResponseItems(call.name, _head(call, fields, read.params))
-    return _PendingResponse(fields, generation, items, read.plan.parser())
+        raise type(error)(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
+    items = ResponseItems(call.name, _head(call, fields, read.params), generation)
+    return ItemsResponse(fields, generation, items, read.plan.parser())
 
 
 def _read(llm: LLM, fields: ResponsesFields) -> _Read:
@@ -131,65 +123,3 @@ def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[s
         "metadata": fields.metadata or {},
         "usage": None,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingResponse:
-    """A running request whose answer is a response object or its events."""
-
-    fields: ResponsesFields
-    generation: Generation
-    items: ResponseItems
-    parser: ToolParser
-
-    def close(self) -> None:
-        self.generation.close()
-
-    async def whole(self) -> bytes:
-        """Return the response as JSON, once it has ended.
-
-        Raises:
-            ApiError: The request failed.
-        """
-        ((chunk,),) = await finish_all([self.generation])
-        self.items.push(self._deltas(chunk))
-        return to_json(self.items.finish(chunk.finish_reason, self._end())[-1]["response"])
-
-    async def events(self, config: ServerConfig) -> AsyncGenerator[dict[str, Any] | None]:
-        """Yield the response's events as they come, or None when nothing has come for a while."""
-        for event in self.items.begin():
-            yield event
-        interval = self.fields.stream_interval or config.stream_interval
-        try:
-            async for found in chunks_of([self.generation], config.ping_seconds, interval):
-                if found is None:
-                    yield None
-                    continue
-                chunk = found[1]
-                for event in self.items.push(self._deltas(chunk)):
-                    yield event
-                if chunk.finish_reason is not None:
-                    for event in self.items.finish(chunk.finish_reason, self._end()):
-                        yield event
-        except Exception as error:  # the status code has been sent by now
-            api_error = as_api_error(error)
-            if api_error.status == 500:
-                logger.error("a stream ended with an error", exc_info=error)
-            for event in self.items.fail(api_error.message, self._end()):
-                yield event
-
-    def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
-        deltas = self.parser.push(chunk.text)
-        return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
-
-    def _end(self) -> dict[str, Any]:
-        """Return the fields of a response that are known at its end."""
-        usage = usage_of([self.generation])
-        api_error = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0} | usage.get("completion_tokens_details", {}),
-            "total_tokens": usage["total_tokens"],
-        }
-        return {"usage": api_error, "metrics": metrics_of([self.generation])}

@@ -13,7 +13,7 @@ from pydantic import Field, WithJsonSchema
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.errors import ApiError
-from specinfer.server.protocol import Label, Objects, SharedFields, few
+from specinfer.server.protocol import USE_CHAT, Label, Objects, SharedFields, check_single, few
 from specinfer.server.response_format import json_schema_params, structured_outputs_of
 
 MAX_ITEMS = 4096
@@ -24,17 +24,11 @@ _REFUSED = {
     "background": "answers are not kept for later; leave it out and wait, or stream",
     "context_management": "shorten the input instead",
     "conversation": _SEND_ALL,
-    "logprob_token_ids": "use /v1/chat/completions",
     "max_tokens": "use max_output_tokens",
     "previous_response_id": _SEND_ALL,
     "prompt": "no prompts are stored; use instructions and input",
-    "prompt_logprobs": "use /v1/chat/completions",
     "response_format": "use text.format",
-    "return_token_ids": "use /v1/chat/completions",
-    "return_tokens_as_token_ids": "use /v1/chat/completions",
     "add_special_tokens": "the chat template writes them; leave it out",
-    "top_logprobs": "use /v1/chat/completions",
-    "trace": "use /v1/chat/completions",
 }
 
 
@@ -61,12 +55,7 @@ class ResponsesFields(SharedFields):
         Raises:
             ApiError: A field is not supported here.
         """
-        for name, remedy in _REFUSED.items():
-            given = getattr(self, name, None) if name in type(self).model_fields else (self.model_extra or {}).get(name)
-            if given not in (None, False):
-                raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
-        if self.n not in (None, 1):
-            raise ApiError(400, "n: a response has one output; send several requests", param="n")
+        check_single(self, _REFUSED | {"top_logprobs": USE_CHAT})
         if self.truncation not in (None, "auto", "disabled"):
             raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
         if "message.output_text.logprobs" in (self.include or ()):
@@ -142,12 +131,14 @@ def chat_tool_choice(choice: Any) -> Any:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages of a chat, and the input items that they came from.
+    """The messages of a chat, and the fields that they came from.
 
     Attributes:
-        places: For each message the input item that it began with, then the items of its calls.
+        name: The field of the request that has them.
+        places: For each message the item that it began with, then the items of its calls.
     """
 
+    name: str = "input"
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[list[str]] = field(default_factory=list)
 
@@ -160,9 +151,9 @@ class Conversation:
         """
         made = cls()
         if fields.instructions is not None:
-            made._add({"role": "system", "content": fields.instructions}, "instructions")
+            made.add({"role": "system", "content": fields.instructions}, "instructions")
         if isinstance(fields.input, str):
-            made._add({"role": "user", "content": fields.input}, "input")
+            made.add({"role": "user", "content": fields.input}, "input")
             return made
         if not isinstance(fields.input, list):
             raise RequestError(f"input: must be text or a list of items, not {fields.input!r:.60}")
@@ -175,16 +166,23 @@ class Conversation:
         return made
 
     def named(self, error: RequestError) -> RequestError:
-        """Return an error about messages as one about input items."""
+        """Return an error about messages as one about the items that they came from."""
         message = str(error)
         if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
             places = self.places[int(found[1])]
-            return RequestError(places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
-        return RequestError(re.sub(r"^messages\b", "input", message))
+            return type(error)(places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
+        return type(error)(re.sub(r"^messages\b", self.name, message))
 
-    def _add(self, message: dict[str, Any], place: str) -> None:
+    def add(self, message: dict[str, Any], place: str) -> None:
         self.messages.append(message)
         self.places.append([place])
+
+    def add_call(self, call: dict[str, Any], place: str) -> None:
+        """Add a call to the assistant's message before it, or to a new one."""
+        if not self.messages or self.messages[-1].get("role") != "assistant":
+            self.add({"role": "assistant", "content": None}, place)
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self.places[-1].append(place)
 
     def _add_item(self, i: int, item: Any) -> None:
         place = f"input[{i}]"
@@ -194,16 +192,13 @@ class Conversation:
         if kind == "message":
             if wrong := [key for key in ("tool_calls", "function_call", "tool_call_id") if item.get(key) is not None]:
                 raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
-            self._add({key: value for key, value in item.items() if key != "type"}, place)
+            self.add({key: value for key, value in item.items() if key != "type"}, place)
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not self.messages or self.messages[-1].get("role") != "assistant":
-                self._add({"role": "assistant", "content": None}, place)
-            self.messages[-1].setdefault("tool_calls", []).append(call)
-            self.places[-1].append(place)
+            self.add_call(call, place)
         elif kind == "function_call_output":
-            self._add({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}, place)
+            self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}, place)
         elif kind == "item_reference":
             raise RequestError(f"{place}.type: nothing is stored; send the item itself")
         else:

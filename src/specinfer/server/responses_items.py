@@ -5,7 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from specinfer.core.outputs import TextChunk
+from specinfer.generation import Generation
+from specinfer.server.errors import ApiError
 from specinfer.server.tool_parser import ToolDelta
+from specinfer.server.usage import metrics_of, usage_of
 
 Event = dict[str, Any]
 
@@ -18,8 +22,9 @@ class ResponseItems:
         head: The fields of the response object, except its status and its output.
     """
 
-    def __init__(self, name: str, head: dict[str, Any]) -> None:
-        self._name, self._head = name, head
+    def __init__(self, name: str, head: dict[str, Any], generation: Generation) -> None:
+        self._name, self._head, self._generation = name, head, generation
+        self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
         self._call: int | None = None  # the index of the call that the open item is, or None for a message
         self._is_open = False
@@ -27,9 +32,9 @@ class ResponseItems:
         self._numbers = itertools.count()
 
     def begin(self) -> list[Event]:
-        return [self._state("response.created", "in_progress"), self._state("response.in_progress", "in_progress")]
+        return [self._state("response.created"), self._state("response.in_progress")]
 
-    def push(self, deltas: Sequence[ToolDelta]) -> list[Event]:
+    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[Event]:
         """Add more of the response and return its events."""
         events: list[Event] = []
         for delta in deltas:
@@ -41,35 +46,44 @@ class ResponseItems:
                 events.append(self._delta(text))
         return events
 
-    def finish(self, finish_reason: str | None, end: dict[str, Any]) -> list[Event]:
-        """Complete the response and return its last events.
-
-        Args:
-            end: Fields of the response that are known only at its end.
-        """
-        is_cut = finish_reason == "length"
+    def finish(self, chunk: TextChunk) -> list[Event]:
+        """Complete the response and return its last events."""
+        is_cut = chunk.finish_reason == "length"
         events: list[Event] = []
         if not self._items and not self._is_open:
             events += self._open(ToolDelta())
-        status = "incomplete" if is_cut else "completed"
-        events += self._close(status)
-        self._head |= end | {"completed_at": None if is_cut else int(time.time())}
+        self._status = "incomplete" if is_cut else "completed"
+        events += self._close(self._status)
+        self._head |= self._end() | {"completed_at": None if is_cut else int(time.time())}
         if is_cut:
             self._head["incomplete_details"] = {"reason": "max_output_tokens"}
-        return [*events, self._state(f"response.{status}", status)]
+        return [*events, self._state(f"response.{self._status}")]
 
-    def fail(self, message: str, end: dict[str, Any]) -> list[Event]:
+    def fail(self, error: ApiError) -> list[Event]:
         """End the response with an error and return the last events."""
         events = self._close("incomplete")
-        self._head |= end | {"error": {"code": "server_error", "message": message}}
-        return [*events, self._state("response.failed", "failed")]
+        self._status = "failed"
+        self._head |= self._end() | {"error": {"code": "server_error", "message": error.plain_message}}
+        return [*events, self._state("response.failed")]
 
-    def response(self, status: str) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """Return the response as it is now."""
-        return self._head | {"status": status, "output": [dict(item) for item in self._items]}
+        return self._head | {"status": self._status, "output": [dict(item) for item in self._items]}
 
-    def _state(self, kind: str, status: str) -> Event:
-        return self._event(kind, response=self.response(status))
+    def _end(self) -> dict[str, Any]:
+        """Return the fields of a response that are known at its end."""
+        counts = usage_of([self._generation])
+        usage = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0} | counts.get("completion_tokens_details", {}),
+            "total_tokens": counts["total_tokens"],
+        }
+        return {"usage": usage, "metrics": metrics_of([self._generation])}
+
+    def _state(self, kind: str) -> Event:
+        return self._event(kind, response=self.whole())
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, **fields, "sequence_number": next(self._numbers)}

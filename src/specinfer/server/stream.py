@@ -1,10 +1,9 @@
-"""Server-sent events: one line of JSON each, comments during pauses, an error as the last event, then [DONE].
+"""Streams of events, which are framed as the API's dialect says; an error is the last event.
 
 Events are plain dicts: a stream may have thousands a second, and they need no validation.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
@@ -12,18 +11,12 @@ from typing import Any
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from specinfer.server.dialect import OPENAI, Dialect
 from specinfer.server.disconnect import cancel, wait_for_disconnect
 from specinfer.server.errors import ApiError, as_api_error
 
 logger = logging.getLogger(__name__)
-_PING = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer events
-
-
-def to_json(value: object) -> bytes:
-    """Return JSON in ASCII: some readers of events split lines at Unicode line separators too."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 class EventStream(Response):
@@ -34,16 +27,15 @@ class EventStream(Response):
         close: Called when the stream has ended, or if it never began.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[Mapping[str, Any] | None],
         close: Callable[[], None],
         headers: Mapping[str, str] | None = None,
+        dialect: Dialect = OPENAI,
     ) -> None:
-        self._events, self._close = events, close
-        super().__init__(headers={**_HEADERS, **(headers or {})})
+        self._events, self._close, self._dialect = events, close, dialect
+        super().__init__(headers={**_HEADERS, **(headers or {})}, media_type=dialect.media_type)
         del self.headers["content-length"]  # set by the empty body above
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,26 +54,21 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in lines_of(self._events):
+        async for line in lines_of(self._events, self._dialect):
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def lines_of(events: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterator[bytes]:
+async def lines_of(events: AsyncIterator[Mapping[str, Any] | None], dialect: Dialect = OPENAI) -> AsyncIterator[bytes]:
     """Yield events as bytes. The status code has been sent by now, so an error is reported as an event."""
     try:
         async for event in events:
-            yield _PING if event is None else _line(event)
+            if line := dialect.ping if event is None else dialect.line(event):
+                yield line
     except Exception as error:
         if not isinstance(error, ApiError):  # an unforeseen exception
             logger.error("a stream ended with an error", exc_info=error)
-        told = error if isinstance(error, ApiError) else as_api_error(RuntimeError())
-        yield b"data: " + to_json(told.body()) + b"\n\n"
-    yield DONE
-
-
-def _line(event: Mapping[str, Any]) -> bytes:
-    """Format an event; one with a "type", as in responses, gets an event name."""
-    kind = event.get("type")
-    name = b"" if kind is None else b"event: " + str(kind).encode() + b"\n"
-    return name + b"data: " + to_json(event) + b"\n\n"
+        api_error = error if isinstance(error, ApiError) else as_api_error(RuntimeError())
+        yield dialect.line(dialect.error(api_error))
+    if dialect.done:
+        yield dialect.done

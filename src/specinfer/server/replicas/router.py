@@ -5,7 +5,6 @@ begun cannot be moved: it ends with an error that its reader sees.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -17,13 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specinfer.server.app import checks
 from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
+from specinfer.server.dialect import code_of, dialect_of
 from specinfer.server.disconnect import cancel, wait_for_disconnect
 from specinfer.server.errors import ApiError
 from specinfer.server.replicas.messages import ResponseHead, pack_request, unpack_response
 from specinfer.server.replicas.numbers import PORT, RouterMetrics, merged
 from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.state import loading, shutting_down
-from specinfer.server.stream import DONE, to_json
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
@@ -196,7 +195,7 @@ class _Passing:
 
     def __init__(self, state: RouterState, scope: Scope, body: bytes, send: Send) -> None:
         self._state, self._body, self._send = state, body, send
-        self._head = pack_request(scope)
+        self._head, self._dialect = pack_request(scope), dialect_of(route_path(scope))
         self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
         self._has_begun = self._is_stream = self._is_whole = False
         self._num_left: int | None = None  # bytes left of the response, if its length is known
@@ -250,16 +249,12 @@ class _Passing:
         """Return whether another replica may serve what this one refused."""
         if head.replica in avoid or len(avoid) == _MAX_FULL:
             return False
-        try:
-            code = json.loads(body)["error"]["code"]
-        except (ValueError, KeyError, TypeError):
-            return False
-        return code in _ELSEWHERE
+        return code_of(body) in _ELSEWHERE
 
     async def _pass_on(self, head: ResponseHead, start: bytes, stream: AsyncGenerator[bytes]) -> None:
         self._has_begun = True
         kind = next((value for name, value in head.headers if name.lower() == b"content-type"), b"")
-        self._is_stream = kind.startswith(b"text/event-stream")
+        self._is_stream = kind.startswith(self._dialect.media_type.encode())
         length = next((int(value) for name, value in head.headers if name.lower() == b"content-length"), None)
         self._num_left = length
         await self._send({"type": "http.response.start", "status": head.status, "headers": head.headers})
@@ -273,14 +268,14 @@ class _Passing:
         await self._send({"type": "http.response.body", "body": part, "more_body": True})
         if self._num_left is not None:
             self._num_left -= len(part)
-        self._is_whole = part.endswith(DONE) if self._is_stream else self._num_left == 0
+        self._is_whole = self._dialect.is_end(part) if self._is_stream else self._num_left == 0
 
     async def _tell(self, error: ApiError) -> None:
         """Report an error to the client, at whatever point the response is."""
         if not self._has_begun:
             raise error
         if self._is_stream:
-            event = b"data: " + to_json(error.body()) + b"\n\n" + DONE
+            event = self._dialect.line(self._dialect.error(error)) + self._dialect.done
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             raise RuntimeError("a response was cut short")  # its reader sees that it is incomplete

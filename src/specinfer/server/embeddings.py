@@ -1,0 +1,16 @@
+"""POST /v1/embeddings, and Ollama's /api/embed and /api/embeddings: refused, as targets generate text."""
+
+from fastapi import APIRouter, Request
+
+from specinfer.server.errors import ApiError
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+@router.post("/api/embed")
+@router.post("/api/embeddings")
+async def embed(request: Request) -> None:
+    """Refuse to embed a text."""
+    message = f"{request.url.path}: the served model generates text and gives no embeddings; serve one that gives them"
+    raise ApiError(400, message, param="model", code="unsupported_parameter")

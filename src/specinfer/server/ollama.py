@@ -1,0 +1,382 @@
+"""/api/generate, /api/chat and the other paths of Ollama's API. Requests are served as completions of OpenAI's API.
+
+Streams are lines of JSON. There is one model, which stays loaded as long as the server runs: what would load, change or
+remove models is refused. Fields that Ollama does not have are those of the completion endpoints.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from specinfer.core.errors import RequestError
+from specinfer.core.outputs import TextChunk
+from specinfer.generation import Generation
+from specinfer.server.chat import ReadConversation, read_conversation
+from specinfer.server.completion_prompts import read_prompt
+from specinfer.server.completions import completion_params
+from specinfer.server.dialect import OLLAMA
+from specinfer.server.errors import ApiError
+from specinfer.server.generations import Call
+from specinfer.server.logprobs import TokenTexts, chat_logprobs
+from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
+from specinfer.server.protocol import (
+    ChatFields,
+    CompletionFields,
+    Count,
+    Objects,
+    Text,
+    as_fields,
+    check_single,
+    check_spelling,
+)  # fmt: skip
+from specinfer.server.state import state_of
+from specinfer.server.tools import ToolDelta, ToolPlan
+from specinfer.server.usage import metrics_of
+
+router = APIRouter()
+_FORMAT = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, {"type": "null"}]}
+_ANY = {"anyOf": [{"type": "boolean"}, {"type": "number"}, {"type": "string"}, {"type": "null"}]}
+_REFUSED = {
+    "context": "send the conversation to /api/chat",
+    "height": "no images are made",
+    "images": "only text is served",
+    "steps": "no images are made",
+    "template": "templates come with the model or from the operator; use raw for a prompt that is formatted already",
+    "truncate": "prompts that are too long are refused; shorten them, or use truncate_prompt_tokens",
+    "width": "no images are made",
+}
+# Names of the completion endpoints that errors begin with, and their names here.
+_NAMES = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format: json_schema": "format",
+    "response_format": "format",
+} | {
+    name: f"options.{name}"
+    for name in ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p")
+}
+
+
+class Options(BaseModel):
+    """The `options` of a request. Those about the loading of models have no effect."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    num_predict: int | None = None
+    stop: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_ctx: int | None = None
+    mirostat: int | None = None
+    tfs_z: float | None = None
+    typical_p: float | None = None
+
+    def as_fields(self, max_model_len: int) -> dict[str, Any]:
+        """Return the options as fields of the completion endpoints.
+
+        Raises:
+            ApiError: An option cannot be served.
+        """
+        check_spelling(set(self.model_extra or ()) - _WITHOUT_EFFECT, type(self).model_fields, "options.")
+        for name, off in (("mirostat", (None, 0)), ("tfs_z", (None, 0, 1)), ("typical_p", (None, 0, 1))):
+            if getattr(self, name) not in off:
+                raise _refusal(f"options.{name}", "use temperature, top_k, top_p or min_p")
+        if self.num_ctx is not None and self.num_ctx > max_model_len:
+            raise _refusal("options.num_ctx", f"the context has {max_model_len} tokens (--max-model-len)")
+        same = {"temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"}
+        fields = self.model_dump(include=same, exclude_none=True) | {"repetition_penalty": self.repeat_penalty}
+        is_limited = self.num_predict is not None and self.num_predict > 0  # others: until the context is full
+        ignored = set(self.model_extra or ()) - _WITHOUT_EFFECT
+        return (
+            fields
+            | {f"options.{name}": True for name in ignored}
+            | {"max_tokens": self.num_predict if is_limited else None}
+        )
+
+
+_WITHOUT_EFFECT = {
+    "draft_num_predict", "f16_kv", "embedding_only", "logits_all", "low_vram", "main_gpu", "mirostat_eta",
+    "mirostat_tau", "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n",
+    "use_mlock", "use_mmap", "vocab_only",
+}  # fmt: skip
+
+
+class OllamaFields(BaseModel):
+    """The fields that /api/generate and /api/chat share."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    format: Annotated[Any, WithJsonSchema(_FORMAT)] = None
+    options: Options | None = None
+    keep_alive: Annotated[Any, WithJsonSchema(_ANY)] = None
+    think: Annotated[Any, WithJsonSchema(_ANY)] = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    def shared(self, request: Request) -> dict[str, Any]:
+        """Return what all requests have, as fields of the completion endpoints.
+
+        Raises:
+            ApiError: A field cannot be served.
+        """
+        extra = self.model_extra or {}
+        known = set(ChatFields.model_fields) | set(CompletionFields.model_fields)
+        check_spelling(set(extra) - known - set(_REFUSED) - {"shift"}, type(self).model_fields)
+        for name, remedy in _REFUSED.items():
+            if getattr(self, name, None) or extra.get(name):
+                raise _refusal(name, remedy)
+        state = state_of(request)
+        fields = {name: value for name, value in extra.items() if name not in _REFUSED}
+        fields |= (self.options or Options()).as_fields(state.engine.llm.max_model_len)
+        if self.format not in (None, ""):
+            fields["response_format"] = _as_format(self.format)
+        return fields | {"stream": self.stream is not False, "model": served_name(request, self.model)}
+
+    def as_chat(self, request: Request, messages: list[dict[str, Any]], tools: Any = None) -> ChatFields:
+        fields = self.shared(request) | {"messages": messages, "tools": tools}
+        template = state_of(request).engine.llm.reader.chat_template or ""
+        if isinstance(self.think, str):
+            fields["reasoning_effort"] = self.think
+        elif self.think is False and "enable_thinking" in template:
+            fields["chat_template_kwargs"] = {"enable_thinking": False}
+        elif self.think:
+            fields["think"] = self.think  # named among the ignored fields: thoughts stay in the text
+        return as_fields(ChatFields, fields | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs})
+
+
+class GenerateFields(OllamaFields):
+    """The body of a request to /api/generate."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    def as_completion(self, request: Request) -> CompletionFields:
+        if self.system:
+            raise _refusal("system", "the prompt is raw, or the model has no chat template; put it into the prompt")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        fields = self.shared(request) | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": logprobs}
+        return as_fields(CompletionFields, fields)
+
+
+class OllamaChatFields(OllamaFields):
+    """The body of a request to /api/chat."""
+
+    messages: Objects | None = None
+    tools: Objects | None = None
+
+
+@router.post("/api/generate", responses=RESPONSES)
+async def generate(fields: GenerateFields, request: Request) -> Response:
+    """Answer or complete a prompt, in Ollama's format."""
+    if not (fields.prompt or fields.suffix):
+        return _loaded(request, fields, {"response": ""})
+    template = state_of(request).engine.llm.reader.chat_template
+    asked: ChatFields | CompletionFields
+    if fields.raw or fields.suffix or template is None:
+        asked = fields.as_completion(request)
+    else:
+        system = [{"role": "system", "content": fields.system}] if fields.system else []
+        asked = fields.as_chat(request, [*system, {"role": "user", "content": fields.prompt}])
+    return await _answer(request, fields, asked, "response")
+
+
+@router.post("/api/chat", responses=RESPONSES)
+async def chat(fields: OllamaChatFields, request: Request) -> Response:
+    """Answer a conversation, in Ollama's format."""
+    if not fields.messages:
+        return _loaded(request, fields, {"message": {"role": "assistant", "content": ""}})
+    asked = fields.as_chat(request, _chat_messages(fields.messages), fields.tools)
+    return await _answer(request, fields, asked, "message")
+
+
+async def _answer(request: Request, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> Response:
+    check_single(asked, {})
+    headers = asked.check()
+    return await respond(request, _begin(Call.of(request, asked), fields, asked, kind), headers)
+
+
+async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> ItemsResponse:
+    """Read a prompt or a conversation and queue it.
+
+    Raises:
+        RequestError: It cannot be served.
+        QueueFullError: The queue has no room for it.
+    """
+    engine = call.state.engine
+
+    def read() -> ReadConversation:
+        if isinstance(asked, ChatFields):
+            return read_conversation(engine.llm, asked)
+        params = completion_params(asked, engine.llm, asked.max_tokens)
+        prompt = read_prompt(engine.llm, asked.prompt, asked.model_copy(update={"max_tokens": None}), params)
+        return ReadConversation(prompt.ids, prompt.params, ToolPlan())
+
+    try:
+        found = await engine.read(read, call.tenant)
+        generation = await call.submit_one(found.ids, found.params)
+    except RequestError as error:
+        pattern = r"^({})\b".format("|".join(map(re.escape, _NAMES)))
+        raise type(error)(re.sub(pattern, lambda name: _NAMES[name[1]], str(error))) from error
+    texts = await TokenTexts.of(engine) if fields.logprobs else None
+    items = _Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
+    return ItemsResponse(asked, generation, items, found.plan.parser())
+
+
+def _refusal(name: str, remedy: str) -> ApiError:
+    return ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+
+
+def served_name(request: Request, name: str | None) -> str | None:
+    """Return the name without the tag that Ollama's clients add to names that have none.
+
+    Raises:
+        ApiError: The model is not served here.
+    """
+    state = state_of(request)
+    if name is not None and name not in state.names:
+        name = name.removesuffix(":latest")
+    state.check_model(name)
+    return name
+
+
+def _loaded(request: Request, fields: OllamaFields, empty: dict[str, Any]) -> Response:
+    """Answer a request without a prompt, which would load the model or remove it from memory."""
+    name = served_name(request, fields.model)
+    if fields.keep_alive in (0, "0", "0s"):
+        raise _refusal("keep_alive", "the model stays loaded as long as the server runs; stop the server instead")
+    head = {"model": fields.model or name or state_of(request).names[0], "created_at": _now()}
+    return JSONResponse(head | empty | {"done": True, "done_reason": "load"})
+
+
+def _as_format(given: Any) -> dict[str, Any]:
+    if given == "json":
+        return {"type": "json_object"}
+    if not isinstance(given, dict):
+        raise RequestError(f'format: must be "json" or a JSON schema, not {given!r:.60}')
+    return {"type": "json_schema", "json_schema": {"schema": given}}
+
+
+def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in the format of chat completions; results without an id belong to the calls in their order."""
+    messages: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for i, message in enumerate(given):
+        if message.get("images"):
+            raise _refusal(f"messages[{i}].images", "only text is served")
+        made = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+            made["tool_calls"] = [{"type": "function", "id": f"call_{i}_{j}"} | one for j, one in enumerate(calls)]
+            waiting = [str(call["id"]) for call in made["tool_calls"]]
+        if message.get("role") == "tool" and message.get("tool_call_id") is None:
+            made["tool_call_id"] = waiting.pop(0) if waiting else "call_0"
+        messages.append(made)
+    return messages
+
+
+# -------------------------------------------------------------------------------------- writing
+
+
+class _Pieces:
+    """The objects of one response; a whole response is all of them in one.
+
+    Args:
+        kind: The field of the text: "response", or "message" with calls.
+        texts: The texts of tokens, if log-probabilities are sent.
+        count: Number of most probable tokens to list for each token.
+    """
+
+    def __init__(self, model: str, kind: str, generation: Generation, texts: TokenTexts | None, count: int) -> None:
+        self._model, self._kind, self._generation, self._texts, self._count = model, kind, generation, texts, count
+        self._content, self._calls, self._logprobs = "", list[dict[str, Any]](), list[dict[str, Any]]()
+        self._call: tuple[ToolDelta, list[str]] | None = None  # the call that is being generated
+        self._end: dict[str, Any] = {}
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[dict[str, Any]]:
+        calls = []
+        for delta in deltas:
+            if self._call is not None and delta.index != self._call[0].index:
+                calls += self._close()
+            if delta.index is not None and self._call is None:
+                self._call = delta, []
+            if self._call is not None and delta.index is not None:
+                self._call[1].append(delta.arguments)
+        if chunk.finish_reason is not None:
+            calls += self._close()
+        text, logprobs = "".join(delta.content for delta in deltas), []
+        if self._texts is not None and chunk.logprobs is not None:
+            logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._count, (), self._texts)["content"]
+        self._content += text
+        self._calls += calls
+        self._logprobs += logprobs
+        return [self._piece(text, calls, logprobs) | {"done": False}] if text or calls or logprobs else []
+
+    def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
+        request = self._generation.requests[0]
+        start, first = request.scheduled_time or request.arrival_time, request.first_token_time
+        end = request.finished_time or datetime.now(UTC).timestamp()
+        self._end = {
+            "done": True,
+            "done_reason": chunk.finish_reason,
+            "total_duration": _nanoseconds(end - request.arrival_time),
+            "load_duration": 0,
+            "prompt_eval_count": len(request.prompt_ids),
+            "prompt_eval_duration": _nanoseconds((first or end) - start),
+            "eval_count": request.num_output,
+            "eval_duration": _nanoseconds(end - (first or end)),
+            "metrics": metrics_of([self._generation]),
+        }
+        return [self._piece("", [], []) | self._end]
+
+    def fail(self, error: ApiError) -> list[dict[str, Any]]:
+        return [OLLAMA.error(error)]
+
+    def whole(self) -> dict[str, Any]:
+        return self._piece(self._content, self._calls, self._logprobs) | self._end
+
+    def _piece(self, text: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        piece: dict[str, Any] = {"model": self._model, "created_at": _now()}
+        if self._kind == "response":
+            piece["response"] = text
+        else:
+            piece["message"] = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+        return piece | ({"logprobs": logprobs} if logprobs else {})
+
+    def _close(self) -> list[dict[str, Any]]:
+        """Return the call that has ended; one that was cut off is left out."""
+        if self._call is None:
+            return []
+        (delta, parts), self._call = self._call, None
+        try:
+            arguments = json.loads("".join(parts))
+        except ValueError:
+            return []
+        function = {"index": delta.index, "name": delta.name, "arguments": arguments}
+        return [{"id": delta.id, "function": function}]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(int(seconds * 1e9), 1)  # clients divide by it

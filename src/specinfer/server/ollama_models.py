@@ -1,0 +1,122 @@
+"""The paths of Ollama's API about models: there is one, which can be listed and described but not changed."""
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+
+import specinfer
+from specinfer.server.errors import ApiError
+from specinfer.server.ollama import served_name
+from specinfer.server.state import ServerState, state_of
+
+router = APIRouter()
+_NEVER = "9999-12-31T23:59:59Z"
+_UNITS = (("B", 1e9), ("M", 1e6), ("K", 1e3))
+
+
+class ShowFields(BaseModel):
+    """The body of a request to /api/show."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    model: str | None = None
+    name: str | None = None  # the older name of `model`
+
+
+@router.get("/api/version")
+async def version() -> dict[str, str]:
+    return {"version": specinfer.__version__}
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    """List the names that the model is served under."""
+    state = state_of(request)
+    return {"models": [_entry(state, name) for name in state.names]}
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> dict[str, Any]:
+    """List the same names as loaded: the model stays loaded as long as the server runs."""
+    state = state_of(request)
+    loaded = state.engine.llm.target.loaded
+    more = {
+        "expires_at": _NEVER,
+        "size_vram": 0 if loaded.device.type == "cpu" else loaded.num_bytes,
+        "context_length": state.engine.llm.max_model_len,
+    }
+    return {"models": [_entry(state, name) | more for name in state.names]}
+
+
+@router.post("/api/show")
+async def show(fields: ShowFields, request: Request) -> dict[str, Any]:
+    """Describe the model."""
+    name = served_name(request, fields.model or fields.name)
+    state = state_of(request)
+    llm = state.engine.llm
+    details, template = _details(state), llm.reader.chat_template
+    family = details["family"]
+    defaults = llm.target.loaded.sampling_defaults
+    return {
+        "modelfile": f"FROM {name or state.names[0]}\n",
+        "parameters": "\n".join(f"{key} {value}" for key, value in defaults.items()),
+        "template": template or "",
+        "details": details,
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": llm.target.loaded.num_parameters,
+            f"{family}.context_length": llm.max_model_len,
+            f"{family}.vocab_size": llm.target.loaded.vocab_size,
+        },
+        "capabilities": ["completion", *(["tools"] if template else [])],
+        "modified_at": _time(state.started),
+    }
+
+
+@router.post("/api/pull")
+@router.post("/api/push")
+@router.post("/api/create")
+@router.post("/api/copy")
+@router.delete("/api/delete")
+@router.head("/api/blobs/{digest}", include_in_schema=False)
+@router.post("/api/blobs/{digest}")
+async def change(request: Request) -> None:
+    """Refuse to fetch, make or remove models."""
+    name = request.url.path.rstrip("/")
+    message = f"{name}: not supported; the one model is chosen at the start (specinfer serve MODEL)"
+    raise ApiError(400, message, code="unsupported_parameter")
+
+
+def _entry(state: ServerState, name: str) -> dict[str, Any]:
+    loaded = state.engine.llm.target.loaded
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(state.started),
+        "size": loaded.num_bytes,
+        "digest": hashlib.sha256(f"{state.root}\0{loaded.quantization}".encode()).hexdigest(),
+        "details": _details(state),
+    }
+
+
+def _details(state: ServerState) -> dict[str, Any]:
+    loaded = state.engine.llm.target.loaded
+    config = json.loads((loaded.folder / "config.json").read_text())
+    family = str(config.get("model_type", "unknown"))
+    letter, unit = next((pair for pair in _UNITS if loaded.num_parameters >= pair[1]), ("", 1.0))
+    return {
+        "parent_model": "",
+        "format": "gguf" if state.root.lower().endswith(".gguf") else "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": f"{loaded.num_parameters / unit:.3g}{letter}",
+        "quantization_level": (loaded.quantization or str(loaded.dtype).removeprefix("torch.")).upper(),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
