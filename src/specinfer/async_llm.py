@@ -240,10 +240,15 @@ class AsyncLLM:
         """True if the engine failed as a whole, or a process that it needs is gone."""
         return self._thread.error is not None or self.llm.failure is not None
 
+    @property
+    def is_hung(self) -> bool:
+        """True if a step takes longer than `QueueLimits.max_step_seconds`."""
+        return self._thread.step_seconds > self.limits.max_step_seconds
+
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine failed or hangs."""
         self._check_alive()
-        if self._thread.step_seconds > self.limits.max_step_seconds:
+        if self.is_hung:
             raise EngineDeadError(f"one step has been going on for {self._thread.step_seconds:.0f} seconds")
 
     def _check_alive(self) -> None:
@@ -281,7 +286,7 @@ class AsyncLLM:
             generation = self._generations.get(request.request_id)
             if generation is not None:
                 chunks.append((request, generation, generation.advance(request)))
-        if chunks:
+        if chunks and not self._loop.is_closed():  # it is closed if a hung step ends after all
             self._loop.call_soon_threadsafe(self._hand_out, chunks)
 
     def _died(self) -> None:

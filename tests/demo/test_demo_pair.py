@@ -139,6 +139,15 @@ def test_an_unpacked_pair_that_was_cut_short_is_unpacked_again(tmp_path: Path, m
     assert weights.read_bytes() == whole
 
 
+def test_an_unpacked_pair_that_was_changed_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    weights = pair.demo_folders().drafter / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-7] + bytes(byte ^ 1 for byte in whole[-7:]))
+    assert pair.demo_folders().drafter == weights.parent
+    assert weights.read_bytes() == whole
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -42,7 +42,13 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    load: Callable[[], LLM], work: Work, *, ends: bool = True, left: list[int] | None = None, **config: Any
+    load: Callable[[], LLM],
+    work: Work,
+    *,
+    ends: bool = True,
+    left: list[int] | None = None,
+    limits: QueueLimits | None = None,
+    **config: Any,
 ) -> tuple[int, Any]:
     """Serves in this thread while `work` calls from another one; the exit code, and what `work` made of it.
 
@@ -53,7 +59,7 @@ def run(
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     settings = ServerConfig(**({"port": port, "shutdown_timeout": 5.0} | config))
-    service = Service(load, "tiny", ("tiny",), settings, QueueLimits(), ([] if left is None else left).append)
+    service = Service(load, "tiny", ("tiny",), settings, limits or QueueLimits(), ([] if left is None else left).append)
 
     def call() -> Any:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
@@ -229,6 +235,50 @@ def test_an_engine_that_fails_ends_the_server(llm: LLM, monkeypatch: pytest.Monk
     assert code == 1
     said = events(answer)
     assert said[-1]["error"]["type"] == "server_error"
+
+
+def test_a_step_that_hangs_ends_the_server(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, left = threading.Event(), []
+    step = Engine.step
+
+    def hanging(self: Engine) -> Any:
+        goes_on.wait(30)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", hanging)
+
+    def work(client: httpx.Client) -> None:
+        wait_until(lambda: is_up(client))
+        with contextlib.suppress(httpx.TransportError):  # the process ends with the stream unfinished
+            client.post("/v1/completions", json=LONG)
+
+    code, _ = run(lambda: llm, work, ends=False, limits=QueueLimits(max_step_seconds=0.5), left=left)
+    goes_on.set()
+    assert code == 1
+    assert left == [1], "the process does not wait for the step"
+
+
+def test_systemd_is_told_when_the_server_is_ready_well_and_stopping(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "20000")
+
+        def work(client: httpx.Client) -> None:
+            while heard.count("WATCHDOG=1") < 3:
+                heard.append(systemd.recv(100).decode())
+
+        assert run(lambda: llm, work)[0] == 0
+        systemd.settimeout(0.1)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                heard.append(systemd.recv(100).decode())
+    assert heard[0] == "READY=1"
+    assert heard[-1] == "STOPPING=1" or heard[-2] == "STOPPING=1"
 
 
 # --------------------------------------------------------------------------------------------- starts

@@ -24,7 +24,7 @@ PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafte
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
 ROW_SCALE = ".row_scale"  # after the name of a matrix stored as int8
-_SIZES = "unpacked.json"  # sizes of an unpacked folder's files: an incomplete one is unpacked again
+_DIGESTS = "unpacked.json"  # checksums of an unpacked folder's files: a damaged one is unpacked again
 
 
 class DemoFilesError(ModelError):
@@ -79,8 +79,8 @@ def unpack(
         config = json.loads((packed / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        sizes = {name: (partial / name).stat().st_size for name in sums}
-        (partial / _SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
+        digests = {name: digest(partial / name) for name in sums}
+        (partial / _DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
         _move_into_place(partial, folder, sums)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,13 +147,14 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_complete(folder: Path, sums: dict[str, str]) -> bool:
     try:
-        sizes = json.loads((folder / _SIZES).read_text())
-        return all((folder / name).stat().st_size == sizes[name] for name in sums)
+        digests = json.loads((folder / _DIGESTS).read_text())
+        return all(digest(folder / name) == digests[name] for name in sums)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -26,8 +26,10 @@ from specinfer.llm import LLM
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import Connection
+from specinfer.server.disconnect import cancel
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
+from specinfer.server.supervision import notify, report_health
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +115,16 @@ class _Process:
         self._state.put_engine(engine)
         engine.start()
         self._announce(engine)
+        notify("READY=1")
+        watchdog = asyncio.create_task(report_health(engine.check_health))
         try:
             async with observation:
-                while not (self._told.is_set() or engine.has_failed or self._serving.done()):
+                while not (self._told.is_set() or engine.has_failed or engine.is_hung or self._serving.done()):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._told.wait(), _TICK)
                 return await self._end(engine)
         finally:
+            await cancel(watchdog)
             self.leaves_thread = not await engine.shutdown(1.0)
 
     def _announce(self, engine: AsyncLLM) -> None:
@@ -145,8 +150,13 @@ class _Process:
     async def _end(self, engine: AsyncLLM) -> int:
         """Wait until running requests end or time runs out, then end the rest; return the exit code."""
         self._state.is_stopping = True
+        notify("STOPPING=1")
         if engine.has_failed:
             logger.critical("the engine failed; the server ends")
+            return 1
+        if engine.is_hung:
+            limit = self._service.limits.max_step_seconds
+            logger.critical("a step takes longer than %g seconds; the server ends, to be started again", limit)
             return 1
         seconds = self._service.config.shutdown_timeout
         logger.info(
