@@ -1,6 +1,10 @@
 """The package away from its checkout: a wheel has all that the commands need, and runs alone."""
 
+import ctypes
+import dataclasses
 import os
+import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from specinfer.kernels import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "specinfer"
@@ -82,6 +88,7 @@ def test_a_wheel_holds_the_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert data_files() <= names
     assert all(name.startswith("specinfer") for name in names)
+    assert not [name for name in names if name.endswith((".cpp", ".h"))]
 
 
 @pytest.mark.slow
@@ -94,3 +101,51 @@ def test_an_installed_wheel_runs_alone(programs: Path, tmp_path: Path) -> None:
     said = execute(program, "generate", "demo", "def f(", "--max-tokens", "4", "--temperature", "0", folder=tmp_path)
     assert said.strip()
     assert "native kernels" in execute(program, "collect-env", folder=tmp_path)
+
+
+def kernels(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    words = (sys.executable, str(ROOT / "tools" / "wheels.py"), "--out", str(out), *options)
+    return subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the wheel is for Linux x86_64")
+def test_a_wheel_of_zigs_compiler_has_the_native_kernels_of_this_machine(tmp_path: Path) -> None:
+    for package in ("build", "lief", "wheel", "ziglang"):
+        pytest.importorskip(package)
+    tag = "manylinux_2_28_x86_64"
+    done = kernels(tmp_path, "--platform", tag)
+    assert done.returncode == 0, done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith(f"-py3-none-{tag}.whl")
+    with zipfile.ZipFile(built) as archive:
+        names = archive.namelist()
+        archive.extract("specinfer/kernels/_native.so", tmp_path)
+    assert [name for name in names if Path(name).suffix in {*_COMPILED, ".cpp", ".h", ".lib"}] == [
+        "specinfer/kernels/_native.so"
+    ]
+    library = ctypes.CDLL(str(tmp_path / "specinfer" / "kernels" / "_native.so"))
+    library.specinfer_name.restype = ctypes.c_char_p
+    assert library.specinfer_name().decode() == describe()  # the compiler changes nothing in what is chosen
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the library is for Linux x86_64")
+def test_a_library_that_is_wrong_for_its_platform_gets_into_no_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("lief")
+    wheels = runpy.run_path(str(ROOT / "tools" / "wheels.py"))
+    linux, arm, *_ = wheels["PLATFORMS"]
+    library = tmp_path / "_native.so"
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no compiler")
+    words = (compiler, "-shared", "-fPIC", "-x", "c", "-", "-lm", "-o", str(library))
+    code = "#include <math.h>\ndouble specinfer_x(double x) { return lgamma(x) + __builtin_sin(x); }\n"
+    subprocess.run(words, input=code, text=True, check=True, timeout=60)
+    lacks, exports = wheels["faults_of"](library, linux, ROOT)
+    assert lacks.startswith("the library lacks ")
+    assert "specinfer_linear" in lacks
+    assert exports == "the library exports specinfer_x"
+    assert list(wheels["faults_of"](library, arm, ROOT)) == ["the library is not for ARM64"]
+    strict = dataclasses.replace(linux, tag="manylinux_2_1_x86_64", requires="nothing")
+    faults = list(wheels["faults_of"](library, strict, ROOT))
+    assert "the library requires libm.so.6" in faults
+    assert [fault for fault in faults if "GLIBC" in fault]

@@ -81,7 +81,7 @@ def grow_folder(
     """
     if not (source / "config.json").is_file():
         raise ValueError(f"source {source} has no config.json: give a Hugging Face model folder")
-    kind = json.loads((source / "config.json").read_text()).get("model_type")
+    kind = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind != "llama":
         raise ValueError(f"source {source} holds model_type {kind!r}: give a Llama model")
     marker = {
@@ -106,7 +106,7 @@ def grow_folder(
             is_weights = path.name.endswith(".index.json")
             if path.suffix in _COPIED_SUFFIXES and path.name != "config.json" and not is_weights:
                 shutil.copyfile(path, fresh / path.name)
-        (fresh / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n")
+        (fresh / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         if destination.exists():
             destination.rename(Path(name) / "stale")
         try:
@@ -236,4 +236,4 @@ def _fingerprint(folder: Path) -> str:
 
 def _is_grown(folder: Path, marker: dict[str, object]) -> bool:
     path = folder / MARKER_NAME
-    return path.is_file() and json.loads(path.read_text()) == marker
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")) == marker

@@ -41,7 +41,9 @@ class ShardWriter:
         if count > 1:
             places = {weight: name for name, shard in zip(names, self._shards, strict=True) for weight in shard}
             index = {"metadata": {"total_size": self._num_written}, "weight_map": places}
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self._folder / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2) + "\n", encoding="utf-8"
+            )
 
     def _write(self) -> None:
         save_file(self._held, self._part(len(self._shards)), metadata={"format": "pt"})

@@ -21,7 +21,7 @@ def usable_cpus() -> int:
 def _granted() -> Iterator[float]:
     """Yield the CPU limit of each control group of this process, version 1 or 2; containers may hide outer groups."""
     try:
-        lines = _OWN.read_text().splitlines()
+        lines = _OWN.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -39,9 +39,11 @@ def _limit(folder: Path) -> Iterator[float]:
     """Yield the limit that one group sets, if it sets one."""
     try:
         if (file := folder / "cpu.max").exists():
-            quota, period = file.read_text().split()
+            quota, period = file.read_text(encoding="utf-8").split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+            )
     except OSError:
         return
     if quota not in ("max", "-1"):

@@ -76,11 +76,11 @@ def unpack(
         save(tensors, partial / WEIGHTS)
         for name in sums.keys() - {WEIGHTS, "config.json"}:
             shutil.copyfile(packed / name, partial / name)
-        config = json.loads((packed / "config.json").read_text())
+        config = json.loads((packed / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = str(dtype).removeprefix("torch.")
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         digests = {name: digest(partial / name) for name in sums}
-        (partial / _DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
+        (partial / _DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
         _move_into_place(partial, folder, sums)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -92,7 +92,7 @@ def verify(packed: Path) -> dict[str, str]:
     if not listing.is_file():
         raise DemoFilesError(listing, "missing")
     try:
-        sums: dict[str, str] = json.loads(listing.read_text())
+        sums: dict[str, str] = json.loads(listing.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DemoFilesError(listing, "damaged") from error
     for name, expected in sums.items():
@@ -153,7 +153,7 @@ def digest(path: Path) -> str:
 
 def _is_complete(folder: Path, sums: dict[str, str]) -> bool:
     try:
-        digests = json.loads((folder / _DIGESTS).read_text())
+        digests = json.loads((folder / _DIGESTS).read_text(encoding="utf-8"))
         return all(digest(folder / name) == digests[name] for name in sums)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -1,12 +1,14 @@
 // What Python calls: plain C, so that no header of Python or PyTorch is needed.
 
+#include "cpu.h"
 #include "team.h"
 #include "types.h"
 
-#if defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
+// The only names that others see.
+#if defined(_WIN32)
+#define PUBLIC __declspec(dllexport)
+#else
+#define PUBLIC __attribute__((visibility("default")))
 #endif
 
 namespace portable { extern const Native native; }
@@ -18,33 +20,17 @@ namespace avx512_bf16 { extern const Native native; }
 #elif defined(__aarch64__)
 namespace neon_dotprod { extern const Native native; }
 namespace neon_i8mm { extern const Native native; }
-
-static bool has(const char *apple, unsigned long first, unsigned long second) {
-#if defined(__APPLE__)
-    int value = 0;
-    size_t size = sizeof(value);
-    return !sysctlbyname(apple, &value, &size, nullptr, 0) && value;
-#elif defined(__linux__)
-    return getauxval(AT_HWCAP) & first || getauxval(AT_HWCAP2) & second;
-#else
-    return false;
-#endif
-}
 #endif
 
 static const Native *chosen() {
 #if defined(__x86_64__)
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool has_vnni = __builtin_cpu_supports("avx512vnni"), has_bf16 = __builtin_cpu_supports("avx512bf16");
-    if (has_avx2 && has_avx512 && has_vnni && has_bf16) return &avx512_bf16::native;
-    if (has_avx2 && has_avx512 && has_vnni) return &avx512_vnni::native;
-    if (has_avx2 && has_avx512) return &avx512::native;
-    if (has_avx2) return &avx2::native;
+    if (has_avx512_bf16()) return &avx512_bf16::native;
+    if (has_avx512_vnni()) return &avx512_vnni::native;
+    if (has_avx512()) return &avx512::native;
+    if (has_avx2()) return &avx2::native;
 #elif defined(__aarch64__)
-    if (has("hw.optional.arm.FEAT_I8MM", 0, 1ul << 13)) return &neon_i8mm::native;        // HWCAP2_I8MM
-    if (has("hw.optional.arm.FEAT_DotProd", 1ul << 20, 0)) return &neon_dotprod::native;  // HWCAP_ASIMDDP
+    if (has_i8mm()) return &neon_i8mm::native;
+    if (has_dotprod()) return &neon_dotprod::native;
 #endif
     return &portable::native;
 }
@@ -100,11 +86,11 @@ static void move_words(uint32_t *packed, uint32_t *weights, int64_t outputs, int
 }
 
 extern "C" {
-int specinfer_layout(void) { return LAYOUT; }
-const char *specinfer_name(void) { return native->name; }
+PUBLIC int specinfer_layout(void) { return LAYOUT; }
+PUBLIC const char *specinfer_name(void) { return native->name; }
 
 // Another instruction set than the best there is, for tests; 0 if this machine lacks it.
-int specinfer_use(const char *name) {
+PUBLIC int specinfer_use(const char *name) {
     const Native *best = chosen();
     const Native *all[] = {
 #if defined(__x86_64__)
@@ -125,8 +111,8 @@ int specinfer_use(const char *name) {
 }
 
 // Between [outputs][inputs] and panels filled with zeros before. int4: one code in each byte outside.
-void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int64_t inputs, int64_t depth, int packs,
-                    int threads) {
+PUBLIC void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int64_t inputs, int64_t depth,
+                           int packs, int threads) {
     if (type == FP32)
         move_words((uint32_t *)packed, (uint32_t *)weights, outputs, inputs, depth, packs, threads);
     else if (type == BF16 && inputs % 2 == 0)
@@ -151,8 +137,8 @@ void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int6
 }
 
 // Some of the rows that were packed, as floats: result [count][inputs].
-void specinfer_rows(int type, const void *packed, const int64_t *rows, float *result, int64_t count, int64_t inputs,
-                    int64_t depth, int threads) {
+PUBLIC void specinfer_rows(int type, const void *packed, const int64_t *rows, float *result, int64_t count,
+                           int64_t inputs, int64_t depth, int threads) {
     in_parallel(count, 64, threads, [&](int64_t i) {
         for (int64_t k = 0; k < inputs; k++) {
             const int64_t at = place(type, rows[i], k, depth);
@@ -165,43 +151,43 @@ void specinfer_rows(int type, const void *packed, const int64_t *rows, float *re
     });
 }
 
-void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
-                      int threads) {
+PUBLIC void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
+                             int threads) {
     native->linear(layer, x, y, room, rows, ending, threads);
 }
 
-void specinfer_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps,
-                    int threads) {
+PUBLIC void specinfer_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps,
+                           int threads) {
     native->norm(x, weight, y, rows, size, eps, threads);
 }
 
-void specinfer_rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines,
-                      float *qkv, int threads) {
+PUBLIC void specinfer_rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines,
+                             float *qkv, int threads) {
     native->rotate(layer, pieces, cosines, sines, qkv, threads);
 }
 
-void specinfer_attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride,
-                      float *result, int threads) {
+PUBLIC void specinfer_attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride,
+                             float *result, int threads) {
     native->attend(layer, pieces, queries, stride, result, threads);
 }
 
-void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces, const float *cosines,
-                      const float *sines, float *hidden, float *room, int threads) {
+PUBLIC void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces,
+                             const float *cosines, const float *sines, float *hidden, float *room, int threads) {
     native->decode(layer, attention, pieces, cosines, sines, hidden, room, threads);
 }
 
-int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled, int64_t *ids,
-                         double *sums, int64_t room) {
+PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,
+                                int64_t *ids, double *sums, int64_t room) {
     return native->choose(scores, size, least, key, sampled, ids, sums, room);
 }
 
-void specinfer_noise(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count) {
+PUBLIC void specinfer_noise(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count) {
     native->noise_of(keys, tokens, result, rows, count);
 }
 
 // Of each row; how many rows it could be done for, from the first on.
-int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_t size, int64_t count, float *values,
-                                int64_t *tokens, float *room) {
+PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_t size, int64_t count, float *values,
+                                       int64_t *tokens, float *room) {
     for (int64_t i = 0; i < rows; i++)
         if (!native->most_probable(scores + i * size, size, count, values + i * count, tokens + i * count, room)) return i;
     return rows;

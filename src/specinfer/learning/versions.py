@@ -92,7 +92,9 @@ class Versions:
         try:
             save(written)
             files = {file.name: _digest([file]) for file in sorted(written.iterdir())}
-            (written / RECORD).write_text(json.dumps({"origin": self._sum, "files": files}, indent=2) + "\n")
+            (written / RECORD).write_text(
+                json.dumps({"origin": self._sum, "files": files}, indent=2) + "\n", encoding="utf-8"
+            )
         except BaseException:
             self.drop(written)
             raise
@@ -113,7 +115,7 @@ class Versions:
 
     def _is_whole(self, folder: Path) -> bool:
         try:
-            record = json.loads((folder / RECORD).read_text())
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             files = record["files"]
             return record["origin"] == self._sum and all(_digest([folder / name]) == files[name] for name in files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -49,7 +49,7 @@ def cpu_model() -> str:
     """Return the processor's name as the system reports it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

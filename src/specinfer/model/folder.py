@@ -49,7 +49,7 @@ def count_parameters(folder: Path) -> int:
 def sampling_defaults(folder: Path) -> dict[str, float]:
     """Return the model's recommended sampling settings, by names of `SamplingParams`, without unusable values."""
     file = folder / "generation_config.json"
-    written = json.loads(file.read_text()) if file.is_file() else {}
+    written = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found: dict[str, float] = {}
     for name in _RECOMMENDED:
         value = written.get(name) if isinstance(written, dict) else None
@@ -75,7 +75,7 @@ def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
     if not file.is_file():
         return None
     try:
-        ids = json.loads(file.read_text())
+        ids = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"model: {file} is damaged; fetch the model again") from error
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
@@ -92,7 +92,7 @@ def _check_files(folder: Path) -> None:
     # transformers would ignore a damaged file, and miss the end tokens in it.
     generation = folder / "generation_config.json"
     try:
-        json.loads(generation.read_text() if generation.is_file() else "{}")
+        json.loads(generation.read_text(encoding="utf-8") if generation.is_file() else "{}")
     except ValueError as error:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
     if not has_safetensors(folder):
@@ -100,7 +100,7 @@ def _check_files(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             files = [folder / Path(name).name for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"model: {index} is damaged; fetch the model again") from error

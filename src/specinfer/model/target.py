@@ -75,10 +75,10 @@ def _version() -> str:
 
 def digest(folder: Path) -> str:
     """Return a digest that differs between models, without reading their weights."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = (*folder.glob("*.safetensors"), *folder.glob("*.gguf"))
     sizes = sorted((file.name, file.stat().st_size) for file in files)
-    maps = [file.read_text() for file in folder.glob(TOKEN_MAP)]
+    maps = [file.read_text(encoding="utf-8") for file in folder.glob(TOKEN_MAP)]
     text = json.dumps([config, sizes, *maps], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -118,7 +118,7 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
 
 def _read(path: Path, situation: dict[str, Any]) -> CostModel | None:
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_text(encoding="utf-8"))
         age = time.time() - float(stored["time"])
         costs = CostModel.from_dict(stored["costs"])
     except FileNotFoundError:

@@ -229,7 +229,9 @@ def write_log(path: str | Path, log: StepLog) -> None:
         _header(log.slots, log.names),
         *(entry.as_dict() for entry in log.entries),
     )
-    Path(path).write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    Path(path).write_text(
+        "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), encoding="utf-8"
+    )
 
 
 def read_log(path: str | Path) -> StepLog:

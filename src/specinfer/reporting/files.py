@@ -33,4 +33,4 @@ def check_files(json: str | Path | None, plot: str | Path | None) -> None:
 
 
 def write_json(path: str | Path, numbers: Mapping[str, object]) -> None:
-    Path(path).write_text(json.dumps(numbers, indent=2) + "\n")
+    Path(path).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")

@@ -172,7 +172,7 @@ def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> P
     options["content of the data"] = content
     if path.is_file():
         try:
-            known: dict[str, Any] = json.loads(path.read_text())
+            known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"out: {path} cannot be read; name another folder") from error
         if known != options:

@@ -101,7 +101,7 @@ def check_vocabulary(start: InitialWeights, target: Path) -> None:
 def _token_ids(folder: Path) -> dict[str, int] | None:
     file = folder / "tokenizer.json"
     try:
-        model = json.loads(file.read_text())["model"]["vocab"]
+        model = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return {token: i for i, (token, _) in enumerate(model)} if isinstance(model, list) else dict(model)
@@ -230,7 +230,7 @@ def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | No
             for file in target.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
         if token_map is not None:
-            (partial / TOKEN_MAP).write_text(json.dumps(list(token_map)) + "\n")
+            (partial / TOKEN_MAP).write_text(json.dumps(list(token_map)) + "\n", encoding="utf-8")
         old = folder.with_name(f".{folder.name}-old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

@@ -177,8 +177,8 @@ def available_bytes(device: torch.device = _CPU) -> int:
     free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for limit, used in _CGROUPS:
         try:
-            taken = int(used.read_text()) - _cached_bytes(used.with_name("memory.stat"))
-            free = min(free, max(int(limit.read_text()) - taken, 0))
+            taken = int(used.read_text(encoding="utf-8")) - _cached_bytes(used.with_name("memory.stat"))
+            free = min(free, max(int(limit.read_text(encoding="utf-8")) - taken, 0))
         except (OSError, ValueError):  # no such group, or no limit
             continue
     return free
@@ -187,7 +187,7 @@ def available_bytes(device: torch.device = _CPU) -> int:
 def _cached_bytes(path: Path) -> int:
     """Return the bytes of a cgroup's files in the page cache, which the system evicts first."""
     try:
-        fields = dict(line.split() for line in path.read_text().splitlines())
+        fields = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines())
         return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
     except (OSError, ValueError):
         return 0
@@ -195,7 +195,7 @@ def _cached_bytes(path: Path) -> int:
 
 def _field(path: Path, name: str) -> int:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
