@@ -12,10 +12,10 @@ from benchmarks.peers.names import parse_peer
 from benchmarks.peers.race import Peers
 from benchmarks.peers.report import PeerReport
 from specinfer.bench.comparisons import numbers_by_kind
-from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, plot_latency
 from specinfer.bench.loop import Session, write_files
-from specinfer.bench.options import CompareConfig
+from specinfer.bench.options import CompareConfig, LatencyConfig
 from specinfer.reporting.files import check_files
 
 

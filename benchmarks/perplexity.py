@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.options import check_dtype, check_once, check_whole
-from specinfer.bench.prompts import AnyPrompt, token_prompts
+from specinfer.bench.options import AnyPrompt, check_dtype, check_once, check_whole
+from specinfer.bench.prompts import token_prompts
 from specinfer.core.config import QUANTIZATIONS, check_quantization
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece

@@ -20,9 +20,9 @@ from benchmarks.neighbours import busy_neighbours
 from specinfer import kernels
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
-from specinfer.bench.loop import rotated, write_files
+from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.options import check_distinct, check_dtype, check_seed, check_whole
+from specinfer.bench.options import check_distinct, check_dtype, check_seed, check_whole, rotated
 from specinfer.bench.roofline import read_bytes
 from specinfer.core.config import MAX_TREE_NODES, check_quantization
 from specinfer.core.lookups import LOOKUPS

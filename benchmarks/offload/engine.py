@@ -8,8 +8,7 @@ import torch
 
 from specinfer.bench.loop import copied
 from specinfer.bench.measurement import measure_batch
-from specinfer.bench.options import bench_params
-from specinfer.bench.results import PLAIN
+from specinfer.bench.options import PLAIN, bench_params
 from specinfer.core.config import parse_tree
 from specinfer.core.errors import ModelError
 from specinfer.llm import LLM

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.peers.names import parse_peer
-from specinfer.bench.loop import batches, rotated
+from specinfer.bench.loop import batches
 from specinfer.bench.options import (
+    PLAIN,
+    AnyPrompt,
     bench_params,
     check_batches,
     check_models,
@@ -16,9 +18,8 @@ from specinfer.bench.options import (
     check_seed,
     check_trees,
     check_whole,
+    rotated,
 )
-from specinfer.bench.prompts import AnyPrompt
-from specinfer.bench.results import PLAIN
 from specinfer.core.config import OFFLOADS, parse_select
 from specinfer.core.errors import check_float
 from specinfer.core.sampling import SamplingParams

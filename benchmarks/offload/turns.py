@@ -11,7 +11,8 @@ from benchmarks.offload.report import ResidentCheck
 from benchmarks.peers.race import Peers
 from benchmarks.resident import peak_resident, reset_peak
 from specinfer.bench.comparisons import Comparison
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.options import PLAIN
+from specinfer.bench.results import Arm, Run
 from specinfer.reporting.spread import first_difference, partings
 
 

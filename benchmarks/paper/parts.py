@@ -9,7 +9,8 @@ from rich.console import Console
 
 from benchmarks.paper import numbers
 from specinfer.bench.acceptance import run_acceptance
-from specinfer.bench.acceptance_plans import MODES, AcceptanceConfig
+from specinfer.bench.acceptance_options import AcceptanceConfig
+from specinfer.bench.acceptance_plans import MODES
 from specinfer.bench.acceptance_report import AcceptanceReport, HitRates, Row
 from specinfer.bench.comparisons import numbers_by_kind
 from specinfer.bench.options import check_once, check_whole

@@ -15,8 +15,9 @@ from specinfer.bench.acceptance_plans import expansion, paper_widths
 from specinfer.bench.comparisons import Comparison
 from specinfer.bench.loop import Turn, check_equal, is_exact, open_session, schedule, take_turns
 from specinfer.bench.measurement import measure_batch
-from specinfer.bench.results import PLAIN, Arm, Run
-from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.options import PLAIN, ThroughputConfig
+from specinfer.bench.results import Arm, Run
+from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import ThroughputReport
 from specinfer.core.errors import ModelError
 from specinfer.reporting.environment import Environment

@@ -10,8 +10,7 @@ import torch
 from benchmarks.parallel.namespaces import crossed
 from benchmarks.parallel.part_costs import measure_part
 from specinfer.bench.measurement import measure_batch
-from specinfer.bench.options import bench_params
-from specinfer.bench.results import PLAIN
+from specinfer.bench.options import PLAIN, bench_params
 from specinfer.core.config import parse_tree
 from specinfer.core.errors import ModelError
 from specinfer.llm import LLM

@@ -7,7 +7,8 @@ from benchmarks.parallel.plans import WHOLE, ParallelBenchConfig, Setting, Turn
 from benchmarks.parallel.prediction import HereCosts, predict
 from benchmarks.parallel.processes import Engine
 from specinfer.bench.comparisons import Comparison
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.options import PLAIN
+from specinfer.bench.results import Arm, Run
 from specinfer.planning.cluster import TargetShape
 
 

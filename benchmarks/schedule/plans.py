@@ -4,10 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.bench.chat_prompts import check_kinds
-from specinfer.bench.loop import Turn, rotated
-from specinfer.bench.options import bench_params, check_models, check_once, check_seed, check_whole
-from specinfer.bench.results import PLAIN
+from specinfer.bench.loop import Turn
+from specinfer.bench.options import (
+    PLAIN,
+    bench_params,
+    check_kinds,
+    check_models,
+    check_once,
+    check_seed,
+    check_whole,
+    rotated,
+)
 from specinfer.core.config import parse_tree
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.sampling import SamplingParams

@@ -13,12 +13,13 @@ from rich.console import Console
 from benchmarks.schedule.plans import AUTO, LEARNED, ScheduleConfig, schedule, split_arm
 from benchmarks.schedule.report import ScheduleReport, plot_schedule
 from benchmarks.schedule.work import PARTS, answered, make_work, most_tokens
-from specinfer.bench.chat_prompts import find_prompts, kinds_for
+from specinfer.bench.chat_prompts import find_prompts
 from specinfer.bench.comparisons import Comparison
 from specinfer.bench.loop import Turn, check_equal, is_exact, take_turns, write_files
 from specinfer.bench.measurement import measure_request
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.options import PLAIN, kinds_for
+from specinfer.bench.results import Arm, Run
 from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.lookups import LOOKUPS
 from specinfer.llm import LLM

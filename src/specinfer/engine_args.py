@@ -6,7 +6,6 @@ is refused before it is imported.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from specinfer.core.config import (
     EngineConfig,
     OffloadConfig,
     SpeculativeConfig,
+    check_device,
     parse_drafters,
 )
 from specinfer.core.flags import Flag, check_choices, setting, settings_of
@@ -31,7 +31,6 @@ from specinfer.core.sizes import parse_bytes
 P = ParamSpec("P")
 _MODEL, _RANKS, _SPECULATION = "Model", "Ranks", "Speculation"
 _MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
-_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +164,7 @@ class EngineArgs:
         check_choices(self)
         # Each of them checks its fields.
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config
-        if not (isinstance(self.device, str) and _DEVICE.fullmatch(self.device)):
-            raise ValueError(f'device: {self.device!r:.60} is not known; use "auto", "cpu" or "cuda"')
+        check_device(self.device)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from specinfer.bench import acceptance
 from specinfer.bench.acceptance import next_token_ranks, run_acceptance
 from specinfer.bench.acceptance_drafters import disturbed_copies
-from specinfer.bench.acceptance_plans import PARTS, AcceptanceConfig, shapes
+from specinfer.bench.acceptance_options import PARTS, AcceptanceConfig
+from specinfer.bench.acceptance_plans import shapes
 from specinfer.bench.acceptance_report import AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
 from specinfer.bench.acceptance_table import plot_acceptance, print_acceptance
 from specinfer.bench.shift import blocks_of, cut_text, other_domain, prose_prompts
@@ -266,7 +267,7 @@ def test_bad_input_is_refused_before_the_long_work(
     [
         (["--part", "table9"], "part must be one of"),
         (["--nodes", "0"], "nodes must be a whole number from 1 to 1024"),
-        (["--num-prompts", "-1"], "num_prompts must be"),
+        (["--num-prompts", "-1"], "--num-prompts must be"),
         (["--json", "/no/such/folder/x.json"], "json: /no/such/folder/x.json cannot be written"),
     ],
 )

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from benchmarks.schedule.plans import ScheduleConfig
 from benchmarks.schedule.work import answered
 from specinfer.bench.acceptance import run_acceptance
-from specinfer.bench.acceptance_plans import AcceptanceConfig
+from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_table import print_acceptance
-from specinfer.bench.chat_prompts import KINDS, PromptSet, chat_prompts, chat_token_ids, find_prompts, kinds_for
-from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.chat_prompts import PromptSet, chat_prompts, chat_token_ids, find_prompts
+from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, print_latency
-from specinfer.bench.results import PLAIN
-from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.options import KINDS, PLAIN, LatencyConfig, ThroughputConfig, kinds_for
+from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import print_throughput
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
@@ -135,7 +135,7 @@ def test_a_bad_kind_is_named_on_the_command_line() -> None:
     for command in (["latency"], ["throughput"], ["acceptance"]):
         result = CliRunner().invoke(app, ["bench", *command, "--kind", "riddles"])
         assert result.exit_code == 2
-        assert "kinds: 'riddles' is not known" in result.output
+        assert "--kind: 'riddles' is not known" in result.output
 
 
 # ------------------------------------------------------------------------------------------ answers

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from specinfer.bench import loop
-from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, plot_latency, print_latency
 from specinfer.bench.loop import schedule
 from specinfer.bench.models import find_models, plan_growth
-from specinfer.bench.results import PLAIN
+from specinfer.bench.options import PLAIN, LatencyConfig
 from specinfer.llm import LLM
 from specinfer.reporting.spread import Spread, first_difference
 from tiny import VOCAB, save_model

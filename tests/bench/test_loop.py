@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from specinfer.bench.comparisons import Comparison
-from specinfer.bench.loop import Turn, batches, check_equal, rotated, take_turns
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.loop import Turn, batches, check_equal, take_turns
+from specinfer.bench.options import PLAIN, rotated
+from specinfer.bench.results import Arm, Run
 from specinfer.reporting.progress_bar import stage_bar
 
 RUN = Run(0, (3,), 1.0, 2.0, 3.0, ((1, 2, 3),))

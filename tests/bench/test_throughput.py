@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from specinfer.bench import loop
 from specinfer.bench.chat_prompts import PromptSet
 from specinfer.bench.loop import schedule
-from specinfer.bench.results import PARTS, PLAIN
-from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.options import PLAIN, ThroughputConfig
+from specinfer.bench.results import PARTS
+from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import ThroughputReport, plot_throughput, print_throughput
 from specinfer.cli.app import app
 from specinfer.llm import LLM
@@ -298,4 +299,4 @@ def test_the_command_takes_its_options(tmp_path: Path, folders: tuple[str, str])
     assert "drafters: ngram" in result.stdout
     refused = CliRunner().invoke(app, [*words, "--batch", "0"])
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("specinfer: error: batch_sizes must be a whole number")
+    assert refused.stderr.startswith("specinfer: error: --batch must be a whole number")

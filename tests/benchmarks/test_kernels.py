@@ -30,8 +30,8 @@ from benchmarks.kernels.run import KernelsConfig, find_arms, run_kernels
 from benchmarks.program import app
 from specinfer import kernels as native_kernels
 from specinfer.bench.bandwidth import Bandwidth
-from specinfer.bench.loop import rotated
 from specinfer.bench.models import find_models
+from specinfer.bench.options import rotated
 from specinfer.bench.roofline import read_bytes
 from specinfer.kernels import PackedLinear
 from specinfer.kernels.tree_layout import unpack_bits

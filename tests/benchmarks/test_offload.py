@@ -44,7 +44,8 @@ from fake_peer import TOKEN
 from late import LateLink
 from specinfer.bench.comparisons import Comparison
 from specinfer.bench.models import find_models, plan_growth
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.options import PLAIN
+from specinfer.bench.results import Arm, Run
 from specinfer.core.step_record import StepRecord
 from specinfer.model.offload.budget import Budget
 from specinfer.reporting.environment import Environment

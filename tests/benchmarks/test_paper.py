@@ -13,7 +13,7 @@ from benchmarks.paper import sequences, speeds
 from benchmarks.paper.parts import PaperConfig
 from benchmarks.paper.run import run_paper
 from benchmarks.paper.sequences import SequenceRunner, paths_of, split
-from specinfer.bench.throughput import ThroughputConfig
+from specinfer.bench.options import ThroughputConfig
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.model.batch import Piece

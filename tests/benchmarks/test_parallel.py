@@ -36,7 +36,8 @@ from benchmarks.parallel.report import (
 from benchmarks.parallel.run import run_parallel
 from benchmarks.program import app
 from benchmarks.runs import read_run
-from specinfer.bench.results import PLAIN, Run
+from specinfer.bench.options import PLAIN
+from specinfer.bench.results import Run
 from specinfer.core.step_record import StepRecord
 from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.planning.network import Link

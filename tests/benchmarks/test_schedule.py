@@ -19,7 +19,8 @@ from benchmarks.schedule.report import MIX, ScheduleReport, print_schedule, rate
 from benchmarks.schedule.run import run_schedule
 from benchmarks.schedule.work import PARTS
 from specinfer.bench.comparisons import Comparison
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.options import PLAIN
+from specinfer.bench.results import Arm, Run
 from specinfer.core.step_record import StepRecord
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import PolicyNetwork, make_configurations

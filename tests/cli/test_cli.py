@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 import specinfer
-from specinfer.bench.chat_prompts import KINDS
 from specinfer.bench.models import find_models, plan_growth
+from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.screen import Painter, Screen, WordWrap

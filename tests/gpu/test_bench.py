@@ -12,9 +12,10 @@ from benchmarks.peers.messages import Ask, Load
 from benchmarks.process import Worker
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.grow import grow_folder
-from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.latency import run_latency
 from specinfer.bench.models import find_models, plan_growth
-from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.options import LatencyConfig, ThroughputConfig
+from specinfer.bench.throughput import run_throughput
 from specinfer.core.step_record import StepRecord
 from specinfer.engine.timer import DeviceTimer, StageClock
 from tiny import random_prompts, save_model

@@ -22,7 +22,8 @@ from benchmarks import perplexity
 from benchmarks.perplexity import PerplexityConfig, run_perplexity
 from benchmarks.program import app as benchmarks
 from native import ISAS, each_isa
-from specinfer.bench.latency import LatencyConfig, run_latency
+from specinfer.bench.latency import run_latency
+from specinfer.bench.options import LatencyConfig
 from specinfer.cli.app import app
 from specinfer.core.config import QUANTIZATIONS
 from specinfer.core.errors import ModelError

@@ -16,7 +16,8 @@ from specinfer.llm import LLM
 from specinfer.model.offload.stream import Stream
 from specinfer.model.runner import ModelRunner
 from specinfer.planning import plan
-from specinfer.planning.plan import PlanConfig, run_plan
+from specinfer.planning.options import PlanConfig
+from specinfer.planning.plan import run_plan
 from specinfer.planning.plan_table import bar, plot_plan, print_plan
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel

@@ -24,7 +24,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.parallel.torch_group import SMALL_BYTES
 from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.planning.network import Link, parse_rate, parse_seconds
-from specinfer.planning.plan import PlanConfig
+from specinfer.planning.options import PlanConfig
 from specinfer.planning.simulate import run_simulation
 from specinfer.planning.simulation import GroupStep, groups_of, simulate
 from specinfer.planning.simulation_plans import Planner, SimulationConfig, plan_machines, run_round, splits_for
@@ -490,9 +490,9 @@ def test_the_command_plans_past_the_machine(folders: tuple[str, str], capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--link-latency", "5ms"], "link_latency: it is about machines to be simulated; add --simulate"),
+        (["--link-latency", "5ms"], "--link-latency: it is about machines to be simulated; add --simulate"),
         (["--machines", "3"], "machines: it is about machines to be simulated; add --simulate"),
-        (["--simulate", "--link-latency", "soon"], "link_latency: 'soon' is no time"),
+        (["--simulate", "--link-latency", "soon"], "--link-latency: 'soon' is no time"),
         (["--simulate", "--machines", "0"], "machines must be a whole number from 1 to 1024"),
     ],
 )

@@ -19,7 +19,8 @@ from specinfer.policy.features import feature_names
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepEntry, StepLog, read_log, write_log
 from specinfer.tuning.network_training import LoggedSteps, evaluate_network, fixed_rates, rate_of, train_network
-from specinfer.tuning.policy_training import PolicyConfig, train_policy
+from specinfer.tuning.options import PolicyConfig
+from specinfer.tuning.policy_training import train_policy
 from specinfer.tuning.step_collection import collect_steps, make_tasks
 from specinfer.tuning.tree_outcomes import _count, outcomes_of
 from tiny import random_prompts, save_model, save_tokenizer

@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
-from specinfer.bench.acceptance_plans import MODES, PLANS, SHIFT, AcceptanceConfig, paper_widths, shapes
+from specinfer.bench.acceptance_options import SHIFT, AcceptanceConfig
+from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths, shapes
 from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Counts, HitRates, Row, Setup
 from specinfer.bench.acceptance_table import plot_acceptance
 from specinfer.bench.chat_prompts import find_prompts

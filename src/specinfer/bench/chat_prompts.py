@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from specinfer.bench.prompts import AnyPrompt, fresh_salt, token_prompts
+from specinfer.bench.options import KINDS, AnyPrompt
+from specinfer.bench.prompts import fresh_salt, token_prompts
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
-from specinfer.demo.chat_model import CHAT
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_tokenizer
 from specinfer.policy.base import FixedPolicy
 
-KINDS = ("questions", "rewriting", "code", "lists", "stories")
 LEAST_TOKENS = 2  # of an answer, since the clock runs from the first token to the last
 _FILE = Path(__file__).with_name("chat_prompts.jsonl")
 _NO_LIMIT = 2**31
@@ -61,29 +60,6 @@ class PromptSet:
                 raise RuntimeError(f"prompt {number}: {output.error}")
             ended.append(max(LEAST_TOKENS, len(output.outputs[0].token_ids)))
         return [replace(one, max_tokens=length) for one, length in zip(params, ended, strict=True)]
-
-
-def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> None:
-    """Check the requested kinds of chat prompts.
-
-    Raises:
-        ValueError: A kind is unknown or given twice, or prompts are given as well.
-    """
-    if kinds is None:
-        return
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join(KINDS)}")
-    if not kinds or len(set(kinds)) < len(kinds):
-        raise ValueError(f"kinds: {', '.join(kinds) or 'none'} given; give at least one, and none twice")
-    if prompts is not None:
-        raise ValueError("kinds: prompts are given, and have none; leave one of the two out")
-
-
-def kinds_for(model: str, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
-    """Return the kinds of chat prompts that a model is measured on, or none if it continues texts."""
-    if kinds is not None:
-        return tuple(kinds)
-    return KINDS if model == CHAT and prompts is None else ()
 
 
 @cache

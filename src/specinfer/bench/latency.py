@@ -22,17 +22,11 @@ from specinfer.bench.loop import (
     write_files,
 )
 from specinfer.bench.measurement import measure_request
-from specinfer.bench.options import CompareConfig
-from specinfer.bench.results import PLAIN, Run
+from specinfer.bench.options import PLAIN, LatencyConfig
+from specinfer.bench.results import Run
 from specinfer.core.sampling import SamplingParams
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import options_of
-
-
-class LatencyConfig(CompareConfig):
-    """Options of the latency measurement."""
-
-    __slots__ = ()
 
 
 class OtherEngines(Protocol):

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from specinfer.bench.ceilings import Ceilings
 from specinfer.bench.comparisons import Comparison, fidelity, numbers_by_kind
-from specinfer.bench.results import PLAIN, Arm
+from specinfer.bench.options import PLAIN
+from specinfer.bench.results import Arm
 from specinfer.bench.stages import floors_text, print_stages
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.plots import PART_COLOURS, Panel, Series, draw_plot

@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.ceilings import measure_ceilings
-from specinfer.bench.chat_prompts import PromptSet, find_prompts, kinds_for
+from specinfer.bench.chat_prompts import PromptSet, find_prompts
 from specinfer.bench.comparisons import Comparison
 from specinfer.bench.models import Models, at_size, dtype_of, find_models
-from specinfer.bench.options import CompareConfig
-from specinfer.bench.results import PLAIN, Arm, Run
+from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, rotated
+from specinfer.bench.results import Arm, Run
 from specinfer.bench.roofline import Roofline
 from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.sampling import SamplingParams
@@ -45,12 +45,6 @@ class Turn(NamedTuple):
     repeat: int  # negative for warm-up
     prompts: tuple[int, ...]
     arms: tuple[str, ...]
-
-
-def rotated(values: Sequence[T], shift: int) -> tuple[T, ...]:
-    """Return the values in order, starting `shift` places further."""
-    start = shift % len(values)
-    return (*values[start:], *values[:start])
 
 
 def batches(num_prompts: int, size: int, num_available: int) -> Iterator[tuple[int, ...]]:

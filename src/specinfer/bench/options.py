@@ -1,18 +1,24 @@
-"""Options that measurements share, and checks of them before the long work begins."""
+"""Options that measurements share, and checks of them before the long work begins.
+
+Nothing here needs torch, so that a mistake is refused before it is imported.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from specinfer.bench.chat_prompts import check_kinds
-from specinfer.bench.prompts import AnyPrompt
-from specinfer.bench.results import PLAIN
-from specinfer.core.config import check_quantization, parse_select, parse_tree
+from specinfer.core.config import DTYPES, check_device, check_quantization, parse_select, parse_tree
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
-from specinfer.model.device import DTYPES
+from specinfer.demo.chat_model import CHAT
 
+_T = TypeVar("_T")
+AnyPrompt = str | tuple[int, ...]
+PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="off"`
+KINDS = ("questions", "rewriting", "code", "lists", "stories")  # of chat prompts
 MAX_BATCH = 1024
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class CompareConfig:
             check_whole(name, getattr(self, name), least)
         check_batches(self.sizes, self.prompts)
         check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_device(self.device)
         ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
         check_seed(self.seed)
         check_trees(self.trees)
@@ -100,9 +107,37 @@ class CompareConfig:
         return bench_params(self.temperature, self.max_tokens, self.seed + prompt)
 
 
+class LatencyConfig(CompareConfig):
+    """Options of the latency measurement."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputConfig(CompareConfig):
+    """Options of the throughput measurement.
+
+    Attributes:
+        batch_sizes: Numbers of requests that run together.
+    """
+
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    max_tokens: int = 64
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.batch_sizes
+
+
 def bench_params(temperature: float, max_tokens: int, seed: int, *, ignore_eos: bool = True) -> SamplingParams:
     """Return the parameters of a request that is measured; the seed wraps around."""
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed & MAX_SEED, ignore_eos=ignore_eos)
+
+
+def rotated(values: Sequence[_T], shift: int) -> tuple[_T, ...]:
+    """Return the values in order, starting `shift` places further."""
+    start = shift % len(values)
+    return (*values[start:], *values[:start])
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
@@ -160,3 +195,26 @@ def check_trees(trees: Sequence[str]) -> None:
 def check_prompts(prompts: Sequence[AnyPrompt] | None) -> None:
     if prompts is not None and not all(prompts or [()]):
         raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
+
+
+def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> None:
+    """Check the requested kinds of chat prompts.
+
+    Raises:
+        ValueError: A kind is unknown or given twice, or prompts are given as well.
+    """
+    if kinds is None:
+        return
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join(KINDS)}")
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise ValueError(f"kinds: {', '.join(kinds) or 'none'} given; give at least one, and none twice")
+    if prompts is not None:
+        raise ValueError("kinds: prompts are given, and have none; leave one of the two out")
+
+
+def kinds_for(model: str, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
+    """Return the kinds of chat prompts that a model is measured on, or none if it continues texts."""
+    if kinds is not None:
+        return tuple(kinds)
+    return KINDS if model == CHAT and prompts is None else ()

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from specinfer.bench.options import AnyPrompt
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
 
-AnyPrompt = str | tuple[int, ...]
 _SALTS = itertools.count()
 
 

@@ -13,7 +13,6 @@ from specinfer.core.outputs import RequestOutput
 from specinfer.core.step_record import StepRecord
 from specinfer.reporting.spread import Spread
 
-PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="off"`
 # Drafting; the target's pass; choosing the target's tokens and verifying the draft tokens; all other time.
 PARTS = ("draft", "target", "verify", "host")
 

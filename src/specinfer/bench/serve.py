@@ -15,7 +15,7 @@ from rich.console import Console
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.results import PLAIN
+from specinfer.bench.options import PLAIN
 from specinfer.bench.serve_load import PATHS, send_all, send_one
 from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, load_prompts, schedule
 from specinfer.bench.serve_process import ServerAddress, running_server

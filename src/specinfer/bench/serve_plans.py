@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specinfer.bench.loop import rotated
-from specinfer.bench.options import check_models, check_once, check_seed, check_whole
-from specinfer.bench.results import PLAIN
+from specinfer.bench.options import PLAIN, check_models, check_once, check_seed, check_whole, rotated
 from specinfer.client import server_url
-from specinfer.core.config import parse_tree
+from specinfer.core.config import check_device, parse_tree
 from specinfer.demo.corpus import heldout_prompts
 
 DEFAULT = "default"  # the arm whose requests name no tree, so that the server uses its own setting
@@ -87,6 +85,7 @@ class ServeConfig:
             check_whole("max_concurrency", self.max_concurrency, 1)
         check_seed(self.seed)
         check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_device(self.device)
         self._check_server()
         self._check_load()
         self._check_numbers()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specinfer.bench.results import PLAIN
+from specinfer.bench.options import PLAIN
 from specinfer.reporting.spread import Spread
 
 _REFUSED = (429, 503)

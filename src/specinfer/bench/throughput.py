@@ -5,7 +5,6 @@ request then runs to its end. An output that is easy to predict ends early, so t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -20,29 +19,11 @@ from specinfer.bench.loop import (
     write_files,
 )
 from specinfer.bench.measurement import measure_batch
-from specinfer.bench.options import CompareConfig
+from specinfer.bench.options import ThroughputConfig
 from specinfer.bench.results import Run
 from specinfer.bench.throughput_report import ThroughputReport, plot_throughput
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import options_of
-
-BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True, slots=True)
-class ThroughputConfig(CompareConfig):
-    """Options of the throughput measurement.
-
-    Attributes:
-        batch_sizes: Numbers of requests that run together.
-    """
-
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
-    max_tokens: int = 64
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.batch_sizes
 
 
 def run_throughput(config: ThroughputConfig, console: Console | None = None) -> ThroughputReport:

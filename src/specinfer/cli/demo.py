@@ -102,8 +102,8 @@ def _show_code(llm: "LLM", screen: Screen) -> None:
 
 
 def _chat_figures(screen: Screen) -> str:
-    from specinfer.bench.chat_prompts import KINDS
-    from specinfer.bench.latency import LatencyConfig, run_latency
+    from specinfer.bench.latency import run_latency
+    from specinfer.bench.options import KINDS, LatencyConfig
 
     config = LatencyConfig(model=CHAT, num_prompts=len(KINDS), max_tokens=48, repeats=1, temperature=0.0)
     report = run_latency(config, screen.err)
@@ -113,7 +113,8 @@ def _chat_figures(screen: Screen) -> str:
 
 
 def _code_figures(screen: Screen) -> str:
-    from specinfer.bench.latency import LatencyConfig, run_latency
+    from specinfer.bench.latency import run_latency
+    from specinfer.bench.options import LatencyConfig
 
     config = LatencyConfig(model=CODE, trees=_CODE_TREES, num_prompts=4, max_tokens=64, repeats=1)
     report = run_latency(config, screen.err)

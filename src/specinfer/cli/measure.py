@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from specinfer.bench.acceptance_options import AcceptanceConfig
+from specinfer.bench.options import BATCH_SIZES, LatencyConfig, ThroughputConfig
 from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.options import (
     DEBUG,
@@ -22,6 +24,7 @@ from specinfer.cli.options import (
     SELECT,
     SPECULATION_POLICY,
     TENSOR_PARALLEL_SIZE,
+    check_models,
     flag,
     one_name,
 )
@@ -29,6 +32,7 @@ from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, usual_temperature
+from specinfer.reporting.files import check_files
 
 MEASURED = Annotated[
     str | None,
@@ -51,6 +55,17 @@ def drafter_names(names: list[str] | None) -> str | tuple[str, ...]:
     """Return the drafters in the form that the bench configurations take."""
     drafters = parse_drafters(names or ["auto"])
     return drafters if isinstance(drafters, str) else tuple(drafters)
+
+
+def check_inputs(config: Any) -> None:
+    """Check the files and models of a measurement before torch is imported, which takes seconds.
+
+    Raises:
+        ModelError, ValueError: A file cannot be written, or a model is missing.
+    """
+    check_files(config.json, config.plot)
+    if config.model is not None:
+        check_models(config.model, () if isinstance(config.drafters, str) else config.drafters)
 
 
 def measured(argument: str | None, option: str | None) -> str:
@@ -152,9 +167,6 @@ def latency(
     if peer:
         raise UsageError(f"peer: run python -m benchmarks.latency --peer {peer[0]} in a checkout of the repository")
     screen = report.screen()
-    from specinfer.bench.latency import LatencyConfig, run_latency
-    from specinfer.bench.latency_report import print_latency
-
     with checking():
         config = LatencyConfig(
             **options.settings(argument),
@@ -163,6 +175,10 @@ def latency(
             prompt_chars=prompt_chars,
             max_tokens=max_tokens,
         )
+        check_inputs(config)
+        from specinfer.bench.latency import run_latency
+        from specinfer.bench.latency_report import print_latency
+
         result = run_latency(config, screen.err)
     print_latency(result, screen.out)
 
@@ -181,9 +197,6 @@ def throughput(
 ) -> None:
     """Compare the throughput of token trees with that of plain decoding, by batch size."""
     screen = report.screen()
-    from specinfer.bench.throughput import BATCH_SIZES, ThroughputConfig, run_throughput
-    from specinfer.bench.throughput_report import print_throughput
-
     with checking():
         sizes = tuple(batch or BATCH_SIZES)
         config = ThroughputConfig(
@@ -193,6 +206,10 @@ def throughput(
             batch_sizes=sizes,
             max_tokens=max_tokens,
         )
+        check_inputs(config)
+        from specinfer.bench.throughput import run_throughput
+        from specinfer.bench.throughput_report import print_throughput
+
         result = run_throughput(config, screen.err)
     print_throughput(result, screen.out)
 
@@ -256,10 +273,6 @@ def acceptance(
 ) -> None:
     """Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters."""
     screen = report.screen()
-    from specinfer.bench.acceptance import run_acceptance
-    from specinfer.bench.acceptance_plans import AcceptanceConfig
-    from specinfer.bench.acceptance_table import print_acceptance
-
     with checking():
         name = measured(argument, model)
         usual = {"temperatures": (0.0, CHAT_TEMPERATURE)} if name == CHAT else {}
@@ -285,5 +298,9 @@ def acceptance(
             **report.settings(),
             **(_QUICK if quick else {}) | usual | given,
         )
+        check_inputs(config)
+        from specinfer.bench.acceptance import run_acceptance
+        from specinfer.bench.acceptance_table import print_acceptance
+
         result = run_acceptance(config, screen.err)
     print_acceptance(result, screen.out)

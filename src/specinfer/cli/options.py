@@ -22,7 +22,7 @@ from specinfer.core.parallel_config import find_place
 from specinfer.core.progress import ProgressCallback
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING, default_model, find_chat_model
 from specinfer.engine_args import EngineArgs
-from specinfer.hub.locate import locate, locate_tokenizer
+from specinfer.hub.locate import is_on_hub, locate, locate_tokenizer
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -200,6 +200,20 @@ def locate_all(args: EngineArgs, progress: ProgressCallback | None = None) -> No
     policy = args.speculation_policy
     if policy is not None and not Path(policy).is_file():
         raise ValueError(f"speculation_policy: no file {policy}; make one with specinfer tune --policy")
+
+
+def check_local(args: EngineArgs) -> None:
+    """Check the models that are folders and files of this machine, and ask no hub.
+
+    Raises:
+        ModelError: One is missing or cannot be loaded.
+    """
+    named = (args.model, *(args.speculative_config.drafters or ()))
+    on_hub = {str(name) for name in named if str(name) != CHAT and is_on_hub(name)}
+    check_models(
+        CODE if str(args.model) in on_hub else args.model,
+        [str(name) for name in named[1:] if str(name) not in on_hub],
+    )
 
 
 def check_models(model: str | Path, drafters: Sequence[str], progress: ProgressCallback | None = None) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import drafter_names
+from specinfer.cli.measure import check_inputs, drafter_names
 from specinfer.cli.options import (
     DEBUG,
     DEVICE,
@@ -25,6 +25,7 @@ from specinfer.cli.screen import Screen
 from specinfer.cli.simulation import SimulationOptions
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_numbers
+from specinfer.planning.options import PlanConfig
 
 
 def plan(
@@ -61,11 +62,6 @@ def plan(
 ) -> None:
     """Show the cost of a step on this machine, and the trees that auto chooses by batch size."""
     quiet_libraries(debug=debug)
-    from specinfer.planning.plan import PlanConfig, run_plan
-    from specinfer.planning.plan_table import print_plan
-    from specinfer.planning.simulate import run_simulation
-    from specinfer.planning.simulation_table import print_simulation
-
     screen = Screen()
     with checking():
         config = PlanConfig(
@@ -87,7 +83,13 @@ def plan(
             json=as_json,
             plot=plot,
         )
+        check_inputs(config)
         simulation = machines.config()
+        from specinfer.planning.plan import run_plan
+        from specinfer.planning.plan_table import print_plan
+        from specinfer.planning.simulate import run_simulation
+        from specinfer.planning.simulation_table import print_simulation
+
         simulated = None if simulation is None else run_simulation(config, simulation, screen.err)
         report = run_plan(config, screen.err) if simulated is None else simulated.plan
     print_plan(report, screen.out)

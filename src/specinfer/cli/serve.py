@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -12,10 +13,10 @@ from specinfer.cli import replica_deployment
 from specinfer.cli.commands import UsageError, checking, source_of
 from specinfer.cli.config_file import read_config
 from specinfer.cli.loading import LoadingLog
-from specinfer.cli.options import ARGUMENT, DEBUG, ServedOptions, flag, follow
+from specinfer.cli.options import ARGUMENT, DEBUG, ServedOptions, check_local, flag, follow, locate_all
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
-from specinfer.server.config import ServerConfig, is_loopback
+from specinfer.server.config import ServerConfig, check_writable, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +63,22 @@ def serve(
         else:
             replica_deployment.check_installed()
             deployment = replica_deployment.replica_deployment(args, server, replicas)
-        from specinfer.server import process, telemetry, trace
+        check_local(args)
+        if configured.trace is not None and deployment is None:
+            check_writable(configured.trace)
+        from specinfer.server import process, telemetry
 
         if configured.otlp_endpoint is not None:
             telemetry.check_installed()
-        if configured.trace is not None and deployment is None:
-            trace.check_writable(configured.trace)
         _start_logs(context, str(args.model), configured, {**engine.given, **asdict(server), **asdict(replicas)}, debug)
         follow(args)
 
         def load() -> Any:
             from specinfer.llm import LLM
 
-            llm = LLM.from_engine_args(args, LoadingLog(logger))
+            log = LoadingLog(logger)
+            locate_all(args, log)
+            llm = LLM.from_engine_args(args, log)
             llm.prepare()
             return llm
 
@@ -115,8 +119,6 @@ def _unknown_variables(context: typer.Context) -> list[str]:
 
 
 def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401  # tests whether they are installed
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"serve: {error.name} is not installed; pip install 'specinfer[serve]'") from error
+    for name in ("fastapi", "uvicorn"):
+        if find_spec(name) is None:
+            raise UsageError(f"serve: {name} is not installed; pip install 'specinfer[serve]'")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import ModelOptions, ReportOptions
+from specinfer.cli.measure import ModelOptions, ReportOptions, check_inputs
 from specinfer.cli.options import (
     DEVICE,
     flag,
@@ -88,9 +88,7 @@ def serve(
 ) -> None:
     """Benchmark a server under load, with and without token trees in turns."""
     screen = report.screen()
-    from specinfer.bench.serve import run_serve
-    from specinfer.bench.serve_plans import DEFAULT, ServeConfig
-    from specinfer.bench.serve_table import print_serve
+    from specinfer.bench.serve_plans import DEFAULT, ServeConfig  # imports numpy
     from specinfer.cli.values import parse_numbers
 
     with checking():
@@ -119,6 +117,11 @@ def serve(
             max_num_seqs=max_num_seqs,
             **report.settings(),
         )
+        if base_url is None:
+            check_inputs(config)
+        from specinfer.bench.serve import run_serve
+        from specinfer.bench.serve_table import print_serve
+
         result = run_serve(config, screen.err)
     print_serve(result, screen.out)
 

@@ -2,7 +2,11 @@
 
 import dataclasses
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,9 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from specinfer.cli.commands import UsageError, checking
-from specinfer.cli.options import DEBUG, JSON, PLOT, flag
+from specinfer.cli.options import DEBUG, JSON, PLOT, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
+from specinfer.reporting.files import check_files, write_json
+from specinfer.tuning.options import DEMO_DATA, PolicyConfig, TuneConfig
 
 if TYPE_CHECKING:
     from specinfer.tuning.training import Progress
@@ -138,19 +144,24 @@ def tune(
 
 
 def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -> None:
-    from specinfer.reporting.files import check_files, write_json
-    from specinfer.tuning.policy_report import print_policy
-    from specinfer.tuning.policy_training import PolicyConfig, train_policy
-
     with checking():
         if unused := [name for name in ("held_out", "beside", "out", "plot") if getattr(options, name)]:
             raise ValueError(f"{', '.join(unused)}: not used with --policy; leave it out")
         check_files(options.as_json, None)
-        config = PolicyConfig(
-            target=target, drafters=tuple(options.drafter or ()) or "auto", data=tuple(options.data or ()),
-            logs=tuple(options.step_log or ()), out=out, temperatures=tuple(options.temperature or (0.0, 1.0)),
-            dtype=options.dtype, device=options.device, seed=options.seed,
-        )  # fmt: skip
+        try:
+            config = PolicyConfig(
+                target=target, drafters=tuple(options.drafter or ()) or "auto", data=tuple(options.data or ()),
+                logs=tuple(options.step_log or ()), out=out, temperatures=tuple(options.temperature or (0.0, 1.0)),
+                dtype=options.dtype, device=options.device, seed=options.seed,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(re.sub("^out:", "policy:", str(error))) from error
+        check_sources("data", config.data)
+        check_sources("step_log", config.logs)
+        check_models(target, options.drafter or ())
+        from specinfer.tuning.policy_report import print_policy
+        from specinfer.tuning.policy_training import train_policy
+
         report = train_policy(config, screen.err)
         print_policy(report, screen.out)
         if options.as_json is not None:
@@ -159,15 +170,6 @@ def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -
 
 def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
     with checking():
-        from specinfer.learning.training_examples import DamagedError
-        from specinfer.reporting.files import check_files, write_json
-        from specinfer.tuning.config import TuneConfig
-        from specinfer.tuning.report import measure
-        from specinfer.tuning.report_plot import plot_report
-        from specinfer.tuning.report_table import print_report
-        from specinfer.tuning.run import Run
-        from specinfer.tuning.training import TrainingError, reporting_disk_errors
-
         if options.step_log:
             raise ValueError("step_log: a speculation policy is trained from it; name its file with --policy")
         if options.out is None:
@@ -184,6 +186,17 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
         }  # fmt: skip
         values |= {name: tuple(value or ()) for name, value in lists.items()} | {"json": options.as_json}
         config = TuneConfig(**values | {"target": target})
+        if config.data != (DEMO_DATA,):
+            check_sources("data", config.data)
+            check_sources("held_out", config.held_out)
+        check_models(target, ())
+        from specinfer.learning.training_examples import DamagedError
+        from specinfer.tuning.report import measure
+        from specinfer.tuning.report_plot import plot_report
+        from specinfer.tuning.report_table import print_report
+        from specinfer.tuning.run import Run
+        from specinfer.tuning.training import TrainingError, reporting_disk_errors
+
         run = Run(config, progress := StageProgress(screen.err))
     with progress:
         try:
@@ -208,11 +221,20 @@ def needs_tuning() -> None:
     Raises:
         ValueError: A package is missing; the message says how to install it.
     """
-    try:
-        import accelerate  # noqa: F401
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"tune needs {error.name}, which is missing; pip install 'specinfer[tune]'") from error
+    for name in ("accelerate", "tensorboard"):
+        if find_spec(name) is None:
+            raise ValueError(f"tune needs {name}, which is missing; pip install 'specinfer[tune]'")
+
+
+def check_sources(name: str, files: Sequence[str | Path]) -> None:
+    """Check that files or folders exist.
+
+    Raises:
+        ValueError: One does not.
+    """
+    for file in files:
+        if str(file) != DEMO_DATA and not Path(file).exists():
+            raise ValueError(f"{name}: no file {file}; name text files, JSON lines or folders of them")
 
 
 class StageProgress:

@@ -1,6 +1,7 @@
 """Settings that are chosen before a model is loaded: small frozen values, one for each concern, validated here."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,17 @@ def check_quantization(name: str, value: str | None) -> None:
         raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
 
 
+def check_device(name: object) -> None:
+    """Check the name of a device; whether it is there is known only once torch is imported.
+
+    Raises:
+        ValueError: It is not the name of a device.
+    """
+    if not (isinstance(name, str) and _DEVICE.fullmatch(name)):
+        raise ValueError(f'device: {name!r:.60} is not known; use "auto", "cpu" or "cuda"')
+
+
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
 OFFLOADS = ("disk", "cpu")
 
 

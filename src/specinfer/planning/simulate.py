@@ -7,7 +7,8 @@ from rich.console import Console
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import find_models
 from specinfer.planning.cluster import TargetShape
-from specinfer.planning.plan import PlanConfig, run_plan
+from specinfer.planning.options import PlanConfig
+from specinfer.planning.plan import run_plan
 from specinfer.planning.simulation_plans import SimulationConfig, plan_machines
 from specinfer.planning.simulation_report import SimulationReport
 from specinfer.planning.simulation_table import plot_simulation

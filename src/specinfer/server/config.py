@@ -1,7 +1,9 @@
 """The settings of the server: how it is reached and what it accepts, from flags, environment and config file."""
 
 import ipaddress
+import os
 from dataclasses import dataclass
+from typing import Literal, TextIO
 
 from specinfer.core.errors import check_float, check_int
 
@@ -126,3 +128,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost" or host.lower().endswith(".localhost")
+
+
+def check_writable(path: str) -> None:
+    """Check that a trace file can be written, before a model is loaded for minutes; its content stays.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    open_private(path, "a").close()
+
+
+def open_private(path: str, mode: Literal["a", "w"]) -> TextIO:
+    try:
+        # The file holds users' prompts: only the owner may read it.
+        return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+    except OSError as error:
+        raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error

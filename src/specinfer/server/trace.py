@@ -9,12 +9,11 @@ import functools
 import json
 import logging
 import math
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TextIO
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
 from specinfer.engine.trace import trace_step
 from specinfer.generation import Generation
+from specinfer.server.config import open_private
 from specinfer.verify import Acceptance
 
 VERSION = 1
@@ -96,23 +96,6 @@ def _rounded(chance: float | None) -> float | None:
     return None if chance is None or not math.isfinite(chance) else float(f"{chance:.6g}")
 
 
-def check_writable(path: str) -> None:
-    """Check that a trace file can be written, before a model is loaded for minutes; its content stays.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
-    _opened(path, "a").close()
-
-
-def _opened(path: str, mode: Literal["a", "w"]) -> TextIO:
-    try:
-        # The file holds users' prompts: only the owner may read it.
-        return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
-    except OSError as error:
-        raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
-
-
 class TraceFile:
     """Writes the token trees of all requests to a file, which is overwritten.
 
@@ -127,7 +110,7 @@ class TraceFile:
     reads_logits = True
 
     def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str]) -> None:
-        self._file = _opened(path, "w")
+        self._file = open_private(path, "w")
         self._path, self._engine = path, engine
         self._model = names[0] if names else ""
         self._texts = TokenDecoder(engine.llm.tokenizer)

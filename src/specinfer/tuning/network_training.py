@@ -21,7 +21,6 @@ from specinfer.policy.step_log import StepLog
 from specinfer.tuning.tree_outcomes import TreeOutcomes
 
 Floats = npt.NDArray[np.float64]
-ARCHITECTURES: dict[str, tuple[int, ...]] = {"linear": (), "1x16": (16,), "2x32": (32, 32), "3x64": (64, 64, 64)}
 _RATE, _DECAY = 3e-3, 1e-3
 _BATCH = 256
 _CHECK = 50  # training steps between evaluations on the steps kept aside

@@ -7,7 +7,6 @@ from typing import Any
 
 from specinfer.llm import LLM
 from specinfer.reporting.environment import Environment
-from specinfer.tuning.config import TuneConfig
 from specinfer.tuning.evaluation import (
     Arm,
     Coverage,
@@ -18,6 +17,7 @@ from specinfer.tuning.evaluation import (
     hit_rates,
     plan_arms,
 )
+from specinfer.tuning.options import TuneConfig
 from specinfer.tuning.result import Result, TunedDrafter
 
 EQUAL_NODES = 16  # nodes in the paper's comparison of 1 to 5 drafters

@@ -23,9 +23,10 @@ from specinfer.model.device import find_device
 from specinfer.model.folder import read_token_map
 from specinfer.tuning.boosting import Predictions, is_predicted, predict
 from specinfer.tuning.collection import collect, load, read
-from specinfer.tuning.config import TuneConfig, check_disk_space, open_run
+from specinfer.tuning.config import check_disk_space, find_models, open_run
 from specinfer.tuning.corpus import Prompts, read_prompts
 from specinfer.tuning.initial_weights import InitialWeights, build, export
+from specinfer.tuning.options import TuneConfig
 from specinfer.tuning.prediction_files import load_predictions, save_predictions
 from specinfer.tuning.result import Result, SilentObserver, StageObserver, TunedDrafter
 from specinfer.tuning.tensorboard import open_tensorboard
@@ -54,7 +55,7 @@ class Run:
     def __init__(self, config: TuneConfig, observer: StageObserver) -> None:
         self.config = config
         device = find_device(config.device)
-        self.target, self.starts, self.beside = config.find()
+        self.target, self.starts, self.beside = find_models(config)
         # Collecting may take hours, so errors of making or loading a drafter must occur before.
         parameters = max(
             _count(build(start, self.target, config.seed)) for start in dict.fromkeys((*self.starts, *self.beside))

@@ -12,8 +12,9 @@ import torch
 
 import reference
 from specinfer import LLM
-from specinfer.bench.latency import LatencyConfig, run_latency
-from specinfer.bench.throughput import ThroughputConfig, run_throughput
+from specinfer.bench.latency import run_latency
+from specinfer.bench.options import LatencyConfig, ThroughputConfig
+from specinfer.bench.throughput import run_throughput
 from specinfer.cli.app import app
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
