@@ -17,6 +17,7 @@ from specinfer.cli.commands import flags_of
 from specinfer.cli.options import ServedOptions
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
+from specinfer.engine.tally import Tally
 from specinfer.llm import LLM
 from specinfer.server import metrics
 from specinfer.server.app import create_app
@@ -26,7 +27,6 @@ from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.replicas import numbers
 from specinfer.server.replicas.numbers import RouterMetrics
 from specinfer.server.state import ServerState
-from specinfer.server.tally import Tally
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"

@@ -28,7 +28,9 @@ NAMES = {
     "SamplingParams",
     "StructuredOutputsParams",
     "TextChunk",
+    "TextPrompt",
     "TokenTree",
+    "TokensPrompt",
 }
 
 

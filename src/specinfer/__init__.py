@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specinfer.core.tree import TokenTree
     from specinfer.engine_args import EngineArgs
     from specinfer.generation import Generation
+    from specinfer.inputs.prompts import TextPrompt, TokensPrompt
     from specinfer.llm import LLM
 
 __version__ = "0.1.0"
@@ -37,7 +38,9 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "TextChunk",
+    "TextPrompt",
     "TokenTree",
+    "TokensPrompt",
 ]
 
 _HOMES = {
@@ -57,7 +60,9 @@ _HOMES = {
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.structured_outputs",
     "TextChunk": "core.outputs",
+    "TextPrompt": "inputs.prompts",
     "TokenTree": "core.tree",
+    "TokensPrompt": "inputs.prompts",
 }
 
 

@@ -99,6 +99,11 @@ class EngineArgs:
     kv_cache_memory_bytes: int | str | None = setting(
         None, _MODEL, "Size of the KV caches of all models, such as 512M or 1G.", metavar="SIZE"
     )
+    gpu_memory_utilization: float | None = setting(
+        None,
+        _MODEL,
+        "Share of the memory of a GPU that weights and KV caches may take. (default: 0.8 of what the weights leave)",
+    )
     enable_prefix_caching: bool = setting(True, _MODEL, "Reuse the KV cache of common prefixes of prompts.")
     enforce_eager: bool = setting(False, _MODEL, "Do not capture CUDA graphs.")
     seed: int = setting(0, _MODEL, "Random seed of requests that have none of their own.")
@@ -110,6 +115,8 @@ class EngineArgs:
         name="drafter",
         metavar="NAME",
     )
+    prompt_lookup_min: int = setting(2, _SPECULATION, "Shortest n-gram that the drafter ngram looks up.")
+    prompt_lookup_max: int = setting(4, _SPECULATION, "Longest n-gram that the drafter ngram looks up.")
     drafter_quantization: str | None = setting(
         None, _SPECULATION, "Quantize the linear layers of draft models to {choices}.", choices=QUANTIZATIONS
     )
@@ -177,7 +184,7 @@ class EngineArgs:
             tokens = EngineConfig().max_num_batched_tokens if self.offload is None else 1024
         if isinstance(size, str):
             size = parse_bytes("kv_cache_memory_bytes", size)
-        return EngineConfig(self.max_model_len, self.max_num_seqs, tokens, size, self.seed)
+        return EngineConfig(self.max_model_len, self.max_num_seqs, tokens, size, self.seed, self.gpu_memory_utilization)
 
     @property
     def offload_config(self) -> OffloadConfig:
@@ -197,8 +204,9 @@ class EngineArgs:
         """Drafters, trees and verification."""
         policy = None if self.speculation_policy is None else str(self.speculation_policy)
         return SpeculativeConfig(
-            parse_drafters(self.drafters), self.tree, self.verification, self.draft_sampling, self.select, policy
-        )
+            parse_drafters(self.drafters), self.tree, self.verification, self.draft_sampling, self.select, policy,
+            (self.prompt_lookup_min, self.prompt_lookup_max),
+        )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Return the arguments by name."""

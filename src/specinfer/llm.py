@@ -3,9 +3,10 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import RequestError
@@ -16,12 +17,14 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import counted
 from specinfer.core.tree import TreeBudget
+from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list
 from specinfer.learning.adaptation import Adaptation
+from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.network import PolicyNetwork
@@ -29,6 +32,12 @@ from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble
 
 AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a GPU; other sizes when they occur
+
+_PUBLIC = (
+    *("adapt", "chat", "chat_prompt", "classify", "compute_paths", "drafter", "embed", "encode", "from_engine_args"),
+    *("generate", "get_metrics", "get_tokenizer", "max_model_len", "max_num_seqs", "reward", "score", "shutdown"),
+    *("speculate", "stream", "tokenizer"),
+)
 
 
 class LLM:
@@ -44,7 +53,7 @@ class LLM:
 
     @with_arguments_of(LoadArgs)
     def __init__(self, *model: str | Path, progress: ProgressCallback | None = None, **options: Any) -> None:
-        args = EngineArgs(*model, **current_names(EngineArgs, options))
+        args = EngineArgs(*model, **_arguments(current_names(EngineArgs, options)))
         speculative = args.speculative_config
         if speculative.speculation_policy is not None:
             PolicyNetwork.load(speculative.speculation_policy)  # checked before models are loaded
@@ -55,6 +64,7 @@ class LLM:
             self.target, self.tokenizer = self._parts.target, self._parts.tokenizer
             self.max_model_len, self.max_num_seqs = self._parts.max_model_len, args.max_num_seqs
             self.adaptation: Adaptation | None = None
+            self._counters = EngineCounters()
             self.speculate(speculative, progress)
             if args.adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters
@@ -91,6 +101,7 @@ class LLM:
         if executor is not None and not policy.reads_logits:
             executor.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
         self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, executor)
+        self.engine.observers.append(self._counters)
 
     @property
     def drafter(self) -> MergedDrafter | None:
@@ -128,6 +139,32 @@ class LLM:
         if self.adaptation is None:
             raise ValueError("adapt: drafters do not learn here; load the model with adapt_drafters=True")
         self.adaptation.run(seconds)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of the model, that of transformers, or None for a model without one."""
+        return self.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the counters since the model was loaded, with vLLM's names and classes (`specinfer.metrics`)."""
+        scheduler, cache = self.engine.scheduler, self.target.cache
+        used = 1 - cache.num_available / cache.num_slots
+        return self._counters.metrics(len(scheduler.running), len(scheduler.waiting), used)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *_: object, **__: object) -> NoReturn:
+        """Refuse: models generate text here.
+
+        Raises:
+            RequestError: In any case; the message says what to use.
+        """
+        raise RequestError(
+            "embed: models generate text here, and have no pooled output; use a library for embeddings, such as "
+            "sentence-transformers"
+        )
+
+    encode = score = classify = reward = embed
+
+    def __dir__(self) -> list[str]:
+        return [name for name in _PUBLIC if hasattr(self, name)]
 
     def __enter__(self) -> Self:
         return self
@@ -193,8 +230,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template.
+
+        Args:
+            messages: Messages with role and content; one conversation or a list of them.
+            sampling_params: One for all conversations, or one for each.
+            use_tqdm: Show a progress bar on a terminal.
+            chat_template: Template in place of the model's own, for this call.
+            add_generation_prompt: End the prompt with the header of the model's answer.
+            continue_final_message: Let the answer continue the last message.
+            tools: Functions that the template presents to the model.
+            chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
 
         Raises:
             RequestError: The model has no chat template, or a message does not fit it; the message names the index of
@@ -203,14 +255,25 @@ class LLM:
         if not messages:
             raise RequestError("messages: empty; give at least one message with role and content")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        read = partial(
+            self.reader.read_chat, tools=tools, continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
         prompts = []
-        for i, conversation in enumerate(conversations):
-            try:
-                prompts.append({"prompt_token_ids": self.chat_prompt(conversation)})  # type: ignore[arg-type]
-            except RequestError as error:
-                if len(conversations) == 1 or not str(error).startswith("messages"):
-                    raise
-                raise type(error)(f"messages[{i}]{str(error).removeprefix('messages')}") from error
+        if chat_template is not None:
+            self.reader.chat_template = chat_template
+        try:
+            for i, conversation in enumerate(conversations):
+                try:
+                    prompts.append({"prompt_token_ids": read(conversation)})  # type: ignore[arg-type]
+                except RequestError as error:
+                    if len(conversations) == 1 or not str(error).startswith("messages"):
+                        raise
+                    raise type(error)(f"messages[{i}]{str(error).removeprefix('messages')}") from error
+        finally:
+            if chat_template is not None:
+                self.reader.chat_template = None
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -277,6 +340,21 @@ class LLM:
             finally:  # so that an interrupt leaves nothing in the cache
                 for request in requests:
                     self.engine.abort(request)
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of `EngineArgs` from those that may be vLLM's."""
+    ours = {each.name: each.default for each in fields(EngineArgs)}
+    config = given.pop("speculative_config", None) or {}
+    if not isinstance(config, Mapping):
+        raise ValueError(f"speculative_config: give a dict such as {{'method': 'ngram'}}, not {config!r:.60}")
+    chosen = from_speculative_config(current_names(EngineArgs, config))
+    # vLLM's defaults of some arguments are None.
+    given = {name: value for name, value in given.items() if value is not None or ours.get(name) is None}
+    given = without_vllm_names(given, ENGINE, ours)
+    if both := sorted(given.keys() & chosen.keys()):
+        raise ValueError(f"speculative_config: it and {both[0]} both choose {both[0]}; leave one out")
+    return given | chosen
 
 
 def _params_list(params: Any) -> list[SamplingParams]:

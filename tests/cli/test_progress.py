@@ -14,11 +14,11 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.cli import loading
 from specinfer.cli.loading import FirstToken, LoadingLog, loading_bar
 from specinfer.cli.screen import Screen
+from specinfer.engine.tally import Tally
 from specinfer.model import target
 from specinfer.policy import cost_measurement
 from specinfer.server.logs import StatsLog
 from specinfer.server.metrics import Metrics
-from specinfer.server.tally import Tally
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 READ = r"read \d+\.\d GB at \d+\.\d\d GB/s"

@@ -128,6 +128,7 @@ def test_counters_by_hand() -> None:
         "num_spec_tokens": 3,
         "num_target_passes": 4,
         "tokens_per_pass": pytest.approx(9 / 4),
+        "reason": None,
     }
     assert one.num_draft_tokens == 8, "a sum changes neither"
     assert one.acceptance_histogram == {2: 1, 0: 1}

@@ -26,6 +26,7 @@ from specinfer.core.request import FinishReason, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.engine import thread
+from specinfer.engine.tally import Tally
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.learning.adaptation import Adaptation
@@ -40,7 +41,6 @@ from specinfer.model.runner import ModelRunner
 from specinfer.model.trainable import load_trainable, save_trainable
 from specinfer.server.metrics import Metrics
 from specinfer.server.state import ServerState
-from specinfer.server.tally import Tally
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run, save_model
 

@@ -18,6 +18,7 @@ from serving import serve, slow_steps
 from specinfer.async_llm import Generation
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine.engine import Engine
+from specinfer.engine.tally import MAX_POSITION, Tally
 from specinfer.llm import LLM
 from specinfer.server import telemetry
 from specinfer.server.logs import BackgroundHandler, StatsLog, configure
@@ -25,7 +26,6 @@ from specinfer.server.metrics import REFUSALS, Metrics
 from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
-from specinfer.server.tally import MAX_POSITION, Tally
 from specinfer.server.telemetry import Telemetry
 from tiny import random_prompts
 

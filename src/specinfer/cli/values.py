@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.flags import current_names
-from specinfer.core.lookups import LOOKUPS, quoted_lookups
+from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
 
 
@@ -112,41 +111,7 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def parse_speculative_config(text: str | None) -> dict[str, Any]:
-    """Return the arguments of `LLM` for vLLM's `speculative_config`."""
+    """Return the arguments of `LLM` for vLLM's `speculative_config`, as JSON."""
     if text is None:
         return {}
-    same = ("tree", "verification", "draft_sampling", "select", "speculation_policy")
-    keys = ("method", "model", "quantization", "num_speculative_tokens", *same)
-    config = current_names(EngineArgs, parse_object("speculative_config", text), warn_renamed)
-    for name in ("prompt_lookup_max", "prompt_lookup_min"):
-        if name in config:
-            raise ValueError(
-                f"speculative_config: {name} cannot be chosen yet, as n-gram sizes are fixed at 2 to 4; leave it out"
-            )
-    if unknown := sorted(config.keys() - set(keys)):
-        raise ValueError(f"speculative_config: key {unknown[0]!r} is not known; use {', '.join(keys)}")
-    chosen: dict[str, Any] = {name: config[name] for name in same if name in config}
-    if config.get("quantization") is not None:
-        chosen["drafter_quantization"] = config["quantization"]
-    method, model = config.get("method", "draft_model" if "model" in config else None), config.get("model")
-    if method in LOOKUPS:
-        if model is not None:
-            raise ValueError(f'speculative_config: method "{method}" has no model; leave one out')
-        chosen["drafters"] = [method]
-    elif method == "draft_model":
-        models = [model] if isinstance(model, str) else model
-        if not isinstance(models, list) or not models or not all(isinstance(name, str) for name in models):
-            raise ValueError("speculative_config: model must be a name or a list of names")
-        chosen["drafters"] = models
-    elif method is not None:
-        raise ValueError(f'speculative_config: method must be "draft_model", {quoted_lookups("or")}, not {method!r}')
-    if "num_speculative_tokens" in config:
-        if "tree" in config:
-            raise ValueError("speculative_config: tree and num_speculative_tokens both choose the shape; leave one out")
-        count = config["num_speculative_tokens"]
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_TREE_NODES:
-            raise ValueError(
-                f"speculative_config: num_speculative_tokens must be from 1 to {MAX_TREE_NODES}, not {count!r}"
-            )
-        chosen["tree"] = ",".join(["1"] * count)
-    return chosen
+    return from_speculative_config(current_names(EngineArgs, parse_object("speculative_config", text), warn_renamed))

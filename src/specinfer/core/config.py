@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.core.errors import check_float, check_int
 from specinfer.core.lookups import LOOKUPS, quoted_lookups
 from specinfer.core.sizes import parse_size
 
@@ -13,6 +14,7 @@ MAX_TREE_NODES = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 BEST_FIRST = "best-first"
+_MAX_NGRAM = 64  # each length takes memory for every token
 BEST_FIRST_DEPTH = 8  # the depth of the paper's trees
 
 
@@ -27,6 +29,7 @@ class EngineConfig:
         kv_cache_memory_bytes: Bytes for the keys and values of all models, or None for a quarter of a CPU's memory or
             most of a GPU's.
         seed: Base seed of requests that have none.
+        gpu_memory_utilization: Share of a GPU's memory for weights and caches, or None for most of what weights leave.
     """
 
     max_model_len: int | None = None
@@ -34,6 +37,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     kv_cache_memory_bytes: int | None = None
     seed: int = 0
+    gpu_memory_utilization: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
@@ -44,6 +48,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, not {self.seed!r}")
+        if self.gpu_memory_utilization is not None:
+            check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, low_open=True)
 
 
 def check_quantization(name: str, value: str | None) -> None:
@@ -150,6 +156,7 @@ class SpeculativeConfig:
             request, those that perform best on its text.
         speculation_policy: File of a predictor that chooses for "auto", made by `specinfer tune --policy`, or None to
             choose by costs alone.
+        ngram_sizes: Lengths of the shortest and the longest n-gram that "ngram" looks up.
 
     Raises:
         ValueError: A field is out of range, or the rule does not support the draft sampling; the message says
@@ -162,9 +169,13 @@ class SpeculativeConfig:
     draft_sampling: str = "auto"
     select: str = "all"
     speculation_policy: str | None = None
+    ngram_sizes: tuple[int, int] = (2, 4)
 
     def __post_init__(self) -> None:
         parse_select(self.select)
+        least, most = self.ngram_sizes
+        check_int("prompt_lookup_min", least, 1, _MAX_NGRAM)
+        check_int("prompt_lookup_max", most, least, _MAX_NGRAM)
         if self.speculation_policy == "":
             raise ValueError(
                 "speculation_policy: an empty name; name a file made by specinfer tune --policy, or leave it out"

@@ -3,19 +3,35 @@
 Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingParams` over unchanged.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from specinfer.core.config import parse_tree
 from specinfer.core.errors import as_tuple, check_float, check_int
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.vllm_names import SAMPLING, without_vllm_names
 
+T = TypeVar("T")
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
 MAX_LOGPROB_TOKEN_IDS = 128
 
 
+def _accepts_vllm_names(kind: type[T]) -> type[T]:
+    """Let the constructor of a dataclass take vLLM's names that have no effect, and refuse others by name."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, **given: Any) -> None:
+        make(self, **without_vllm_names(given, SAMPLING, ()))
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+@_accepts_vllm_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Settings that control how the tokens of one request are chosen, and when the request ends.

@@ -37,6 +37,7 @@ def make_drafter(
     *,
     max_asked: int | None = None,
     costs: Sequence[float] | None = None,
+    ngram_sizes: tuple[int, int] | None = None,
 ) -> MergedDrafter | None:
     """Return the drafter for a list of `"ngram"`, `"suffix"` and small models, or None for an empty list.
 
@@ -50,6 +51,7 @@ def make_drafter(
             do. None for all of them. If it is set, all models are on this rank.
         costs: The cost of one pass of each drafter, in the order of `kinds`, as a fraction of a target pass. The choice
             of drafters uses it.
+        ngram_sizes: Lengths of the shortest and the longest n-gram of "ngram", or None for its own.
     """
     if not kinds:
         return None
@@ -59,7 +61,8 @@ def make_drafter(
     is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
         if isinstance(kind, str):
-            drafters.append(LOOKUPS[kind].make())
+            is_ngram = kind == NGramDrafter.name and ngram_sizes is not None
+            drafters.append(NGramDrafter(*ngram_sizes) if is_ngram else LOOKUPS[kind].make())  # type: ignore[misc]
             continue
         name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
         if isinstance(kind, RemoteModel):

@@ -4,7 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from specinfer.core.errors import ContextLengthError, RequestError
 from specinfer.core.grammar.compiler import GrammarCompiler
@@ -15,6 +15,21 @@ from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer, counted
 from specinfer.inputs.chat.template import ChatTemplate, SpecialToken
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]

@@ -77,7 +77,7 @@ def _cache_bytes(
 ) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    memory = max(_memory(device) // num_sharing - reserved, 0)
+    memory = max(_memory(device, config.gpu_memory_utilization) // num_sharing - reserved, 0)
     return memory if max_bytes is None else min(memory, max_bytes)
 
 
@@ -86,10 +86,11 @@ def bytes_per_token(models: Iterable[LoadedModel]) -> int:
     return sum(bytes_per_slot(model.layer_shapes, model.dtype) for model in models)
 
 
-def _memory(device: torch.device) -> int:
+def _memory(device: torch.device, utilization: float | None) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that was used while loading counts as taken until then
-        return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+        free, total = torch.cuda.mem_get_info(device)
+        return int(_GPU_SHARE * free) if utilization is None else int(utilization * total) - (total - free)
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # not a Unix that reports it

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.progress import gigabytes
+from specinfer.engine.tally import Tally, Totals
 from specinfer.server.middleware import REQUEST_ID
-from specinfer.server.tally import Tally, Totals
 
 logger = logging.getLogger(__name__)
 _MAX_LINES = 10_000  # that wait to be written

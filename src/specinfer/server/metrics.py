@@ -17,9 +17,9 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
+from specinfer.engine.tally import Tally
 from specinfer.generation import Generation
 from specinfer.learning.settings import AdaptationStats
-from specinfer.server.tally import Tally
 from specinfer.verify import Acceptance
 
 PREFIX = "specinfer:"

@@ -5,10 +5,10 @@ import contextlib
 from typing import Self
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.engine.tally import Tally
 from specinfer.server.logs import StatsLog
 from specinfer.server.metrics import Metrics
 from specinfer.server.state import ServerState
-from specinfer.server.tally import Tally
 from specinfer.server.telemetry import Telemetry
 from specinfer.server.trace import TraceFile
 

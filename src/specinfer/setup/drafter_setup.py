@@ -127,6 +127,7 @@ class Speculator:
             [self._vocabularies.get(name) for name in names],
             max_asked=config.max_asked,
             # A pass reads every weight once, so its time is proportional to the model's size.
+            ngram_sizes=config.ngram_sizes,
             costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
         policy = config.speculation_policy

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from specinfer.core.grammar.refusals import refusal, remedy
 
@@ -59,7 +60,7 @@ def _parse(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     if kind == "json":
         grammar = LLMatcher.grammar_from_json_schema(text)
     elif kind == "grammar":
-        grammar = LLMatcher.grammar_from_lark(text)
+        grammar = LLMatcher.grammar_from_lark(any_to_lark(text))  # also of GBNF, as in vLLM's examples
     elif kind == "grammars":
         lark, *schemas = json.loads(text)
         named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in schemas]

@@ -1,0 +1,256 @@
+"""Offline programs as vLLM's documentation has them: they run with only the imports changed. And vLLM's names."""
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from specinfer import LLM, EngineArgs, RequestError, SamplingParams, StructuredOutputsParams, TokensPrompt
+from specinfer.core.vllm_names import ENGINE, METHODS, SAMPLING, SPECULATIVE, from_speculative_config
+from specinfer.metrics import Counter, Gauge, Histogram, Vector
+from tiny import EOS, save_tokenizer
+
+PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is", "The future is"]
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}, {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant,{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = model_folder("llama", tokenizer=True, eos_token_id=EOS, max_position_embeddings=512)
+    copy = tmp_path_factory.mktemp("vllm") / "model"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return str(save_tokenizer(copy, CHAT))
+
+
+# ------------------------------------------------------------------------------------------ programs
+
+
+def test_basic(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    llm = LLM(model=model, trust_remote_code=False, gpu_memory_utilization=0.9, swap_space=4, enforce_eager=True)
+    outputs = llm.generate(PROMPTS, sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Prompt: ")]
+    assert [line.split("'")[1] for line in lines] == PROMPTS
+
+
+def test_chat(model: str) -> None:
+    llm = LLM(model=model, max_model_len=512, seed=0, dtype="auto", tokenizer_mode="auto", disable_log_stats=True)
+    sampling_params = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, top_k=20)
+    conversation = [
+        {"role": "system", "content": "You are a helpful assistant"},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello! How can I assist you today?"},
+        {"role": "user", "content": "Write an essay about the importance of higher education."},
+    ]
+    (output,) = llm.chat(conversation, sampling_params, use_tqdm=False)
+    assert llm.get_tokenizer().decode(output.prompt_token_ids).endswith("education.\nassistant,")
+    conversations = [conversation for _ in range(10)]
+    assert len(llm.chat(conversations, sampling_params, use_tqdm=True)) == 10
+    template = "{% for m in messages %}{{ m['content'] }}, {% endfor %}"
+    (templated,) = llm.chat(conversation, sampling_params, use_tqdm=False, chat_template=template)
+    assert llm.get_tokenizer().decode(templated.prompt_token_ids).endswith("education., ")
+    (again,) = llm.chat(conversation, sampling_params, use_tqdm=False)
+    assert again.prompt_token_ids == output.prompt_token_ids
+    (prefilled,) = llm.chat(conversation[:3], sampling_params, continue_final_message=True)
+    assert llm.get_tokenizer().decode(prefilled.prompt_token_ids).endswith("you today?")
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculative_decoding(model: str, method: str) -> None:
+    num_spec_tokens = 3
+    speculative_config: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 1}
+    if method == "draft_model":
+        speculative_config = {"method": method, "model": model, "draft_tensor_parallel_size": 1}
+    llm = LLM(
+        model=model,
+        trust_remote_code=True,
+        tensor_parallel_size=1,
+        enable_chunked_prefill=True,
+        enforce_eager=False,
+        gpu_memory_utilization=0.9,
+        speculative_config=speculative_config | {"num_speculative_tokens": num_spec_tokens},
+        disable_log_stats=False,
+        max_model_len=256,
+        limit_mm_per_prompt={"image": 5},
+    )
+    prompt_ids = [llm.get_tokenizer().encode(prompt, add_special_tokens=False) for prompt in PROMPTS]
+    sampling_params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompt_ids], sampling_params=sampling_params)
+    num_drafts = num_draft_tokens = num_accepted_tokens = 0
+    acceptance_counts = [0] * num_spec_tokens
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            assert isinstance(metric, Counter)
+            num_drafts += metric.value
+        elif metric.name == "vllm:spec_decode_num_draft_tokens":
+            assert isinstance(metric, Counter)
+            num_draft_tokens += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens":
+            assert isinstance(metric, Counter)
+            num_accepted_tokens += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            assert isinstance(metric, Vector)
+            for pos in range(len(metric.values)):
+                acceptance_counts[pos] += metric.values[pos]
+    stats = [output.metrics.speculative_decoding for output in outputs]
+    assert num_drafts == sum(one["num_spec_steps"] for one in stats) > 0  # type: ignore[misc]
+    assert num_draft_tokens == sum(one["num_draft_tokens"] for one in stats)  # type: ignore[misc]
+    assert num_accepted_tokens == sum(acceptance_counts)
+    assert max(one["num_spec_tokens"] for one in stats) == num_spec_tokens  # type: ignore[type-var]
+
+
+def test_structured_outputs() -> None:
+    class CarType(StrEnum):
+        sedan = "sedan"
+        suv = "SUV"
+
+    class CarDescription(BaseModel):
+        model: bool
+        car_type: CarType
+
+    grammar = """
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+"""
+    llm = LLM(model="demo", max_model_len=200)
+
+    def generate(prompt: str, sampling_params: SamplingParams) -> str:
+        outputs = llm.generate(prompts=prompt, sampling_params=sampling_params)
+        return outputs[0].outputs[0].text
+
+    def params(**fields: Any) -> SamplingParams:
+        return SamplingParams(structured_outputs=StructuredOutputsParams(**fields), max_tokens=100)
+
+    assert generate("Classify this: it is wonderful!", params(choice=["Positive", "Negative"])) in {
+        "Positive",
+        "Negative",
+    }
+    assert re.fullmatch(
+        r"\w{1,9}@\w{1,9}\.com\n", generate("An email address", params(regex=r"\w{1,9}@\w{1,9}\.com\n"))
+    )
+    car = CarDescription.model_validate(json.loads(generate("A car", params(json=CarDescription.model_json_schema()))))
+    assert car.car_type in CarType
+    assert re.fullmatch(r"SELECT col_[12]  from table_[12] ", generate("A query", params(grammar=grammar)))
+
+
+def test_metrics(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(model=model, disable_log_stats=False)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
+    for metric in llm.get_metrics():
+        if isinstance(metric, Gauge):
+            print(f"{metric.name} (gauge) = {metric.value}")
+        elif isinstance(metric, Counter):
+            print(f"{metric.name} (counter) = {metric.value}")
+        elif isinstance(metric, Vector):
+            print(f"{metric.name} (vector) = {metric.values}")
+        elif isinstance(metric, Histogram):
+            print(f"{metric.name} (histogram)")
+            print(f"    sum = {metric.sum}")
+            print(f"    count = {metric.count}")
+            for bucket_le, value in metric.buckets.items():
+                print(f"    {bucket_le} = {value}")
+    shown = capsys.readouterr().out
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert f"vllm:generation_tokens (counter) = {num_tokens}\n" in shown
+    assert "vllm:num_requests_running (gauge) = 0\n" in shown
+    assert re.search(r"vllm:e2e_request_latency_seconds \(histogram\)\n    sum = [\d.]+\n    count = 4\n", shown)
+    assert "    +Inf = 4\n" in shown
+
+
+# --------------------------------------------------------------------------------------------- names
+
+
+def test_arguments_without_a_meaning_are_refused_by_name_with_the_reason(model: str) -> None:
+    for name, entry in ENGINE.items():
+        if entry.accepted is not None:
+            with pytest.raises(ValueError, match=f"^{name}: 'something' has no equivalent: {re.escape(entry.about)}"):
+                LLM(model, **{name: "something"})
+    with pytest.raises(TypeError, match="no_such_argument"):
+        LLM(model, no_such_argument=1)  # type: ignore[call-arg]
+    for name, entry in SAMPLING.items():
+        assert SamplingParams(**{name: (entry.accepted or ("anything",))[0]}) == SamplingParams()
+        if entry.accepted is not None:
+            with pytest.raises(ValueError, match=f"^{name}: 'something' has no equivalent: "):
+                SamplingParams(**{name: "something"})
+    with pytest.raises(TypeError, match="no_such_field"):
+        SamplingParams(no_such_field=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
+         {"drafters": ["ngram"], "tree": "1,1", "prompt_lookup_max": 5, "prompt_lookup_min": 5}),
+        ({"model": "m", "quantization": "fp8", "max_model_len": 9}, {"drafters": ["m"], "drafter_quantization": "fp8"}),
+        ({"method": "suffix", "tree": "best-first:9"}, {"drafters": ["suffix"], "tree": "best-first:9"}),
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_speculative_configs_become_arguments(config: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert from_speculative_config(config) == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        *(({"method": method, "model": "m"}, f"method {method!r}: ") for method in METHODS),
+        *(({name: "?"}, f"{name}: ") for name, entry in SPECULATIVE.items() if entry.accepted is not None),
+        ({"nonsense": 1}, "key 'nonsense' is not known"),
+        ({"method": "ngram", "model": "m"}, 'method "ngram" has no model'),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1"),
+    ],
+)
+def test_speculative_configs_that_cannot_be_used_name_the_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^speculative_config: {re.escape(message)}"):
+        LLM("demo", speculative_config=config)
+
+
+def test_an_argument_is_not_given_twice() -> None:
+    with pytest.raises(ValueError, match="speculative_config: it and tree both choose tree"):
+        LLM("demo", tree="1", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+
+
+def test_none_stands_for_the_default_as_in_vllm(model: str) -> None:
+    llm = LLM(model, seed=None, max_num_seqs=None, speculative_config=None, enable_prefix_caching=None)  # type: ignore[arg-type]
+    assert llm.max_num_seqs == EngineArgs("m").max_num_seqs
+
+
+def test_models_that_generate_text_have_no_embeddings(model: str) -> None:
+    llm = LLM(model)
+    for method in (llm.embed, llm.encode, llm.score, llm.classify):
+        with pytest.raises(RequestError, match=r"^embed: models generate text here"):
+            method("the cat")
+
+
+def test_completion_offers_what_is_meant_for_users(model: str) -> None:
+    names = dir(LLM(model))
+    assert {"generate", "chat", "stream", "get_metrics", "get_tokenizer", "embed", "shutdown"} <= set(names)
+    assert not [name for name in names if name.startswith("_")]
+    assert not {"engine", "reader", "job", "next_seed", "target"} & set(names)
+
+
+def test_the_page_has_a_row_for_each_name_of_vllm() -> None:
+    page = (Path(__file__).parent.parent / "docs/vllm.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .+?: (.+) \|$", page, re.MULTILINE)
+    known = [(name, entry.about) for table in (ENGINE, SPECULATIVE, SAMPLING) for name, entry in sorted(table.items())]
+    assert [row for row in rows if row[0] != "speculative_config"] == known
+    ours = {each.name for each in dataclasses.fields(EngineArgs)} | set(inspect.signature(SamplingParams).parameters)
+    assert not ours & {*ENGINE, *SAMPLING}, "a name that works is not in the tables"
