@@ -250,3 +250,10 @@ def test_a_budget_or_folder_without_offloading_is_refused(given: dict[str, str])
     assert OffloadConfig("disk", **given).offload == "disk"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"{next(iter(given))}: it is for targets that are streamed"):
         OffloadConfig(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"])
+def test_the_smallest_engine_is_allowed(name: str) -> None:
+    assert getattr(EngineConfig(**{name: 1}), name) == 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=name):
+        EngineConfig(**{name: 0})  # type: ignore[arg-type]

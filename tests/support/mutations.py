@@ -83,6 +83,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 # Faults that change no result, by the changed line and the new text: the other value cannot occur, or only the speed
 # depends on it.
 EQUIVALENT = {
+    ("course.waits.pop(model, None)", "course.waits.pop(None, model)"),
+    ("if known >= 0:  # another text continued the same way", "known > 0"),
     ("if length > min_match and negated * (1.0 - share) < -MIN_PATH_PROB:", "length >= min_match"),
     ("reach = max(map(len, words)) - 1", "max(map(len, words)) + 1"),
     ("for after in range(max(self.num_indexed, 1), len(tokens)):", "min(self.num_indexed, 1)"),
