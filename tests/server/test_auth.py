@@ -248,3 +248,29 @@ def test_traces_do_not_show_one_key_what_drafters_learned_from_another(
     assert refused.status_code == 400
     assert "trace: drafters learn from the texts of all keys" in error_of(refused)["message"]
     assert serve(llm, body, api_keys=(KEY,)).status_code == 200, "with one key there is nothing to hide"
+
+
+@pytest.mark.parametrize(
+    ("roles", "allowed"),
+    [
+        (None, {"/metrics", "/load", "/version", "/v1/completions"}),
+        (("generate",), {"/version", "/v1/completions"}),
+        (("metrics",), {"/metrics", "/load", "/version"}),
+        (("generate", "metrics"), {"/metrics", "/load", "/version", "/v1/completions"}),
+    ],
+)
+def test_a_key_may_do_what_its_roles_say(llm: LLM, roles: tuple[str, ...] | None, allowed: set[str]) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> set[str]:
+        state.scrape = lambda: b""
+        found, headers = set(), {"authorization": f"Bearer {KEY}"}
+        for path in ("/metrics", "/load", "/version"):
+            if (await client.get(path, headers=headers)).status_code == 200:
+                found.add(path)
+        answer = await client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}, headers=headers)
+        if answer.status_code == 200:
+            found.add("/v1/completions")
+        elif answer.status_code == 403:
+            assert error_of(answer)["code"] == "insufficient_permissions"
+        return found
+
+    assert serve(llm, body, api_keys=(KEY, OTHER), key_roles={} if roles is None else {KEY: roles}) == allowed

@@ -226,6 +226,21 @@ def test_help_has_sections_and_names_variables() -> None:
         assert part in shown
 
 
+def test_keys_of_a_file_may_have_roles(served: list[Service], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}-users generate\n{KEY}-prometheus  metrics\n{KEY}-both generate, metrics\n{KEY}\n")
+    start("demo", "--api-key-file", str(keys))
+    (service,) = served
+    assert service.config.key_roles == {
+        f"{KEY}-users": ("generate",),
+        f"{KEY}-prometheus": ("metrics",),
+        f"{KEY}-both": ("generate", "metrics"),
+    }
+    assert len(service.config.api_keys) == 4
+    keys.write_text(f"{KEY} administer\n")
+    assert "--api-key-file: 'administer' after a key" in refusal("demo", "--api-key-file", str(keys))
+
+
 def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service], tmp_path: Path) -> None:
     flag = "--speculative-config"
     dotted = [f"{flag}.method", "ngram", "--speculative_config.num_speculative_tokens=4", "demo"]

@@ -66,7 +66,7 @@ def serve(
         check_local(args)
         if configured.trace is not None and deployment is None:
             check_writable(configured.trace)
-        from specinfer.server import process, telemetry
+        from specinfer.server import logs, process, telemetry
 
         if configured.otlp_endpoint is not None:
             telemetry.check_installed()
@@ -90,6 +90,8 @@ def serve(
                 code = replica_deployment.serve(context, deployment, replicas)
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
+        finally:
+            logs.flush()
     raise typer.Exit(code)
 
 

@@ -46,7 +46,14 @@ class ServerOptions:
             metavar="KEY",
         ),
     ] = None
-    api_key_file: Annotated[str | None, flag(_ACCESS, "File of API keys, one per line.", metavar="FILE")] = None
+    api_key_file: Annotated[
+        str | None,
+        flag(
+            _ACCESS,
+            "File of API keys, one per line; after a key may stand its roles: generate, metrics, or both with a comma.",
+            metavar="FILE",
+        ),
+    ] = None
     insecure: Annotated[bool, flag(_ACCESS, "Allow other machines without an API key.", "--insecure")] = False
     allowed_origins: Annotated[
         list[str] | None,
@@ -109,11 +116,13 @@ class ServerOptions:
         Raises:
             ValueError: A setting cannot be used, or a file cannot be read.
         """
-        keys = [*(self.api_key or ()), *_keys_in(self.api_key_file)]
+        roles = _keys_in(self.api_key_file)
+        keys = [*(self.api_key or ()), *roles]
         names = {field.name for field in fields(self)} & {field.name for field in fields(ServerConfig)}
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         settings |= {
             "api_keys": tuple(dict.fromkeys(keys)),
+            "key_roles": {key: given for key, given in roles.items() if given is not None},
             "allowed_origins": tuple(self.allowed_origins or ()),
             "allowed_hosts": tuple(name.lower() for name in self.allowed_hosts or ()),
             "chat_template": None if self.chat_template is None else _text_of("chat_template", self.chat_template),
@@ -139,11 +148,13 @@ class ServerOptions:
         )
 
 
-def _keys_in(path: str | None) -> list[str]:
+def _keys_in(path: str | None) -> dict[str, tuple[str, ...] | None]:
+    """Return the keys of a file, each with the roles that are given for it, or None for all."""
     if path is None:
-        return []
+        return {}
     lines = [line.strip() for line in _text_of("api_key_file", path).splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
+    parts = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    keys = {key: tuple(role.strip() for role in rest[0].split(",")) if rest else None for key, *rest in parts}
     if not keys:
         raise ValueError(f"api_key_file: {path} has no key; write one in each line")
     return keys

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specinfer.server.config import ServerConfig, is_loopback
+from specinfer.server.config import ROLES, ServerConfig, is_loopback
 from specinfer.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
+_ROLE_OF = {"/metrics": "metrics", "/load": "metrics"}  # all other paths need "generate"
+_ANY_ROLE = frozenset({"/version", "/v1/models"})
 _PAGE_PREFIX = "/static/"  # files that / loads; they hold no secrets
 
 
@@ -25,6 +27,8 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        roles = {hashlib.sha256(key.encode()).digest(): given for key, given in config.key_roles.items()}
+        self._roles = {_tenant_name(digest): roles.get(digest, ROLES) for digest in self._digests}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -43,10 +47,21 @@ class Guard:
                         code="invalid_api_key",
                         headers={"WWW-Authenticate": "Bearer"},
                     )
+                self._check_role(tenant, path)
             else:
                 self._check_origin(headers, scope["scheme"])
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+    def _check_role(self, tenant: str, path: str) -> None:
+        role = _ROLE_OF.get(path, "generate")
+        if tenant and path not in _ANY_ROLE and role not in self._roles[tenant]:
+            raise ApiError(
+                403,
+                f"this API key is not for {path}: it lacks the role {role}; use another key",
+                kind="permission_error",
+                code="insufficient_permissions",
+            )
 
     def _is_open(self, method: str, path: str) -> bool:
         if method == "OPTIONS" or (path == "/metrics" and self._config.metrics_public):

@@ -2,12 +2,14 @@
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
 from specinfer.core.errors import check_float, check_int
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+ROLES = frozenset({"generate", "metrics"})
 MIN_KEY_LENGTH = 8
 
 
@@ -19,6 +21,7 @@ class ServerConfig:
         uds: The path of a Unix socket to listen on, instead of host and port.
         root_path: The prefix that a proxy in front of the server strips from paths.
         api_keys: Any of these keys gives access; without keys, everyone who reaches the server may use it.
+        key_roles: What single keys may do, "generate" or "metrics" or both; a key that is not named here may do both.
         insecure: Whether other machines may be served without a key.
         allowed_origins: Web pages that may call from a browser, such as "https://chat.example.org"; "*" allows all.
         allowed_hosts: Names of this server that requests may have in their Host header. If there are none, loopback
@@ -53,6 +56,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
+    key_roles: Mapping[str, Collection[str]] = field(default_factory=dict)
     insecure: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -114,6 +118,12 @@ class ServerConfig:
             if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError(
                     f"api_key: a key needs at least {MIN_KEY_LENGTH} visible ASCII characters without spaces"
+                )
+        for roles in self.key_roles.values():
+            if not roles or not ROLES.issuperset(roles):
+                raise ValueError(
+                    f"api_key_file: {','.join(roles)!r:.60} after a key; write {' or '.join(sorted(ROLES))}, or both "
+                    "with a comma"
                 )
         if not (self.api_keys or self.insecure or self.uds or is_loopback(self.host)):
             raise ValueError(

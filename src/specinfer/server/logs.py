@@ -36,6 +36,12 @@ def configure(level: str) -> None:
     logging.captureWarnings(True)
 
 
+def flush() -> None:
+    """Wait until all lines are written, as far as somebody reads them."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 class BackgroundHandler(logging.Handler):
     """Writes lines in a thread of its own, so that nobody waits for a terminal or a pipe that is not read.
 

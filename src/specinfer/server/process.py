@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.llm import LLM
+from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import Connection
@@ -41,8 +42,7 @@ SWITCH_SECONDS = 0.0005
 
 def leave_at_once(code: int) -> None:
     """Exit without cleaning up: an orderly exit is not safe while a thread is in native code."""
-    for handler in logging.getLogger().handlers:
-        handler.flush()
+    logs.flush()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
