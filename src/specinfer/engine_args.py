@@ -111,7 +111,7 @@ class EngineArgs:
         "auto",
         _SPECULATION,
         f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(LOOKUPS)}, demo, demo-2, demo-3, or none. May be "
-        "repeated.",
+        "repeated. (default: auto, a known small model of the target's family, or a lookup)",
         name="drafter",
         metavar="NAME",
     )

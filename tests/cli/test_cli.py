@@ -159,6 +159,40 @@ def test_prompts_come_from_a_file(target: str, tmp_path: Path, name: str, text: 
     assert [record["prompt"] for record in read] == ["the", "and"]
 
 
+def test_lines_of_a_file_have_their_own_sampling_parameters(chat_model: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "the story"}]
+    lines: list[Any] = [
+        "the",
+        {"prompt": "the", "max_tokens": 3},
+        {"prompt": "the", "temperature": 0.9, "seed": 4, "n": 2},
+        {"prompt": "the", "temperature": 0.9, "seed": 4},
+        {"messages": messages, "max_tokens": 5},
+        {"prompt_token_ids": [5, 6], "stop_token_ids": [7], "min_tokens": 2},
+        {"messages": [{"role": "nobody"}]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    result = run("generate", chat_model, "--file", str(file), "--json", *GREEDY, code=1)
+    plain, short, drawn, again, chat, ids, refused = json.loads(result.stdout)
+    assert short["token_ids"] == plain["token_ids"][:3]
+    assert drawn["token_ids"] == again["token_ids"] != plain["token_ids"]
+    assert len(drawn["outputs"]) == 2
+    assert len(chat["token_ids"]) == 5
+    assert run("chat", chat_model, "-q", "the story", "--temperature", "0", "--max-tokens", "5").stdout.startswith(
+        chat["text"]
+    )
+    assert len(ids["token_ids"]) >= 2
+    assert "message" in refused["error"]
+    for line, part in (
+        ({"prompt": "the", "top_pp": 1}, "line 1: 'top_pp' is not known; did you mean top_p?"),
+        ({"prompt": "the", "top_p": 3}, "line 1: top_p must be"),
+        ({"prompt": "the", "messages": messages}, "one of them"),
+        ({"prompt": "the", "zzz": 1}, "'zzz' is not known; use fields of SamplingParams"),
+    ):
+        file.write_text(json.dumps(line))
+        assert part in refusal("generate", chat_model, "--file", str(file))
+
+
 def test_token_ids_serve_a_model_without_tokenizer(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text('{"prompt_token_ids": [5, 6, 7]}\n')

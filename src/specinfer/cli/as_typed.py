@@ -11,11 +11,14 @@ KEYS = "specinfer.keys"  # in the metadata of a context: keys of the configurati
 _FLAG_NAMES = {each.name: about.name for each, about in settings_of(EngineArgs) if about.name}
 _SUBJECT = re.compile(r"[a-z][a-z0-9_]*(?=(\[[^]]*\])?:? )")
 _ASSIGNMENT = re.compile(r"\b([a-z][a-z0-9_]*)=(\"([^\"]*)\"|True|N\b)")
+_LINE = re.compile(r"[^:]*, (line|entry) \d+: ")  # of a file, where fields have these names
 _FIELD = re.compile(r"(?<![\w\"'./{-])[a-z]+(_[a-z0-9]+)+(?![\w\"'./=])")
 
 
 def as_typed(message: str, context: Any) -> str:
     """Return an error message of the library with the names of settings as they were given to this command."""
+    if _LINE.match(message):
+        return message
     subject = _SUBJECT.match(message)
     name = None if subject is None else _name_of(subject[0], context)
     if subject is not None and name is not None:
@@ -57,6 +60,8 @@ def _name_of(field: str, context: Any) -> str | None:
         return str(option.envvar)
     if place == "DEFAULT_MAP":
         return str(context.meta.get(KEYS, {}).get(option.name, option.name))
+    if place == "DEFAULT" and f'"{field}"' in str(context.params.get("speculative_config")):
+        return f"--speculative-config: {field}"
     if place == "DEFAULT" and field == "model":
         return None  # it was given as the argument MODEL, or not at all
     return next(_words(option, context.obj), max(option.opts, key=len))

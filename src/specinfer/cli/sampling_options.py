@@ -103,8 +103,16 @@ class SamplingOptions:
         asked = {name: value for name, value in asked.items() if value is not None}
         return asked or None
 
-    def fit(self, params: SamplingParams, llm: "LLM", prompt: "Prompt") -> SamplingParams:
-        """Return the parameters for one prompt; if --max-tokens was not given, the context limits the output."""
-        if self.max_tokens is not None or count_tokens(llm, prompt) + (params.max_tokens or 0) <= llm.max_model_len:
+    def fit(self, params: SamplingParams, llm: "LLM", prompt: "Prompt", *, limited: bool = False) -> SamplingParams:
+        """Return the parameters for one prompt; if no maximum was given, the context limits the output.
+
+        Args:
+            limited: Whether the prompt has its own maximum.
+        """
+        if (
+            limited
+            or self.max_tokens is not None
+            or count_tokens(llm, prompt) + (params.max_tokens or 0) <= llm.max_model_len
+        ):
             return params
         return dataclasses.replace(params, max_tokens=None)

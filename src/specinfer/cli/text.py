@@ -14,7 +14,7 @@ from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
 from specinfer.cli.keys import hidden_typing
 from specinfer.cli.options import ARGUMENT, EngineOptions, OutputOptions, flag, load
-from specinfer.cli.prompts import read_prompts
+from specinfer.cli.prompts import PromptLine, read_prompts
 from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
@@ -53,7 +53,11 @@ def generate(
     logprobs: Annotated[int | None, flag("Sampling", "Number of log-probabilities per token; requires --json.")] = None,
     file: Annotated[
         str | None,
-        flag("Output", "File of prompts: one per line, or .jsonl or .json of strings or objects; - is standard input."),
+        flag(
+            "Output",
+            "File of prompts: one per line, or .jsonl or .json of strings or objects with prompt, prompt_token_ids or "
+            "messages, and fields of SamplingParams, which take precedence over flags; - is standard input.",
+        ),
     ] = None,
     as_json: Annotated[bool, flag("Output", "Print a JSON array with an object for each prompt.", "--json")] = False,
     output: OutputOptions,
@@ -63,19 +67,22 @@ def generate(
     names_model = bool(words) and "model" not in engine.given and not _is_prompt(words[0])
     with checking():
         name = words.pop(0) if names_model else None
-        asked = read_prompts(words, file)
+        lines = read_prompts(words, file)
         if logprobs is not None and not as_json:
             raise ValueError("logprobs: they are part of the JSON output only; add --json")
         args = engine.args(name)
-        params = sampling.params(_DEFAULT_MAX_TOKENS, str(args.model), n=n, logprobs=logprobs)
+        usual = sampling.params(_DEFAULT_MAX_TOKENS, str(args.model), n=n, logprobs=logprobs)
+        params = [line.params(usual) for line in lines]
         screen = output.screen()
         llm = load(args, screen)
-    fitted = [sampling.fit(params, llm, prompt) for prompt in asked]
-    if screen.is_terminal and not as_json and len(asked) == n == 1:
+    asked, errors = _rendered(lines, llm)
+    fitted = [sampling.fit(one, llm, prompt, limited="max_tokens" in line.settings)
+              for one, prompt, line in zip(params, asked, lines, strict=True)]  # fmt: skip
+    if screen.is_terminal and not as_json and len(asked) == fitted[0].n == 1:
         streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False).output
         failed = streamed is not None and streamed.error is not None
     else:
-        outputs = _serve(llm, asked, fitted) if as_json or len(asked) > 1 else llm.generate(asked, fitted)
+        outputs = _serve(llm, asked, fitted, errors) if as_json or len(asked) > 1 else llm.generate(asked, fitted)
         if as_json:
             records = [_record(i, prompt, out) for i, (prompt, out) in enumerate(zip(asked, outputs, strict=True))]
             print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # one line per prompt
@@ -209,13 +216,32 @@ def _is_prompt(word: str) -> bool:
     return any(map(str.isspace, word)) and not os.path.exists(word)
 
 
-def _serve(llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]") -> "list[RequestOutput]":
+def _rendered(lines: "Sequence[PromptLine]", llm: "LLM") -> "tuple[list[Prompt], dict[int, str]]":
+    """Return the prompts with conversations as token ids, and the errors of those that cannot be rendered."""
+    prompts: list[Prompt] = []
+    errors: dict[int, str] = {}
+    for i, line in enumerate(lines):
+        try:
+            prompts.append(line.rendered(llm))
+        except RequestError as error:
+            if len(lines) == 1:
+                raise
+            prompts.append(line.prompt)
+            errors[i] = str(error)
+    return prompts, errors
+
+
+def _serve(
+    llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]", errors: Mapping[int, str]
+) -> "list[RequestOutput]":
     """Return an output for each prompt; those that are refused have an error, and the others are served."""
     from specinfer.core.outputs import RequestMetrics, RequestOutput
 
     refused: dict[int, RequestOutput] = {}
     for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
         try:
+            if i in errors:
+                raise RequestError(errors[i])
             llm.job(str(i), prompt, its_params, 0)
         except RequestError as error:
             refused[i] = RequestOutput(str(i), None, [], [], True, RequestMetrics(), str(error))

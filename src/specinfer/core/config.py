@@ -147,8 +147,8 @@ class SpeculativeConfig:
     """Settings of speculation: the drafters, the tree shape, and how draft tokens are drawn and verified.
 
     Attributes:
-        drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo", and n-gram
-            otherwise.
+        drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo", a known small model
+            of the target's family with suffix lookup, or n-gram lookup.
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
         verification: "coupled", "multi-step", "traversal" or "target-only".
         draft_sampling: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
