@@ -7,6 +7,8 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,8 +161,12 @@ def browser(chromium: Browser, api: Api) -> Iterator[Browser]:
     chromium.run("sessionStorage.clear(), localStorage.clear()")
     chromium.go(api.url)
     chromium.wait("document.title === 'tiny · SpecInfer'")
+    chromium.click("#mode label:nth-of-type(1) span")
     yield chromium
     assert chromium.complaints == []
+
+
+_AXE = find_spec("axe_core_python")
 
 
 def send(browser: Browser, prompt: str = "def f(") -> None:
@@ -292,7 +298,7 @@ def test_an_empty_answer_is_reported(browser: Browser, api: Api) -> None:
     api.say = lambda body: [chunk("", [own], 1, reason="stop")]
     send(browser)
     finish(browser, "1")
-    assert texts(browser, "#status") == ["The model ended at once, without a word."]
+    assert texts(browser, "#status") == ["The model ended its answer at once: there is no text."]
     assert texts(browser, ".node .label") == ["\u2068(\u2069", "\u2068<end>\u2069"]
 
 
@@ -385,7 +391,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(chromium: Browser, api: Ap
 
 
 def test_settings_are_sent(browser: Browser, api: Api) -> None:
-    values = {"temperature": "0", "top-p": "0.5", "max-tokens": "7", "seed": "11", "stops": "\\n\\n\nEND"}
+    values = {"temperature": "0", "top_p": "0.5", "max_tokens": "7", "seed": "11", "stop-strings": "\\n\\n\nEND"}
     for name, value in (values | {"tree": "own", "expansion": "2,1"}).items():
         fill(browser, name, value)
     send(browser)
@@ -397,12 +403,12 @@ def test_settings_are_sent(browser: Browser, api: Api) -> None:
 
 
 def test_a_value_that_cannot_be_sent_is_named(browser: Browser, api: Api) -> None:
-    fill(browser, "top-p", "7")
+    fill(browser, "top_p", "7")
     fill(browser, "prompt", "x")
     browser.run("document.getElementById('form').noValidate = true")
     browser.click("#send")
     browser.wait("!document.getElementById('error').hidden")
-    assert texts(browser, "#error")[0].startswith("Top p: ")
+    assert texts(browser, "#error")[0].startswith("top_p: ")
     assert not api.asked
 
 
@@ -485,6 +491,34 @@ def test_a_race_asks_twice_for_the_same_and_compares(browser: Browser, api: Api)
     assert "trace" not in first
     assert f"The texts are equal, all {len(''.join(TEXTS))} characters." in texts(browser, "#verdict")[0]
     assert texts(browser, ".lanes [data-text]") == ["".join(TEXTS)] * 2
+
+
+@pytest.mark.parametrize("order", ["turns", "at-once"])
+@pytest.mark.parametrize("refused", ["warm-up", "race"])
+def test_a_race_that_is_refused_ends_on_both_sides(browser: Browser, api: Api, order: str, refused: str) -> None:
+    def say(body: Event) -> list[Event] | Response:
+        is_refused = (body["max_tokens"] == 4) == (refused == "warm-up") and body["speculative"]["tree"] != "off"
+        return refusal(400, "no such tree") if is_refused else answer() * 20
+
+    api.say, api.pause = say, 0.02
+    browser.click("#race")
+    fill(browser, "race-order", order)
+    send(browser)
+    browser.wait("!document.getElementById('error').hidden")
+    browser.wait("document.querySelector('[data-lane=plain] [data-words]').textContent.startsWith('stopped')")
+    assert texts(browser, "[data-lane=tree] [data-words]") == ["refused"]
+    assert browser.run("document.getElementById('verdict').hidden") is True
+    browser.complaints = [line for line in browser.complaints if "400" not in line]
+
+
+def test_a_race_that_is_stopped_no_longer_warms_up(browser: Browser, api: Api) -> None:
+    api.pause, api.say = 0.1, lambda body: answer() * 50
+    browser.click("#race")
+    send(browser)
+    browser.wait("document.querySelector('[data-words]').textContent === 'warms up'")
+    browser.press("Escape")
+    browser.wait("!document.body.classList.contains('running')")
+    assert texts(browser, ".lanes [data-words]") == ["stopped", "stopped"]
 
 
 def test_texts_of_a_race_that_differ_are_reported(browser: Browser, api: Api) -> None:
@@ -590,6 +624,140 @@ def test_a_long_answer_stays_quick(browser: Browser, api: Api) -> None:
     assert "step 599 of 600" in texts(browser, "#step-words")[0]
 
 
+def test_a_model_that_can_chat_is_met_in_chat_mode(chromium: Browser, api: Api) -> None:
+    chromium.go(api.url)
+    chromium.wait("document.title === 'tiny · SpecInfer'")
+    assert texts(chromium, "#send") == ["Send"]
+
+
+def test_the_reason_for_no_guesses_is_shown(browser: Browser, api: Api) -> None:
+    reason = "auto: plain decoding, a pass over 2 tokens costs 1.9 of one here"
+    last = {"choices": [], "usage": {"completion_tokens": 6}, "metrics": {"speculative_decoding": {"reason": reason}}}
+    api.say = lambda body: [*answer()[:-1], last]
+    send(browser)
+    finish(browser)
+    assert texts(browser, "#status")[0].endswith(f"the most allowed. No guesses: {reason}.")
+    browser.click("#race")
+    browser.click("#send")
+    browser.wait("!document.getElementById('verdict').hidden")
+    assert f"No guesses: {reason}." in texts(browser, "#verdict")[0]
+
+
+def test_an_example_is_sent_by_a_click(browser: Browser, api: Api) -> None:
+    browser.click("#examples button:nth-of-type(1)")
+    finish(browser)
+    assert api.asked[0]["prompt"] == "def fibonacci(n):"
+
+
+def test_trees_of_the_list_are_sent_as_they_are_named(browser: Browser, api: Api) -> None:
+    fill(browser, "tree", "best-first:16")
+    send(browser)
+    finish(browser)
+    assert api.asked[0]["speculative"] == {"tree": "best-first:16"}
+
+
+def test_the_columns_of_passes_have_axes(browser: Browser) -> None:
+    send(browser)
+    finish(browser)
+    assert texts(browser, ".axis .tick") == ["1", "2", "3"]
+    assert texts(browser, ".passes > svg:not(.axis) .tick") == ["1"]
+    assert texts(browser, ".scale span") == ["0", "50", "100%"]
+
+
+def test_an_answer_on_a_phone_is_in_view_while_it_is_written(browser: Browser, api: Api) -> None:
+    browser.resize(390, 844, phone=True)
+    api.pause, api.say = 0.1, lambda body: answer() * 50
+    send(browser)
+    browser.wait("document.querySelectorAll('.passes g').length > 2")
+    box = browser.run("(b => [b.top, b.bottom])(document.getElementById('transcript').getBoundingClientRect())")
+    assert 0 <= box[0] < box[1] <= 844
+    browser.click("#stop")
+    browser.wait("!document.body.classList.contains('running')")
+
+
+def test_a_trace_is_shared_in_the_address_alone(browser: Browser, api: Api) -> None:
+    send(browser)
+    finish(browser)
+    browser.click("#share")
+    browser.wait("location.hash.startsWith('#trace=1.')")
+    link = browser.run("location.href")
+    browser.call("Page.navigate", url="about:blank")
+    browser.go(link)
+    browser.wait("document.querySelectorAll('.passes g').length === 3")
+    settle(browser)
+    assert texts(browser, "#transcript")[0] == "def f(" + "".join(TEXTS)
+    assert texts(browser, ".token.by-1[data-step]") == ["):"]
+    assert "step 1 of 3" in texts(browser, "#step-words")[0]
+    assert "A shared trace of tiny, 3 steps" in texts(browser, "#status")[0]
+    assert len(api.asked) == 1
+    browser.wait("document.title === 'tiny · SpecInfer'")
+    send(browser, "new")
+    finish(browser)
+    assert browser.run("location.hash") == ""
+
+
+_PACK = """(async (value) => {
+  const stream = new Blob([typeof value === "string" ? value : JSON.stringify(value)]).stream();
+  const bytes = await new Response(stream.pipeThrough(new CompressionStream("deflate-raw"))).bytes();
+  location.hash = "#trace=1." + btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
+})"""
+_NODE = [1, "a", 0, [0], 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "null",
+        "{",
+        {"__proto__": []},
+        ["m", False, "p", "t", ["d"]],
+        ["m", False, "p", {"toString": 1}, ["d"], []],
+        ["m", False, "p", "t", ["d"], [[[1, "r"], [[1, "a", 1, [0], 0.5, 0.5]], [], None]]],  # its own parent
+        ["m", False, "p", "t", ["d"], [[[1, "r"], [[1, "a", 0, [1], 0.5, 0.5]], [], None]]],  # no such drafter
+        ["m", False, "p", "t", ["d"], [[[1, "r"], [[1, "a", 0, [0], 7, 0.5]], [], None]]],
+        ["m", False, "p", "t", ["d"], [[[1, "r"], [_NODE, _NODE], [1, 2], None]]],  # siblings are no path
+        ["m", False, "p", "t", ["d"], [[[1, "r"], [_NODE] * 1025, [], None]]],
+        ["m", False, "p", "t" * (4 << 20), [], []],
+    ],
+)
+def test_a_link_with_anything_else_is_refused(browser: Browser, value: Any) -> None:
+    browser.run(f"{_PACK}({json.dumps(value)})")
+    browser.wait("!document.getElementById('error').hidden")
+    assert texts(browser, "#error") == ["The trace in this link is damaged. Was the link cut?"]
+    assert browser.run("document.querySelectorAll('.node').length") == 0
+
+
+def test_markup_in_a_link_stays_text(browser: Browser) -> None:
+    evil = "<img src=x onerror=\"document.title='taken'\">"
+    value = [evil, True, evil, evil, [evil], [[[1, evil], [[1, evil, 0, [0], 0.5, None]], [1], None]]]
+    browser.run(f"{_PACK}({json.dumps(value)})")
+    browser.wait("document.querySelectorAll('.node').length === 2")
+    settle(browser)
+    assert texts(browser, ".message .words") == [evil, evil]
+    assert browser.run("document.querySelectorAll('main img').length") == 0
+
+
+@pytest.mark.skipif(_AXE is None, reason="needs axe-core-python")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_axe_finds_nothing_serious(browser: Browser, scheme: str, width: int) -> None:
+    assert _AXE is not None and _AXE.origin is not None
+    axe = Path(_AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8")
+    browser.prefer(prefers_color_scheme=scheme)
+    browser.resize(width, 844, phone=width < 800)
+    browser.run(f"{axe}; 0")
+    found = """axe.run().then(({violations}) => violations
+        .filter(({impact}) => ['serious', 'critical'].includes(impact))
+        .map(({id, nodes}) => `${id}: ${nodes.map((node) => node.html.slice(0, 120)).join(' ')}`))"""
+    assert browser.run(found) == []
+    send(browser)
+    finish(browser)
+    browser.run("document.getElementById('settings').open = true")
+    assert browser.run(found) == []
+    browser.click("#race")
+    assert browser.run(found) == []
+
+
 def test_the_server_generates_what_the_library_does(chromium: Browser) -> None:
     prompt, params = "class Stack:\n", SamplingParams(max_tokens=40, temperature=0.7, seed=3, tree="3,2,1")
     with LLM("demo") as llm:
@@ -598,7 +766,8 @@ def test_the_server_generates_what_the_library_does(chromium: Browser) -> None:
             chromium.complaints.clear()
             chromium.go(url)
             chromium.wait("document.title === 'tiny · SpecInfer'")
-            for name, value in {"seed": "3", "max-tokens": "40", "tree": "own", "expansion": "3,2,1"}.items():
+            chromium.click("#mode label:nth-of-type(1) span")
+            for name, value in {"seed": "3", "max_tokens": "40", "tree": "own", "expansion": "3,2,1"}.items():
                 fill(chromium, name, value)
             send(chromium, prompt)
             finish(chromium, "40")

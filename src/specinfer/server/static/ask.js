@@ -17,11 +17,11 @@ export function body(model, messages) {
   const asked = { model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   if (messages) asked.messages = messages;
   else asked.prompt = field("prompt").value;
-  put(asked, "temperature", number("temperature", "Temperature"));
-  put(asked, "top_p", number("top-p", "Top p"));
-  put(asked, "max_tokens", number("max-tokens", "Most tokens"));
-  put(asked, "seed", number("seed", "Seed"));
-  const stops = field("stops").value.split("\n").filter(Boolean);
+  put(asked, "temperature", number("temperature"));
+  put(asked, "top_p", number("top_p"));
+  put(asked, "max_tokens", number("max_tokens"));
+  put(asked, "seed", number("seed"));
+  const stops = field("stop-strings").value.split("\n").filter(Boolean);
   if (stops.length) asked.stop = stops.map((line) => line.replaceAll("\\n", "\n"));
   const tree = treeChoice();
   if (tree) asked.speculative = { tree };
@@ -32,7 +32,7 @@ export function treeChoice() {
   const chosen = field("tree").value;
   if (chosen !== "own") return chosen;
   const expansion = field("expansion").value.trim();
-  if (!expansion) throw new Failure("Tree: give an expansion such as 3,2,1,1, or choose another tree.");
+  if (!expansion) throw new Failure("tree: give the children per level such as 3,2,1,1, or choose another tree.");
   return expansion;
 }
 
@@ -40,9 +40,9 @@ export function system() {
   return field("system").value.trim();
 }
 
-function number(id, name) {
-  const input = field(id);
-  if (input.validity.badInput) throw new Failure(`${name}: this is no number.`);
+function number(name) {
+  const input = field(name);
+  if (input.validity.badInput) throw new Failure(`${name}: this is not a number.`);
   if (!input.validity.valid) throw new Failure(`${name}: ${input.validationMessage}`);
   return input.value === "" ? undefined : input.valueAsNumber;
 }

@@ -1,10 +1,12 @@
 // What the steps add up to: a column of blocks for each pass, and a bar for each depth.
 
-import { element, TARGET } from "./text.js";
+import { count, element, TARGET } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const BLOCK = 9;
 const COLUMN = 9;
+const FLOOR = 16; // below the columns: numbers of passes
+const SIDE = 20; // left of them: numbers of tokens
 const MOST = 400; // passes drawn; earlier ones leave on the left
 
 export class Passes {
@@ -55,21 +57,46 @@ export class Passes {
     if (!this.svg) {
       this.svg = document.createElementNS(SVG, "svg");
       this.svg.setAttribute("role", "img");
-      this.place.replaceChildren(this.svg);
+      this.axis = document.createElementNS(SVG, "svg"); // stays in view when the columns are scrolled
+      this.axis.setAttribute("class", "axis");
+      this.axis.setAttribute("width", SIDE);
+      this.axis.setAttribute("aria-hidden", "true");
+      this.place.replaceChildren(this.axis, this.svg);
     }
     const follows = this.place.scrollLeft + this.place.clientWidth >= this.place.scrollWidth - 2 * COLUMN;
     const height = this.tallest * BLOCK + 4;
+    const width = this.columns.length * COLUMN;
     this.columns.forEach((group, i) => {
       group.setAttribute("transform", `translate(${i * COLUMN} ${height - 2})`);
       if (!group.isConnected) this.svg.append(group);
     });
-    this.svg.setAttribute("width", this.columns.length * COLUMN);
-    this.svg.setAttribute("height", height);
-    this.svg.setAttribute("aria-label", `Tokens generated in each of ${this.first + this.columns.length} passes`);
+    this.drawAxes(height, width);
+    const passes = count(this.first + this.columns.length, "pass", "passes");
+    this.svg.setAttribute("aria-label", `Tokens generated in each of ${passes}; at most ${this.tallest} in one`);
     this.marked?.classList.remove("current");
     this.marked = this.columns[current - this.first];
     this.marked?.classList.add("current");
     if (follows) this.place.scrollLeft = this.place.scrollWidth;
+  }
+
+  drawAxes(height, width) {
+    for (const svg of [this.svg, this.axis]) svg.setAttribute("height", height + FLOOR);
+    this.svg.setAttribute("width", Math.max(width, 3 * COLUMN));
+    for (const old of this.svg.querySelectorAll(".tick")) old.remove();
+    const tick = (x, y, number) => {
+      const made = document.createElementNS(SVG, "text");
+      for (const [name, value] of Object.entries({ class: "tick", x, y })) made.setAttribute(name, value);
+      made.append(number);
+      return made;
+    };
+    for (let pass = Math.max(1, Math.ceil((this.first + 1) / 10) * 10); pass <= this.first + this.columns.length; pass += 10) {
+      this.svg.append(tick((pass - this.first - 0.5) * COLUMN - 1, height + FLOOR - 4, pass));
+    }
+    if (!this.first) this.svg.append(tick(COLUMN / 2 - 1, height + FLOOR - 4, 1));
+    const by = Math.ceil(this.tallest / 5);
+    const numbers = [];
+    for (let tokens = by; tokens <= this.tallest; tokens += by) numbers.push(tick(SIDE - 8, height + 1 - (tokens - 0.5) * BLOCK, tokens));
+    this.axis.replaceChildren(...numbers);
   }
 }
 
@@ -97,6 +124,8 @@ export class Depths {
         element("span", { className: "bar-value", textContent: `${Math.round(part * 100)}% of ${all}` }),
       );
     }
+    const marks = ["0", "50", "100%"].map((mark) => element("span", { textContent: mark }));
+    rows.push(element("span", { className: "bar-name", textContent: "depth" }), element("div", { className: "scale" }, ...marks));
     this.place.replaceChildren(...rows);
   }
 }

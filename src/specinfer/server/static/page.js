@@ -5,8 +5,9 @@ import { body, key, mode, system } from "./ask.js";
 import { Depths, Passes } from "./charts.js";
 import { chooseTheme, openHelp, watchKeys } from "./keys.js";
 import { Race } from "./race.js";
+import { isTrace, readTrace, traceLink } from "./share.js";
 import { Steps } from "./steps.js";
-import { count, Drafters, element, Painter, shortName } from "./text.js";
+import { count, Drafters, element, noGuesses, Painter, shortName } from "./text.js";
 import { TreeView } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -18,23 +19,33 @@ const controls = { slider: $("slider"), play: $("play"), newest: $("newest"), ba
 const steps = new Steps({ ...controls, words: $("step-words") }, showStep);
 const race = new Race($("race-view"));
 const hello = $("transcript").firstElementChild;
-const PLACEHOLDERS = { completion: "def fibonacci(n):", chat: "Say something" };
+const PLACEHOLDERS = { completion: "Text to continue", chat: "Ask something" };
+const EXAMPLES = {
+  completion: ["def fibonacci(n):", "class Stack:\n    def push(self, item):", "import json\n\ndef load(path):"],
+  chat: ["Explain recursion in two sentences.", "Write a Python function that reverses a string.", "Name five uses of a paper clip."],
+};
+const SPEAK_EVERY = 4000; // milliseconds between announcements to a screen reader
 
 let model = "";
 let about = {};
 let messages = []; // of the conversation, without the system message
 let running = null; // the controller of the request under way
 let marked = [];
+let shown = null; // what a link to the trace contains, without its steps
 
 // ------------------------------------------------------------------------------------------ start
 
+let hasFailed = false; // to meet the model
+
 async function meet() {
+  const isFirst = !model;
   try {
     const models = await read("v1/models", key());
     model = models.data[0].id;
     about = await read("page.json", key());
-    say("");
+    if (hasFailed) say("");
   } catch (failure) {
+    hasFailed = true;
     say(failure.message);
     $("settings").open ||= failure.status === 401;
     if (failure.status === 503 || failure.status === 0) setTimeout(meet, 3000); // it may still be loading
@@ -49,6 +60,10 @@ async function meet() {
   chat.disabled = !about.has_chat;
   $("chat-reason").hidden = about.has_chat || !about.has_text;
   if (!about.has_chat) $("chat-reason").textContent = "Chat is off: this model has no chat template.";
+  if (isFirst && about.has_chat && !running && !$("prompt").value) {
+    chat.checked = true;
+    changeMode();
+  }
 }
 
 function say(message) {
@@ -105,20 +120,62 @@ function drawLegend() {
   $("legend").replaceChildren(...entries, own);
 }
 
+// Announces a streamed text in pieces that end with a line or sentence, a few seconds apart.
+class Speaker {
+  constructor(place) {
+    this.place = place;
+    place.replaceChildren();
+    this.waiting = "";
+    this.time = performance.now();
+  }
+
+  add(text) {
+    this.waiting += text;
+    if (performance.now() - this.time < SPEAK_EVERY) return;
+    const end = Math.max(...["\n", ". ", "? ", "! "].map((mark) => this.waiting.lastIndexOf(mark)));
+    if (end >= 0) this.flush(end + 1);
+  }
+
+  flush(end = this.waiting.length) {
+    if (this.waiting.slice(0, end).trim()) this.place.append(element("p", { textContent: this.waiting.slice(0, end) }));
+    this.waiting = this.waiting.slice(end);
+    this.time = performance.now();
+  }
+}
+
 function number(name, text) {
   document.querySelector(`[data-number=${name}]`).textContent = text;
 }
 
 // ------------------------------------------------------------------------------------------ answers
 
+function clearSteps() {
+  for (const part of [steps, tree, passes, depths]) part.clear();
+  for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  $("share").hidden = true;
+}
+
+function addStep(step, painter) {
+  for (const node of step.path) {
+    const { text, drafters: makers } = step.nodes[node - 1];
+    painter.expect(text, makers[0] ?? null, steps.list.length);
+  }
+  if (step.next) painter.expect(step.next.text, null, steps.list.length);
+  passes.add(step);
+  steps.add(step);
+}
+
+function drawTotals() {
+  const { generated, guessed, accepted } = steps.totals;
+  if (steps.list.length) number("pass", (generated / steps.list.length).toFixed(2));
+  if (guessed) number("kept", `${Math.round((accepted / guessed) * 100)}%`);
+}
+
 async function answer(path, asked, place) {
   answerPlace = place;
-  steps.clear();
-  tree.clear();
-  passes.clear();
-  depths.clear();
-  for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  clearSteps();
   const painter = new Painter(place, drafters);
+  const speaker = new Speaker($("spoken"));
   const start = performance.now();
   const result = { text: "", reason: null, tokens: 0, first: null };
   const scroller = $("transcript");
@@ -126,24 +183,19 @@ async function answer(path, asked, place) {
     const now = (performance.now() - start) / 1000;
     const choice = event.choices?.[0];
     for (const step of event.specinfer?.steps ?? choice?.specinfer?.steps ?? []) {
-      for (const node of step.path) {
-        const { text, drafters: makers } = step.nodes[node - 1];
-        painter.expect(text, makers[0] ?? null, steps.list.length);
-      }
-      if (step.next) painter.expect(step.next.text, null, steps.list.length);
-      passes.add(step);
-      steps.add(step);
+      addStep(step, painter);
     }
     const text = choice?.text ?? choice?.delta?.content ?? "";
     if (text) {
       const follows = scroller.scrollTop + scroller.clientHeight >= scroller.scrollHeight - 40;
       painter.show(text);
+      speaker.add(text);
       result.text += text;
       if (follows) scroller.scrollTop = scroller.scrollHeight;
     }
     result.reason = choice?.finish_reason ?? result.reason;
-    const { generated, guessed, accepted } = steps.totals;
-    result.tokens = event.usage?.completion_tokens ?? Math.max(generated, result.tokens);
+    result.plain = event.metrics?.speculative_decoding?.reason ?? result.plain;
+    result.tokens = event.usage?.completion_tokens ?? Math.max(steps.totals.generated, result.tokens);
     if (result.tokens && result.first === null) {
       result.first = now;
       number("first", now < 1 ? `${Math.round(now * 1000)} ms` : `${now.toFixed(2)} s`);
@@ -151,18 +203,18 @@ async function answer(path, asked, place) {
     if (choice) {
       number("speed", now > 0 && result.tokens ? (result.tokens / now).toFixed(1) : "–");
       number("tokens", String(result.tokens));
-      if (steps.list.length) number("pass", (generated / steps.list.length).toFixed(2));
-      if (guessed) number("kept", `${Math.round((accepted / guessed) * 100)}%`);
+      drawTotals();
       drawSoon();
     }
   }
+  speaker.flush();
   return result;
 }
 
-function ending({ text, reason, tokens }, seconds) {
-  if (!text) return "The model ended at once, without a word.";
+function ending({ text, reason, tokens, plain }, seconds) {
+  if (!text) return "The model ended its answer at once: there is no text.";
   const why = reason === "length" ? ", the most allowed" : "";
-  return `Done: ${count(tokens, "token")} in ${seconds.toFixed(1)} seconds${why}.`;
+  return `Done: ${count(tokens, "token")} in ${seconds.toFixed(1)} seconds${why}.${noGuesses(plain)}`;
 }
 
 function bubble(role, text) {
@@ -173,8 +225,46 @@ function bubble(role, text) {
   return place;
 }
 
+// The trace stays in the address and in nothing else: a server is never sent what follows "#".
+async function share() {
+  try {
+    const link = await traceLink({ ...shown, steps: steps.list });
+    history.replaceState(null, "", link);
+    const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+    $("status").textContent = `${copied ? "Link copied" : "The link is in the address bar"}: it contains the prompt, the text and the trees.`;
+  } catch (failure) {
+    if (!(failure instanceof Failure)) throw failure;
+    say(failure.message);
+  }
+}
+
+async function openShared() {
+  if (!isTrace(location.hash) || running) return;
+  clear(false);
+  try {
+    const { steps: list, ...trace } = await readTrace(location.hash);
+    shown = { ...trace, isShared: true };
+    hello.remove();
+    if (trace.isChat) bubble("user", trace.prompt);
+    else $("transcript").append(element("span", { className: "given", textContent: trace.prompt }));
+    answerPlace = trace.isChat ? bubble("assistant", "") : $("transcript");
+    const painter = new Painter(answerPlace, drafters);
+    for (const step of list) addStep(step, painter);
+    painter.show(trace.text);
+    drawTotals();
+    number("tokens", String(steps.totals.generated));
+    steps.go(0);
+    drawSoon();
+    $("status").textContent = `A shared trace of ${shortName(trace.model)}, ${count(list.length, "step")}: shown from the link, not generated here.`;
+  } catch (failure) {
+    if (!(failure instanceof Failure)) throw failure;
+    say(failure.message);
+  }
+}
+
 async function send() {
   if (running || about.has_text === false) return;
+  if (shown?.isShared) clear();
   say("");
   const isChat = mode() === "chat";
   const isRace = $("race").checked;
@@ -193,6 +283,7 @@ async function send() {
     const asked = body(model, talk && [...first, ...talk]);
     const path = isChat ? "v1/chat/completions" : "v1/completions";
     wait(true);
+    $(isRace ? "race-view" : "single").scrollIntoView({ block: matchMedia("(min-width: 62rem)").matches ? "nearest" : "start" });
     let result;
     if (isRace) {
       asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
@@ -212,6 +303,7 @@ async function send() {
         $("transcript").replaceChildren(element("span", { className: "given", textContent: prompt }));
         place = $("transcript");
       }
+      shown = { model, isChat, prompt, text: "" };
       result = await answer(path, asked, place);
     }
     if (isChat) messages = [...talk, { role: "assistant", content: result.text }];
@@ -231,10 +323,13 @@ async function send() {
       $("prompt").value = prompt;
     }
   } finally {
-    running.abort(); // of two at once the other may still run
     running = null;
     wait(false);
     if (steps.list.length) drawSoon();
+    if (shown && place && steps.list.length) {
+      shown.text = place.textContent.slice(isChat ? 0 : prompt.length);
+      $("share").hidden = false;
+    }
   }
 }
 
@@ -243,16 +338,20 @@ function wait(isWaiting) {
   $("stop").hidden = !isWaiting;
   document.body.classList.toggle("running", isWaiting);
   if (isWaiting) $("status").textContent = "The model answers.";
+  if (isWaiting && isTrace(location.hash)) history.replaceState(null, "", location.pathname + location.search);
 }
 
-function clear() {
+function clear(forgetsLink = true) {
   running?.abort();
   messages = [];
+  shown = null;
   $("transcript").replaceChildren(hello);
-  for (const part of [steps, tree, passes, depths, race]) part.clear();
-  for (const name of ["speed", "first", "pass", "kept", "tokens"]) number(name, "–");
+  $("spoken").replaceChildren();
+  clearSteps();
+  race.clear();
   $("status").textContent = "";
   say("");
+  if (forgetsLink && isTrace(location.hash)) history.replaceState(null, "", location.pathname + location.search);
 }
 
 // ------------------------------------------------------------------------------------------ controls
@@ -265,6 +364,9 @@ function changeMode() {
   $("system-label").hidden = !isChat;
   $("send").textContent = isRace ? "Race" : isChat ? "Send" : "Complete";
   $("clear").textContent = isChat ? "New conversation" : "Clear";
+  $("examples").replaceChildren(
+    ...EXAMPLES[mode()].map((text) => element("button", { type: "button", value: text, textContent: text.split("\n")[0], title: text })),
+  );
   $("look").hidden = isRace;
   $("single").hidden = isRace;
   $("race-view").hidden = !isRace;
@@ -276,12 +378,19 @@ $("form").addEventListener("submit", (event) => {
   send();
 });
 $("stop").addEventListener("click", () => running?.abort());
-$("clear").addEventListener("click", clear);
+$("clear").addEventListener("click", () => clear());
+$("share").addEventListener("click", share);
+addEventListener("hashchange", openShared);
 $("mode").addEventListener("change", () => {
   clear();
   changeMode();
 });
 $("race").addEventListener("change", changeMode);
+$("examples").addEventListener("click", ({ target }) => {
+  if (running || !target.value) return;
+  $("prompt").value = target.value;
+  send();
+});
 $("tree").addEventListener("change", () => ($("expansion-label").hidden = $("tree").value !== "own"));
 $("key").addEventListener("change", () => {
   storeKey(key());
@@ -299,4 +408,5 @@ chooseTheme($("theme"));
 watchKeys({ send, stop: () => running?.abort(), steps, tree, prompt: $("prompt") });
 $("key").value = storedKey();
 changeMode();
+openShared();
 meet();

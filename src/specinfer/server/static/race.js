@@ -2,10 +2,11 @@
 // Neither is traced, since noting trees takes time; so the texts are not marked here.
 
 import { events } from "./api.js";
-import { count } from "./text.js";
+import { count, noGuesses } from "./text.js";
 
 const LEAST = 8; // tokens: clocks of shorter texts tell nothing
 const WARM = 4;
+const WAITING = ["waits for a request", "warms up", "waits for its turn", "runs"];
 
 class Lane {
   constructor(place) {
@@ -22,26 +23,51 @@ class Lane {
     this.seconds = 0;
     this.first = null;
     this.passes = null;
-    this.reason = null;
+    this.plain = null;
     this.output.replaceChildren();
-    this.words.textContent = "waits for a request";
+    this.state = "waits for a request";
+    this.draw();
     this.track.style.inlineSize = "0";
-    this.clock.textContent = "0.00 s";
   }
 
   draw() {
     this.clock.textContent = `${this.seconds.toFixed(2)} s`;
     if (this.most) this.track.style.inlineSize = `${Math.min(100, (this.tokens / this.most) * 100)}%`;
-    if (!this.tokens) return;
-    const parts = [count(this.tokens, "token"), `${(this.tokens / this.seconds).toFixed(1)} a second`];
+    const parts = this.state ? [this.state] : [];
+    if (this.tokens) parts.push(count(this.tokens, "token"), `${(this.tokens / this.seconds).toFixed(1)} a second`);
     if (this.passes) parts.push(`${this.passes.toFixed(2)} a pass`);
     if (this.first !== null) parts.push(`first after ${Math.round(this.first * 1000)} ms`);
-    this.words.textContent = parts.join(" · ");
+    const words = parts.join(" · ");
+    if (words !== this.words.textContent) this.words.textContent = words;
+  }
+
+  enter(state) {
+    this.state = state;
+    this.draw();
+  }
+
+  // What a server measures or compiles when it is first asked so is no part of the race.
+  async warmUp(path, body, key, signal) {
+    this.enter("warms up");
+    await this.ended(async () => {
+      for await (const _ of events(path, { ...body, max_tokens: WARM }, key, signal));
+    });
+    this.enter("waits for its turn");
+  }
+
+  // However it ends, the lane shows how.
+  async ended(action) {
+    try {
+      await action();
+    } catch (failure) {
+      this.enter(failure.name === "AbortError" ? "stopped" : failure.status ? "refused" : "failed");
+      throw failure;
+    }
   }
 
   async run(path, body, key, signal) {
     this.most = body.max_tokens;
-    this.words.textContent = "runs";
+    this.enter("runs");
     const start = performance.now();
     const passed = () => (performance.now() - start) / 1000;
     const tick = () => {
@@ -51,30 +77,30 @@ class Lane {
     };
     let frame = requestAnimationFrame(tick);
     try {
-      for await (const event of events(path, body, key, signal)) {
-        const choice = event.choices?.[0];
-        const text = choice?.text ?? choice?.delta?.content ?? "";
-        if (text) {
-          this.first ??= passed();
-          this.text += text;
-          this.output.append(text);
-          this.output.scrollTop = this.output.scrollHeight;
-        }
-        this.reason = choice?.finish_reason ?? this.reason;
-        this.tokens = event.usage?.completion_tokens ?? this.tokens;
-        this.passes = event.metrics?.speculative_decoding?.tokens_per_pass ?? this.passes;
-      }
+      await this.ended(() => this.receive(events(path, body, key, signal), passed));
+      this.state = this.tokens ? "" : "ended at once";
     } finally {
       cancelAnimationFrame(frame);
       this.seconds = passed();
       this.draw();
     }
   }
-}
 
-// What a server measures or compiles when it is first asked so is no part of the race.
-async function warmUp(path, body, key, signal) {
-  for await (const _ of events(path, { ...body, max_tokens: WARM }, key, signal));
+  async receive(stream, passed) {
+    for await (const event of stream) {
+      const choice = event.choices?.[0];
+      const text = choice?.text ?? choice?.delta?.content ?? "";
+      if (text) {
+        this.first ??= passed();
+        this.text += text;
+        this.output.append(text);
+        this.output.scrollTop = this.output.scrollHeight;
+      }
+      this.plain = event.metrics?.speculative_decoding?.reason ?? this.plain;
+      this.tokens = event.usage?.completion_tokens ?? this.tokens;
+      this.passes = event.metrics?.speculative_decoding?.tokens_per_pass ?? this.passes;
+    }
+  }
 }
 
 export class Race {
@@ -107,23 +133,26 @@ export class Race {
     const salt = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
     const with_ = { ...body, cache_salt: salt(), speculative: { tree: own && own !== "off" ? own : "auto" } };
     const without = { ...body, cache_salt: salt(), speculative: { tree: "off" } };
-    for (const [lane, asked] of [[tree, with_], [plain, without]]) {
-      lane.words.textContent = "warms up";
-      await warmUp(path, { ...asked, cache_salt: salt() }, key, signal);
-      lane.words.textContent = "waits for its turn";
+    const ownStop = new AbortController();
+    const either = AbortSignal.any([signal, ownStop.signal]);
+    try {
+      await tree.warmUp(path, { ...with_, cache_salt: salt() }, key, either);
+      await plain.warmUp(path, { ...without, cache_salt: salt() }, key, either);
+      const first = tree.run(path, with_, key, either);
+      if (this.order.value === "turns") await first;
+      await Promise.all([first, plain.run(path, without, key, either)]);
+    } catch (failure) {
+      ownStop.abort(); // one side alone is no race
+      for (const lane of [tree, plain]) if (WAITING.includes(lane.state)) lane.enter("stopped");
+      throw failure;
     }
-    const inTurns = this.order.value === "turns";
-    const first = tree.run(path, with_, key, signal);
-    if (inTurns) await first;
-    const second = plain.run(path, without, key, signal);
-    await Promise.all([first, second]);
     this.judge(with_.speculative.tree);
     return tree.text;
   }
 
   judge(shape) {
     const { tree, plain } = this.lanes;
-    const speed = this.compare(shape);
+    const { words: speed, isWon } = this.compare(shape);
     let at = 0;
     const length = Math.min(tree.text.length, plain.text.length);
     while (at < length && tree.text[at] === plain.text[at]) at++;
@@ -131,17 +160,17 @@ export class Race {
     const texts = equal
       ? `The texts are equal, all ${count(tree.text.length, "character")}.`
       : `The texts part after ${count(at, "character")}: the server’s verification keeps the distribution of the text, not every word, or sums were rounded differently.`;
-    this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), ` ${texts}`);
-    this.verdict.classList.toggle("differs", !equal);
+    this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), `${noGuesses(tree.plain)} ${texts}`);
+    this.verdict.classList.toggle("won", isWon);
     this.verdict.hidden = false;
   }
 
   compare(shape) {
     const { tree, plain } = this.lanes;
     const ratio = plain.seconds / tree.seconds;
-    if (Math.min(tree.tokens, plain.tokens) < LEAST) return "Too short to compare the speeds.";
-    if (ratio >= 1.005) return `${ratio.toFixed(2)} times as fast with a tree (${shape}).`;
-    if (ratio <= 0.995) return `${(1 / ratio).toFixed(2)} times as fast without a tree (${shape}).`;
-    return `Equally fast with a tree (${shape}) and without.`;
+    if (Math.min(tree.tokens, plain.tokens) < LEAST) return { words: "Too short to compare the speeds.", isWon: false };
+    if (ratio >= 1.005) return { words: `${ratio.toFixed(2)} times as fast with a tree (${shape}).`, isWon: true };
+    const words = ratio <= 0.995 ? `${(1 / ratio).toFixed(2)} times as fast without a tree` : "Equally fast without a tree";
+    return { words: `${words} (${shape}) for this request.`, isWon: false };
   }
 }

@@ -1,5 +1,7 @@
 // The steps of one answer: which one is shown, going through them, and what they add up to.
 
+import { count } from "./text.js";
+
 export class Steps {
   constructor({ slider, play, newest, back, forth, words }, show) {
     Object.assign(this, { slider, play, newest, back, forth, words, show });
@@ -98,8 +100,8 @@ export class Steps {
   }
 }
 
-function sentence(step, number, count) {
+function sentence(step, number, all) {
   const generated = step.path.length + (step.next ? 1 : 0);
-  const guesses = step.nodes.length ? `${step.path.length} of ${step.nodes.length} draft tokens accepted` : "no draft tokens";
-  return `step ${number} of ${count} · ${guesses} · ${generated} ${generated === 1 ? "token" : "tokens"}`;
+  const guesses = step.nodes.length ? `${step.path.length} of ${count(step.nodes.length, "draft token")} accepted` : "no draft tokens";
+  return `step ${number} of ${all} · ${guesses} · ${count(generated, "token")}`;
 }

@@ -29,8 +29,13 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-export function count(number, word) {
-  return `${number} ${word}${number === 1 ? "" : "s"}`;
+export function count(number, word, words = `${word}s`) {
+  return `${number} ${number === 1 ? word : words}`;
+}
+
+// Why most passes had no tree, as the server gives it; often there is no such reason.
+export function noGuesses(reason) {
+  return reason ? ` No guesses: ${reason.replace(/\.$/, "")}.` : "";
 }
 
 // The folder's name is enough to name a drafter.

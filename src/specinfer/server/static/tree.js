@@ -1,7 +1,7 @@
 // The tree of one step in SVG: scrolled, dragged and sized, gone through by keys, with a node's particulars below.
 
 import { HEIGHT, joint, layOut, percent } from "./layout.js";
-import { clipped, element, shortName, TARGET, visible } from "./text.js";
+import { clipped, count, element, shortName, TARGET, visible } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const KINDS = {
@@ -100,7 +100,7 @@ export class TreeView {
 
   words() {
     const { nodes, path, next } = this.step;
-    return `${nodes.length} draft tokens, ${path.length} accepted${next ? ", and one token of the target" : ""}`;
+    return `Token tree: ${count(nodes.length, "draft token")}, ${path.length} accepted${next ? ", and one token of the target" : ""}`;
   }
 
   // ------------------------------------------------------------------------------------------ size
