@@ -741,7 +741,8 @@ def test_markup_in_a_link_stays_text(browser: Browser) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 390])
 def test_axe_finds_nothing_serious(browser: Browser, scheme: str, width: int) -> None:
-    assert _AXE is not None and _AXE.origin is not None
+    assert _AXE is not None
+    assert _AXE.origin is not None
     axe = Path(_AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8")
     browser.prefer(prefers_color_scheme=scheme)
     browser.resize(width, 844, phone=width < 800)
