@@ -108,7 +108,8 @@ def test_a_traced_request_sees_the_steps_behind_its_own_text(llm: LLM) -> None:
             given = [chance for step in steps for chance in _chances(step)]
             told = traced.output().outputs[0].logprobs
             assert told is not None
-            assert given == pytest.approx([math.exp(best[token]) for best, token in zip(told, tokens, strict=True)])
+            wanted = [math.exp(best[token].logprob) for best, token in zip(told, tokens, strict=True)]
+            assert given == pytest.approx(wanted)
             assert plain.requests[0].trace is None
 
     asyncio.run(run())
