@@ -22,7 +22,7 @@ from specinfer.engine.tally import MAX_POSITION, Tally
 from specinfer.llm import LLM
 from specinfer.server import telemetry
 from specinfer.server.logs import BackgroundHandler, StatsLog, configure
-from specinfer.server.metrics import REFUSALS, Metrics
+from specinfer.server.metrics import REFUSALS, Metrics, as_vllm
 from specinfer.server.middleware import REQUEST_ID
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
@@ -377,3 +377,18 @@ def test_a_log_that_nobody_reads_stops_nobody() -> None:
     num_dropped = sum(int(line.split(": ")[1].split()[0]) for line in dropped)
     assert num_dropped > 10_000
     assert len(read) - len(dropped) + num_dropped == 30_001, "every line is written or counted"
+
+
+def test_vllms_prefix_and_labels(llm: LLM) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> str:
+        async with Observation(state.engine, state):
+            await finish(state)
+            return (await client.get("/metrics")).text
+
+    text = serve(llm, body, metrics_prefix="vllm")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.name for sample in samples} >= {f"vllm:{name}" for name in NAMES}
+    assert {(sample.labels["model_name"], sample.labels["engine"]) for sample in samples} == {("tiny", "0")}
+    assert "specinfer:" not in text
+    odd = b'specinfer:a{model_name="specinfer:b"} 1.0\n'
+    assert as_vllm(odd) == b'vllm:a{engine="0",model_name="specinfer:b"} 1.0\n'

@@ -97,6 +97,9 @@ class ServerOptions:
 
     no_page: Annotated[bool, flag(_WATCH, "Do not serve the page at /.", "--no-page")] = False
     no_docs: Annotated[bool, flag(_WATCH, "Do not serve /openapi.json.", "--no-docs")] = False
+    metrics_prefix: Annotated[str, flag(_WATCH, "Prefix of the metrics: specinfer, or vllm for its dashboards.")] = (
+        "specinfer"
+    )
     no_metrics: Annotated[bool, flag(_WATCH, "Do not serve /metrics.", "--no-metrics")] = False
     log_level: Annotated[str, flag(_WATCH, "Log level: debug, info, warning, error or critical.")] = "info"
     log_stats_interval: Annotated[float, flag(_WATCH, "Interval of log lines about throughput, in seconds.")] = 10.0

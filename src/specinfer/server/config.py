@@ -39,6 +39,7 @@ class ServerConfig:
         page: Whether / shows the web page.
         docs: Whether /openapi.json is served.
         metrics: Whether /metrics is served.
+        metrics_prefix: The prefix of the metrics' names, "specinfer" or "vllm".
         metrics_public: Whether /metrics needs no key.
         log_stats_interval: Seconds between log lines of statistics; 0 for none.
         access_log: Whether requests are logged.
@@ -74,6 +75,7 @@ class ServerConfig:
     page: bool = True
     docs: bool = True
     metrics: bool = True
+    metrics_prefix: str = "specinfer"
     metrics_public: bool = False
     log_level: str = "info"
     log_stats_interval: float = 10.0
@@ -97,6 +99,8 @@ class ServerConfig:
             check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
         for name in ("shutdown_timeout", "ping_seconds", "log_stats_interval"):
             check_float(name, getattr(self, name), 0.0, 86400.0)
+        if self.metrics_prefix not in ("specinfer", "vllm"):
+            raise ValueError(f"metrics_prefix must be specinfer or vllm, not {self.metrics_prefix!r:.40}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r:.40}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -6,6 +6,7 @@ step of a request and when a request ends.
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -41,6 +42,12 @@ REFUSALS = frozenset(
         *("unsupported_parameter", "unknown_field", "client_closed_request", "generation_failed", "timeout"),
     }
 )
+
+
+def as_vllm(text: bytes) -> bytes:
+    """Return metrics in Prometheus format under vLLM's prefix, and with its label `engine`."""
+    text = re.sub(rb"^((?:# \w+ )?)specinfer:", rb"\1vllm:", text, flags=re.MULTILINE)
+    return re.sub(rb"([{,])model_name=\"", rb'\1engine="0",model_name="', text)
 
 
 class Metrics:

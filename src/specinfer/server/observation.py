@@ -7,7 +7,7 @@ from typing import Self
 from specinfer.async_llm import AsyncLLM
 from specinfer.engine.tally import Tally
 from specinfer.server.logs import StatsLog
-from specinfer.server.metrics import Metrics
+from specinfer.server.metrics import Metrics, as_vllm
 from specinfer.server.state import ServerState
 from specinfer.server.telemetry import Telemetry
 from specinfer.server.trace import TraceFile
@@ -23,7 +23,8 @@ class Observation:
         self._observers.append(tally)
         self._metrics = Metrics(engine, tally, name) if config.metrics else None
         if self._metrics is not None:
-            state.scrape, state.count_refusal = self._metrics.scrape, self._metrics.count_refusal
+            scrape, state.count_refusal = self._metrics.scrape, self._metrics.count_refusal
+            state.scrape = scrape if config.metrics_prefix == "specinfer" else lambda: as_vllm(scrape())
         self._stats = StatsLog(engine, tally, config.log_stats_interval) if config.log_stats_interval else None
         self._trace = TraceFile(config.trace, engine, state.names) if config.trace is not None else None
         self._telemetry = Telemetry(engine, config.otlp_endpoint, name) if config.otlp_endpoint is not None else None
