@@ -1,12 +1,12 @@
 """The commands that print what is installed: collect-env and version."""
 
-import os
 from importlib import metadata
 
 import typer
 
 import specinfer
 from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import installed_memory
 
 
 def collect_env() -> None:
@@ -71,7 +71,5 @@ def _native_types() -> str:
 
 
 def _memory() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    except (AttributeError, ValueError):  # the system does not report it
-        return "unknown"
+    found = installed_memory()
+    return "unknown" if found is None else f"{found / 2**30:.1f} GiB"

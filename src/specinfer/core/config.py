@@ -68,6 +68,8 @@ def check_device(name: object) -> None:
     Raises:
         ValueError: It is not the name of a device.
     """
+    if isinstance(name, str) and re.fullmatch(r"mps(:\d+)?", name):
+        raise ValueError(f'device: {name!r}, the GPU of a Mac, is not supported; use "cpu", which has native kernels')
     if not (isinstance(name, str) and _DEVICE.fullmatch(name)):
         raise ValueError(f'device: {name!r:.60} is not known; use "auto", "cpu" or "cuda"')
 

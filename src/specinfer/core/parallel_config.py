@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,9 @@ class ParallelConfig:
                 f"nnodes: {self.world_size} ranks ({self.tensor_parallel_size} x {self.pipeline_parallel_size}) cannot "
                 f"be spread evenly over {self.nnodes} machines; choose sizes whose product is a multiple of it"
             )
+        if self.world_size > 1 and sys.platform == "win32":
+            name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
+            raise ValueError(f"{name}: several ranks need Linux or macOS; leave it out on Windows")
         if self.master_port is not None:
             check_int("master_port", self.master_port, 1, 65535)
         if self.drafter_placement not in PLACEMENTS:

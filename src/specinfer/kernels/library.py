@@ -1,6 +1,5 @@
 """The compiled library: how it is found, checked, loaded and called."""
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import call_c
 
 _LAYOUT = 5  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
@@ -59,8 +59,7 @@ def library() -> ctypes.CDLL | None:
 def compute_alone() -> None:
     """Make PyTorch and native code called from this thread use only this thread; other threads are not affected."""
     torch.get_num_threads()  # makes PyTorch set its number now, not at the thread's first work
-    with contextlib.suppress(AttributeError):  # without OpenMP there are no threads to limit
-        ctypes.CDLL(None).omp_set_num_threads(1)
+    call_c("omp_set_num_threads", 1)
 
 
 def describe() -> str:

@@ -4,7 +4,6 @@ A folder is named by the checksum of the drafter it came from and a number, `012
 of checksums of its own files. The drafter's own folder is only read.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -15,6 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+from specinfer.core.systems import lock_file
 
 logger = logging.getLogger(__name__)
 RECORD = "adapted.json"
@@ -48,7 +49,7 @@ class AdaptationFolder:
                 f"adapt_dir: {self.path} cannot be written ({error.strerror}); name a folder that can"
             ) from error
         try:
-            _lock(lock)
+            lock_file(lock)
         except OSError as error:
             os.close(lock)
             raise ValueError(f"adapt_dir: {self.path} is in use by another engine; name another folder") from error
@@ -120,14 +121,6 @@ class Versions:
             return record["origin"] == self._sum and all(_digest([folder / name]) == files[name] for name in files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-
-
-def _lock(handle: int) -> None:
-    """Lock the file; raise OSError if another process, or another engine of this one, has locked it."""
-    with contextlib.suppress(ImportError):
-        import fcntl  # not available everywhere
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _digest(files: list[Path]) -> str:

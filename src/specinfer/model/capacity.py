@@ -1,12 +1,12 @@
 """The longest request and the number of cache slots that fit into the available memory."""
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from specinfer.core.config import EngineConfig
+from specinfer.core.systems import installed_memory
 from specinfer.model.kv_cache import bytes_per_slot
 from specinfer.model.load import LoadedModel
 
@@ -91,8 +91,4 @@ def _memory(device: torch.device, utilization: float | None) -> int:
         torch.cuda.empty_cache()  # memory that was used while loading counts as taken until then
         free, total = torch.cuda.mem_get_info(device)
         return int(_GPU_SHARE * free) if utilization is None else int(utilization * total) - (total - free)
-    try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # not a Unix that reports it
-        whole = _MAX_CPU_BYTES
-    return min(int(_CPU_SHARE * whole), _MAX_CPU_BYTES)
+    return min(int(_CPU_SHARE * (installed_memory() or _MAX_CPU_BYTES)), _MAX_CPU_BYTES)

@@ -1,10 +1,12 @@
 """Devices and types by their names on the command line, checked before anything is loaded."""
 
 import platform
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
+
+from specinfer.core.config import check_device
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -22,14 +24,10 @@ def find_device(name: str) -> torch.device:
     Raises:
         ValueError: The device is not known, not supported or not available.
     """
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f'device: {name!r} is not known; use "auto", "cpu" or "cuda"') from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f'device: {name!r} is not supported; use "cpu" or "cuda"')
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f'device: no CUDA device {name!r} is at hand; use "cpu" or "auto"')
     return device
@@ -47,9 +45,8 @@ def device_name(device: torch.device) -> str:
 
 def cpu_model() -> str:
     """Return the processor's name as the system reports it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
+    with suppress(OSError):  # only on Linux
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -3,7 +3,6 @@
 import datetime
 import importlib.metadata
 import platform
-import resource
 import shlex
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specinfer.core.systems import peak_memory
 from specinfer.model.device import cpu_model
 from specinfer.model.folder import count_parameters
 from specinfer.model.load import LoadedModel
@@ -114,8 +114,7 @@ def _peak_memory(device: torch.device) -> int:
     """Return peak memory in bytes: of tensors on a GPU, else of the process including mapped weights."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_memory()
 
 
 def _commit() -> str | None:

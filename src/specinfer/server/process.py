@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.systems import STOP_SIGNALS
 from specinfer.llm import LLM
 from specinfer.server import logs
 from specinfer.server.app import create_app
@@ -65,6 +66,14 @@ class Service:
     leave: Callable[[int], None] = leave_at_once
 
 
+def on_signal(loop: asyncio.AbstractEventLoop, number: int, stop: Callable[[int], None]) -> None:
+    """Let the loop call a function with the number of a signal when it comes."""
+    try:
+        loop.add_signal_handler(number, stop, number)
+    except NotImplementedError:  # Windows
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop, number))
+
+
 def run(service: Service) -> int:
     """Serve until the process is stopped, and return its exit code.
 
@@ -94,8 +103,8 @@ class _Process:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop, number)
+        for number in STOP_SIGNALS:
+            on_signal(loop, number, self._stop)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
         try:
@@ -285,6 +294,8 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: str) -> socket.socket:
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError("this system has no Unix sockets")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):

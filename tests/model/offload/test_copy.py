@@ -155,7 +155,7 @@ def test_copies_of_several_forms_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies"
-    real = os.fdatasync
+    real = os.fsync
     calls = []
 
     def full(descriptor: int) -> None:
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
-    monkeypatch.setattr(os, "fdatasync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ModelError, match=r"offload_folder: .* No space left on device; name another"):
         load(folder, copies)
     assert not list(copies.iterdir())

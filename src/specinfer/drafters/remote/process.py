@@ -13,6 +13,7 @@ from functools import partial
 from typing import NoReturn
 
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
+from specinfer.core.systems import STOP_SIGNALS
 from specinfer.drafters.remote.host import Host
 from specinfer.drafters.remote.placement import DrafterPlacement
 from specinfer.model.sharding.worker import work
@@ -61,7 +62,7 @@ def _wanted(settings: TargetConfig, parallel: ParallelConfig, placement: Drafter
 
 def main() -> NoReturn:
     """Run a worker that another process has started and will end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a terminal sends these signals to all; rank 0 decides
     die_with_parent()
     job = json.loads(sys.stdin.readline())

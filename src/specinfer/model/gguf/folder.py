@@ -72,7 +72,7 @@ def _write(path: Path, folder: Path) -> None:
         tokenizer.save(str(partial / "tokenizer.json"))
         if template := header.get("tokenizer.chat_template", str):
             (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
-        (partial / WEIGHTS).symlink_to(path)
+        _link(path, partial / WEIGHTS)
         partial.chmod(0o755)  # mkdtemp makes it private
         try:
             partial.rename(folder)
@@ -82,6 +82,16 @@ def _write(path: Path, folder: Path) -> None:
                 partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _link(path: Path, place: Path) -> None:
+    try:
+        place.symlink_to(path)
+    except OSError:  # Windows asks for a privilege; a second name of a file needs none, but must be on the same disk
+        try:
+            place.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, place)
 
 
 def _tokenizer(header: GgufHeader) -> tuple[Any, dict[str, Any]]:

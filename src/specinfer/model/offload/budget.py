@@ -1,14 +1,12 @@
 """Memory budgets, and the memory that the process uses as the operating system counts it."""
 
-import contextlib
-import ctypes
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from specinfer.core.systems import call_c, installed_memory
 from specinfer.model.offload.layer_stream import LayerStream
 
 _ALL = "two layers, the cache, embeddings and head"
@@ -18,6 +16,7 @@ WIDTHS = 6  # default for the numbers per token of a pass, in multiples of the w
 _GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # for guesses: share of budget; minimum; per request
 _KEPT_BYTES = 16 * 2**20  # freed memory that the C library may keep
 _TRIM_THRESHOLD = -1  # of mallopt(3)
+_UNKNOWN = 4 * 2**30  # bytes that a machine is taken to have if the system does not report it
 _PROC = Path("/proc")
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -151,14 +150,12 @@ def settle(
 
 def release_freed_memory() -> None:
     """Make the C library return freed memory to the system; after loading it keeps hundreds of MiB for reuse."""
-    with contextlib.suppress(AttributeError, OSError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    call_c("malloc_trim", 0)  # of glibc
 
 
 def limit_freed_memory() -> None:
     """Make the C library return freed memory from now on."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    call_c("mallopt", _TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def used_bytes(device: torch.device = _CPU) -> int:
@@ -174,7 +171,7 @@ def available_bytes(device: torch.device = _CPU) -> int:
     """Return the bytes that are still available to this process (machine and cgroup limits), or on a GPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = _field(_PROC / "meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free = _field(_PROC / "meminfo", "MemAvailable") or (installed_memory() or _UNKNOWN) // 2
     for limit, used in _CGROUPS:
         try:
             taken = int(used.read_text(encoding="utf-8")) - _cached_bytes(used.with_name("memory.stat"))

@@ -5,12 +5,12 @@ file next to it describes which weights it contains.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from specinfer.core.errors import ModelError, WeightsError
+from specinfer.core.systems import lock_file
 from specinfer.model.offload.buffer_layout import BufferLayout, LayoutEntry
 from specinfer.model.offload.checkpoint import Checkpoint
-from specinfer.model.offload.direct import CHUNK, DirectFile, pages
+from specinfer.model.offload.direct import CHUNK, DirectFile, evict, pages
 from specinfer.model.offload.streamed_layer import Chunk, Scratch
 
 logger = logging.getLogger(__name__)
@@ -151,12 +152,16 @@ def _alone(path: Path) -> Iterator[BinaryIO]:
 
 def _lock(file: BinaryIO, path: Path) -> None:
     """Wait until no other process holds the lock."""
+    is_reported = False
     with contextlib.suppress(OSError):  # a file system without locks
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("%s is being written by another process, which is waited for", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                return lock_file(file.fileno())
+            except BlockingIOError:
+                if not is_reported:
+                    logger.info("%s is being written by another process, which is waited for", path)
+                is_reported = True
+                time.sleep(0.1)
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
@@ -193,8 +198,8 @@ def _write(
         while view:
             view = view[file.write(view) or 0 :]
         done += layout.num_bytes
-        os.fdatasync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, done, os.POSIX_FADV_DONTNEED)
+        os.fsync(file.fileno())
+        evict(file.fileno(), 0, done)
         checkpoint.progress("writing a copy", done, total)
     for shard in checkpoint.shards.files:
         shard.check()

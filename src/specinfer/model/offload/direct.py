@@ -4,6 +4,7 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from specinfer.core.errors import WeightsError
 
 ALIGNMENT = 4096  # of offsets, lengths and memory; enough for common disks
 CHUNK = 4 * 2**20  # bytes read at a time, large enough for a disk's full bandwidth
+
+_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 
 
 def aligned_up(size: int) -> int:
@@ -33,7 +36,7 @@ class DirectFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = -1
+        self._descriptor, self._seeking = -1, threading.Lock()
         try:
             self._descriptor, self._is_direct = _open(path)
             self._identity = _identity(os.fstat(self._descriptor))
@@ -78,7 +81,7 @@ class DirectFile:
         done = 0
         try:
             while done < wanted:
-                got = os.preadv(self._descriptor, [view[done:whole]], start + done)
+                got = self._read_at(start + done, view[done:whole])
                 done += got
                 if done < wanted and (
                     got == 0 or done % ALIGNMENT
@@ -92,15 +95,30 @@ class DirectFile:
                 f"weights: {self.path} cannot be read at {start + done}: {error.strerror}; check the disk"
             ) from error
         if not self._is_direct:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self._descriptor, start, whole, os.POSIX_FADV_DONTNEED)
+            evict(self._descriptor, start, whole)
         return skipped
+
+    def _read_at(self, offset: int, into: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._descriptor, [into], offset)
+        with self._seeking:  # Windows: all threads share one position
+            os.lseek(self._descriptor, offset, os.SEEK_SET)
+            data = os.read(self._descriptor, len(into))
+        into[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         """Close the file. It cannot be read afterwards."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def evict(descriptor: int, start: int, num_bytes: int) -> None:
+    """Advise the system that these bytes of a file need not stay in memory, where it takes such advice."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def padded_size(num_bytes: int) -> int:
@@ -112,7 +130,7 @@ def _open(path: Path) -> tuple[int, bool]:
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
+            descriptor = os.open(path, _READ | direct)
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: a file system without direct reads
                 raise
@@ -124,7 +142,7 @@ def _open(path: Path) -> tuple[int, bool]:
                 os.close(descriptor)
                 if error.errno != errno.EINVAL:
                     raise
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+    return os.open(path, _READ), False
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

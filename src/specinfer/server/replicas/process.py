@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.core.errors import ModelError
-from specinfer.server.process import address, leave_at_once, listening, make_server
+from specinfer.core.systems import STOP_SIGNALS
+from specinfer.server.process import address, leave_at_once, listening, make_server, on_signal
 from specinfer.server.replicas.replica_set import Cluster, RayReplicaSet, deploy
 from specinfer.server.replicas.router import RouterState, create_router
 from specinfer.server.replicas.settings import ReplicaDeployment
@@ -158,9 +159,10 @@ class _Process:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
+        for number in STOP_SIGNALS:
+            on_signal(loop, number, self._stop)
+        if hasattr(signal, "SIGUSR1"):
+            loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
 
     def _stop(self, number: int) -> None:
         if self._stopping.is_set():

@@ -1,0 +1,46 @@
+"""Differences between operating systems: signals, locks, memory, functions of the C library."""
+
+import ctypes
+import os
+import signal
+import sys
+
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+def call_c(name: str, *arguments: int) -> None:
+    """Call a function of the C library or of another library of this process; do nothing where there is none."""
+    try:
+        function = getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows
+        return
+    function(*arguments)
+
+
+def lock_file(handle: int) -> None:
+    """Lock an open file, where the system has such locks; raise OSError if another process has locked it."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def installed_memory() -> int | None:
+    """Return the bytes of the machine's memory, or None where the system does not report it."""
+    if sys.platform == "win32":
+        status = (ctypes.c_ulonglong * 8)(64)  # MEMORYSTATUSEX: its size and the load are one number here
+        return status[1] if ctypes.windll.kernel32.GlobalMemoryStatusEx(status) else None
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):
+        return None
+
+
+def peak_memory() -> int:
+    """Return the peak resident bytes of this process; 0 where the system does not report it."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
