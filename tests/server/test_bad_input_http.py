@@ -1,9 +1,13 @@
 """Connections, heads and clients that misbehave, against a server on a port of its own as `process.run` makes it."""
 
 import json
+import shutil
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,10 @@ from fastapi.routing import APIRoute
 from attacked import CHAT, TEXT, Attack, Attacked, check_refusal
 from attacked_port import BODY, Port, read_all, request, statuses
 from specinfer import LLM
+from specinfer.core.descriptors import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens
 from specinfer.server.config import ServerConfig
+from specinfer.server.connection import most_connections
 
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"
@@ -207,6 +213,48 @@ def test_39_idle_connections(port: Port) -> None:
         assert port.client.get("/health").status_code == 200
         for connection in idle:
             assert not read_all(connection)
+
+
+def test_idle_clients_at_the_limit_make_room_for_others(port: Port) -> None:
+    with port.well(), ExitStack() as stack:
+        for _ in range(3 * most_connections(port.config)):
+            stack.enter_context(port.connect())
+        with port.connect() as connection:
+            connection.sendall(request(None, "Connection: close", path="/health", method="GET"))
+            assert statuses(read_all(connection)) == [200]
+        assert port.num_connections <= most_connections(port.config)
+
+
+def test_a_request_being_served_does_not_make_room_for_idle_clients(port: Port) -> None:
+    with port.well(), ExitStack() as stack, port.connect() as busy:
+        busy.sendall(request(LONG, "Connection: close"))
+        port.until(lambda: not port.is_idle)
+        for _ in range(2 * most_connections(port.config)):
+            stack.enter_context(port.connect())
+        assert statuses(read_all(busy)) == [200]
+
+
+def test_the_limit_on_connections_is_below_that_on_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = ServerConfig(max_connections=1024)
+    assert most_connections(limits) == min(2048, max_descriptors() - 128)
+    monkeypatch.setattr("specinfer.server.connection.max_descriptors", lambda: 256)
+    assert most_connections(limits) == 128
+    monkeypatch.setattr("specinfer.server.connection.max_descriptors", lambda: 64)
+    assert most_connections(limits) == 16
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="a certificate cannot be made")
+def test_a_tls_handshake_that_never_begins_is_ended(port: Port, tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    words = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost")
+    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with Port(port.llm, replace(CONFIG, ssl_certfile=certificate, ssl_keyfile=key)) as secure:
+        start = time.monotonic()
+        with secure.connect() as silent:
+            assert not read_all(silent)
+        assert time.monotonic() - start < 10, "not the minute that asyncio waits"
+        secure.client.close()
+        secure.until(lambda: not secure.num_connections)
 
 
 # 39: several requests in one go

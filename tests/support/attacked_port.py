@@ -25,7 +25,7 @@ class Port:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self._service = process.Service(lambda: llm, "demo", ("demo",), config, QueueLimits())
-        self.llm = llm
+        self.llm, self.config = llm, config
 
     def __enter__(self) -> "Port":
         self._stack = ExitStack()
@@ -41,7 +41,9 @@ class Port:
 
         self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
         self._thread.start()
-        self.client = self._stack.enter_context(httpx.Client(base_url="http://{}:{}".format(*self.place), timeout=30))
+        self.client = self._stack.enter_context(
+            httpx.Client(base_url="{}://{}:{}".format(self._scheme, *self.place), timeout=30, verify=False)
+        )
         self.until(lambda: self.client.get("/health").status_code == 200)
         return self
 
@@ -51,6 +53,10 @@ class Port:
         self._stack.close()
         assert not self._thread.is_alive()
         assert self._code == 0
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self.config.ssl_certfile is None else "https"
 
     @property
     def num_connections(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specinfer.core.descriptors import max_descriptors
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
@@ -28,6 +29,7 @@ _AMBIGUOUS = {
     ),
 }
 _SPARE = 2  # connections per request that may be served at once
+_OWN_DESCRIPTORS = 128  # kept for files, pipes and sockets of the server itself
 
 
 class Connection(H11Protocol):
@@ -36,15 +38,23 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._idle_since = 0.0  # of the loop's clock
         self._patience: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None  # checks whether the client still reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        if len(self.connections) > _SPARE * self._limits.max_connections:
-            transport.abort()
-        else:
-            self._await_head()
+        self._idle_since = self.loop.time()
+        self._await_head()
+        if len(self.connections) > (most := most_connections(self._limits)):
+            # Whoever has been silent longest makes way, so that idle clients lock nobody out.
+            alive = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
+            if len(alive) > most:
+                min(filter(_is_idle, alive), key=lambda one: one._idle_since).transport.abort()
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -125,3 +135,13 @@ def _ambiguity(data: bytes) -> str | None:
     end = _END_OF_HEAD.search(data)
     head = data if end is None else data[: end.end()]
     return next((wrong for wrong, pattern in _AMBIGUOUS.items() if pattern.search(head)), None)
+
+
+def _is_idle(connection: Connection) -> bool:
+    """Return whether no request of this connection is being served."""
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+def most_connections(limits: ServerConfig) -> int:
+    """Return the number of connections that may be open at once: what is configured, or what the system allows."""
+    return min(_SPARE * limits.max_connections, max(max_descriptors() - _OWN_DESCRIPTORS, 16))

@@ -21,6 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.descriptors import raise_max_descriptors
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.systems import STOP_SIGNALS
 from specinfer.llm import LLM
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
 _TICK = 0.2
+_BACKLOG = 256  # connections that wait to be accepted; the loop tries as often at once when descriptors run out
 # The engine's thread needs the interpreter lock several times a step; Python's default, 5 ms, is as long as a step.
 SWITCH_SECONDS = 0.0005
 
@@ -82,6 +84,7 @@ def run(service: Service) -> int:
         ModelError, ValueError: The model cannot be used.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
+    raise_max_descriptors()
     with listening(service.config) as listener:
         process = _Process(service, listener)
         code = asyncio.run(process.run())
@@ -202,7 +205,24 @@ class _Process:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: signals are handled in this module."""
+    """uvicorn's server without its signal handlers, and with a time limit on TLS handshakes.
+
+    Signals are handled in this module. A client that never begins its handshake would be kept for a minute.
+    """
+
+    def __init__(self, config: uvicorn.Config, handshake_timeout: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout = handshake_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.config.is_ssl:
+            return await super().startup(sockets)
+        loop: Any = asyncio.get_running_loop()  # uvicorn has no setting for it
+        loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._handshake_timeout)
+        try:
+            await super().startup(sockets)
+        finally:
+            del loop.create_server
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -221,6 +241,7 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
         app,
         http=connection,  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
+        backlog=_BACKLOG,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -236,7 +257,7 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
         settings.load()
     except OSError as error:  # includes errors of the ssl module
         raise OSError(f"ssl_certfile, ssl_keyfile: they cannot be used: {error.strerror or error}") from error
-    return _Server(settings)
+    return _Server(settings, config.body_timeout)
 
 
 def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":
