@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from attacked import CHAT, TEXT, Attack, Attacked, check_refusal
 from attacked_port import BODY, Port, read_all, request, statuses
 from specinfer import LLM
-from specinfer.core.descriptors import max_descriptors
+from specinfer.core.systems import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import most_connections

@@ -1,11 +1,14 @@
-"""Differences between operating systems: signals, locks, memory, functions of the C library."""
+"""Differences between operating systems: signals, locks, memory, descriptors, functions of the C library."""
 
 import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_UNLIMITED = 1 << 20
+_MOST = 1 << 16  # more than any server needs; some programs walk through all of them
 
 
 def call_c(name: str, *arguments: int) -> None:
@@ -44,3 +47,24 @@ def peak_memory() -> int:
     except ImportError:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def max_descriptors() -> int:
+    """Return the largest number of files and sockets that may be open at once."""
+    try:
+        import resource
+    except ImportError:
+        return _UNLIMITED
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_max_descriptors() -> None:
+    """Raise that number as far as the system allows without privileges."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -14,7 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specinfer.core.descriptors import max_descriptors
+from specinfer.core.systems import max_descriptors
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large

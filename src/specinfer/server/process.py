@@ -21,9 +21,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.core.descriptors import raise_max_descriptors
 from specinfer.core.queue_limits import QueueLimits
-from specinfer.core.systems import STOP_SIGNALS
+from specinfer.core.systems import STOP_SIGNALS, raise_max_descriptors
 from specinfer.llm import LLM
 from specinfer.server import logs
 from specinfer.server.app import create_app
