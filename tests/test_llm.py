@@ -598,17 +598,17 @@ def test_no_tokenizer_no_text(model_folder: Callable[..., Path]) -> None:
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"tree": tree}, "tree") for tree in ("", "1,,2", "0", "1,0", "-1", "a", "1,1e9", "99999", "1,", ",", "1;2")),
     *(({"tree": tree}, "tree") for tree in ("1.0", "10,10,10", "\u0661", "<", "auto,1", "off,1")),
-    *(({"tree": tree}, "tree") for tree in (3, None, [1, 2], (1,), True)),
+    *(({"tree": tree}, "tree") for tree in (3, [1, 2], (1,), True)),
     *(({"drafters": names}, "drafters") for names in (["ngram", "ngram"], [""], ["ngram", ""], "")),
     *(({"dtype": dtype}, "dtype") for dtype in ("int8", "", "fp32", "float64")),
     *(({"device": device}, "device") for device in ("tpu9", "", "gpu", "cuda:x")),
     *(({"max_model_len": value}, "max_model_len") for value in (0, -1, 1.5, True, "256", 257, 10**9)),
-    *(({"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, 2.0, None, False)),
+    *(({"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, 2.0, False)),
     *(({"max_num_batched_tokens": value}, "max_num_batched_tokens") for value in (0, -1, 2.0, True)),
     *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),
-    *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, None, True)),
-    *(({"verification": value}, "verification") for value in ("", "typical", None)),
-    *(({"draft_sampling": value}, "draft_sampling must be one of auto, shared-noise") for value in ("", "best", None)),
+    *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, True)),
+    *(({"verification": value}, "verification") for value in ("", "typical")),
+    *(({"draft_sampling": value}, "draft_sampling must be one of auto, shared-noise") for value in ("", "best")),
     *(
         ({"verification": rule, "draft_sampling": "shared-noise"}, "draft_sampling: 'shared-noise' .* use .*top-k")
         for rule in ("multi-step", "traversal", "target-only")
@@ -616,6 +616,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"tree": tree}, "tree: ") for tree in ("best-first", "best-first:0", "best-first:-1", "best-first:1000000")),
     ({"drafters": [], "tree": "best-first:4"}, "tree: 'best-first:4' needs a drafter"),
 ]  # fmt: skip
+
+
+def test_none_is_the_default_of_a_setting_as_in_vllm(folder: Path) -> None:
+    with LLM(folder, tree=None, max_num_seqs=None, seed=None, verification=None, draft_sampling=None) as llm:
+        assert llm.max_num_seqs == LLM(folder).max_num_seqs
 
 
 @pytest.mark.parametrize(("options", "name"), BAD_OPTIONS, ids=lambda x: repr(x)[:40])

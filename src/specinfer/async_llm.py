@@ -30,6 +30,7 @@ from specinfer.llm import LLM
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_SPARE_READS = 64  # prompts that may wait to be read in addition to those that the queue can take
 
 
 class AsyncLLM:
@@ -42,7 +43,7 @@ class AsyncLLM:
         self.llm = llm
         self.limits = limits or QueueLimits()
         self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
-        self._reads = ReadPool(self.limits.max_num_queued_reqs + 1)
+        self._reads = ReadPool(self.capacity + _SPARE_READS)
         llm.reader.has_grammar_trials = True  # callers need not be trusted
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
         self._num_reading: Counter[str] = Counter()  # outputs of prompts that are still being read, by tenant

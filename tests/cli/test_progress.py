@@ -104,7 +104,7 @@ def test_metrics_report_the_bytes_read_since_the_last_line(llm: LLM, capsys: pyt
     screen.watch(llm)
     answer = screen.stream(llm, "the", GREEDY, stoppable=False)
     assert answer.numbers is not None
-    assert re.search(rf"a pass · .* tokens/s · {READ}$", answer.numbers)
+    assert re.search(rf"a pass · .* tokens/s\n.* · {READ}$", answer.numbers), "the reason for no drafts is a line"
     screen.show(llm, llm.generate(["the", "a"], GREEDY, use_tqdm=False))
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(f"all prompts: {READ}", lines[-1])

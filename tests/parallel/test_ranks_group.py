@@ -183,7 +183,7 @@ def test_what_torchrun_started_must_fit_the_sizes(changes: dict[str, str], name:
 def test_a_place_that_cannot_be_is_refused_where_nothing_is_split(words: list[str]) -> None:
     result = CliRunner().invoke(app, ["generate", "demo", "x", *words])
     assert result.exit_code == 2
-    assert words[0].strip("-").replace("-", "_") in result.stderr
+    assert words[0] in result.stderr
 
 
 def test_the_engine_is_refused_on_other_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def surprise_of(llm: LLM, ids: Sequence[int]) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate({"prompt_token_ids": list(ids)}, params)
     assert output.prompt_logprobs is not None
-    values = [one[token] for token, one in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if one]
+    values = [one[token].logprob for token, one in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if one]
     assert len(values) == len(ids) - 1 > _NUM_READ
     return -sum(values[-_NUM_READ:]) / _NUM_READ
 

@@ -9,6 +9,7 @@ from specinfer.engine_args import EngineArgs
 
 KEYS = "specinfer.keys"  # in the metadata of a context: keys of the configuration file, by parameter
 _FLAG_NAMES = {each.name: about.name for each, about in settings_of(EngineArgs) if about.name}
+_SUBJECTS = re.compile(r"[a-z_]+(, [a-z_]+)+(?=: )")
 _SUBJECT = re.compile(r"[a-z][a-z0-9_]*(?=(\[[^]]*\])?:? )")
 _ASSIGNMENT = re.compile(r"\b([a-z][a-z0-9_]*)=(\"([^\"]*)\"|True|N\b)")
 _LINE = re.compile(r"[^:]*, (line|entry) \d+: ")  # of a file, where fields have these names
@@ -19,6 +20,9 @@ def as_typed(message: str, context: Any) -> str:
     """Return an error message of the library with the names of settings as they were given to this command."""
     if _LINE.match(message):
         return message
+    if subjects := _SUBJECTS.match(message):
+        names = [_flag_of(field, context) or field for field in subjects[0].split(", ")]
+        return ", ".join(names) + message[subjects.end() :]
     subject = _SUBJECT.match(message)
     name = None if subject is None else _name_of(subject[0], context)
     if subject is not None and name is not None:

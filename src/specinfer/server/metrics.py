@@ -36,7 +36,14 @@ FEW = (1, 2, 5, 10, 20, 50, 128)
 REFUSALS = frozenset(
     {
         *("invalid_value", "missing_field", "invalid_json", "context_length_exceeded", "model_not_found", "not_found"),
-        *("method_not_allowed", "invalid_api_key", "invalid_host", "invalid_origin", "request_too_large"),
+        *(
+            "method_not_allowed",
+            "invalid_api_key",
+            "insufficient_permissions",
+            "invalid_host",
+            "invalid_origin",
+            "request_too_large",
+        ),
         *("headers_too_large", "unsupported_media_type", "request_timeout", "queue_full", "engine_unavailable"),
         *("loading", "shutting_down", "too_many_connections", "internal_error"),
         *("unsupported_parameter", "unknown_field", "client_closed_request", "generation_failed", "timeout"),

@@ -640,7 +640,7 @@ def test_the_option_reaches_the_captures(
 
 
 def test_the_cache_leaves_memory_for_captures(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_memory", lambda _: 2**20)
+    monkeypatch.setattr(capacity, "_memory", lambda *_: 2**20)
     loaded, limits = loaded_of("llama"), EngineConfig(100)
     each = bytes_per_slot(loaded.layer_shapes, loaded.dtype)
     slots = [plan_capacity(limits, loaded, [], reserved=reserved)[1] for reserved in (0, 100 * each)]

@@ -44,8 +44,8 @@ def test_options_of_replicas_need_replicas(flag: str) -> None:
 @pytest.mark.parametrize("words", [["--nnodes", "2", "--master-addr", "a"], ["--master-port", "29500"]])
 def test_a_replica_is_on_one_machine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
-    assert "nnodes, node_rank, master_addr, master_port: " in refused("--replicas", "2", "-tp", "2", *words)
-    assert "tensor_parallel_size must be" in refused("--replicas", "2", "-tp", "0")
+    assert "--nnodes, --node-rank, --master-addr, --master-port: " in refused("--replicas", "2", "-tp", "2", *words)
+    assert "-tp must be" in refused("--replicas", "2", "-tp", "0")
 
 
 def test_ranks_of_a_replica_share_what_it_is_given() -> None:

@@ -101,7 +101,8 @@ def alike(text: str) -> str:
         said = "".join(event["choices"][0]["text"] for event in events)
         text = json.dumps([said, events[-1]["choices"][0]["finish_reason"], sorted(events[0])])
     text = re.sub(r"(cmpl|chatcmpl|resp|msg)[-_][0-9a-f]+", "ID", text)
-    text = re.sub(r',"compute_paths":{[^}]*}', "", text, count=1)  # only of a process that computes
+    # Only of a process that reads and computes.
+    text = re.sub(r',"reading_seconds":[^,]*,"compute_paths":{[^}]*}', "", text, count=1)
     return re.sub(r'"(created|created_at|completed_at|cached_tokens|num_target_passes)":\s*[0-9.]+', "", text)
 
 
