@@ -13,6 +13,7 @@ import pytest
 from serving import Caller, app_of
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.request import Fault
+from specinfer.engine.engine import Engine
 from specinfer.server.dialect import to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import chunks_of, failure
@@ -131,12 +132,30 @@ def test_a_client_whose_socket_breaks_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 7])
-def test_chunks_of_several_generations_come_as_they_are_made(llm: LLM, interval: int) -> None:
+def test_chunks_of_several_generations_come_as_they_are_made(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    may_step = threading.Event()
+    step = Engine.step
+
+    def paced(self: Engine) -> Any:
+        """Step when the event loop has read the chunks before, however busy the machine is."""
+        may_step.wait(30)
+        may_step.clear()
+        return step(self)
+
+    async def pace() -> None:
+        while True:
+            may_step.set()
+            await asyncio.sleep(0.002)
+
     async def run() -> None:
+        monkeypatch.setattr(Engine, "step", paced)
         llm.engine.observers.clear()
         async with AsyncLLM(llm) as engine:
             params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
             generations = [await engine.submit(prompt, params) for prompt in ("a", "b")]
+            pacing = asyncio.create_task(pace())
             found: dict[tuple[int, int], list[Any]] = {}
             order = []
             async for item in chunks_of(generations, 5.0, interval):
@@ -151,6 +170,7 @@ def test_chunks_of_several_generations_come_as_they_are_made(llm: LLM, interval:
                 assert "".join(chunk.text for chunk in chunks) == said.text
                 assert all(len(chunk.token_ids) >= interval for chunk in chunks[1:-1])
                 assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        pacing.cancel()
 
     asyncio.run(run())
 

@@ -49,7 +49,7 @@ export async function read(path, key) {
 async function refusal(response) {
   let message = "";
   try {
-    message = sentence((await response.json()).error);
+    message = messageOf((await response.json()).error);
   } catch {
     // not from the API: the status must do
   }
@@ -57,19 +57,23 @@ async function refusal(response) {
     case 401:
       return "The server wants an API key. Enter it under Settings.";
     case 404:
-      return message || "This server does not offer that.";
+      return sentence(message) || "This server does not offer that.";
     case 429:
       return `The server is busy: ${message || "try again in a moment"}.`;
     case 503:
       return `The server cannot answer now: ${message || "try again in a moment"}.`;
     default:
-      return message || `The server answered with status ${response.status}.`;
+      return sentence(message) || `The server answered with status ${response.status}.`;
   }
 }
 
-function sentence(error) {
-  const message = typeof error?.message === "string" ? error.message.trim() : "";
-  return message.charAt(0).toUpperCase() + message.slice(1);
+function messageOf(error) {
+  return typeof error?.message === "string" ? error.message.trim() : "";
+}
+
+// A field's name, which a refusal begins with, stays as it is written in requests.
+function sentence(message) {
+  return /^[\w.[\]]+:/.test(message) ? message : message.charAt(0).toUpperCase() + message.slice(1);
 }
 
 // Yields each event of the stream; returns after its last.
@@ -94,7 +98,7 @@ export async function* events(path, body, key, signal) {
         const data = line.slice(5).trim();
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
-        if (event.error) throw new Failure(sentence(event.error) || "The answer failed.");
+        if (event.error) throw new Failure(sentence(messageOf(event.error)) || "The answer failed.");
         yield event;
       }
     }

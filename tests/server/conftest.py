@@ -1,0 +1,5 @@
+"""The fixtures of several files of tests of the server."""
+
+from page_api import api, browser, chromium, served
+
+__all__ = ["api", "browser", "chromium", "served"]
