@@ -274,3 +274,53 @@ def test_a_key_may_do_what_its_roles_say(llm: LLM, roles: tuple[str, ...] | None
         return found
 
     assert serve(llm, body, api_keys=(KEY, OTHER), key_roles={} if roles is None else {KEY: roles}) == allowed
+
+
+# ------------------------------------------------------------------------------------- types of content
+
+CURL = {"user-agent": "curl/8.5.0", "accept": "*/*", "content-type": "application/x-www-form-urlencoded"}
+
+
+def generate(llm: LLM, headers: dict[str, str], path: str = "/api/generate", **config: Any) -> httpx.Response:
+    """Send what `curl -d` does, with these headers in place of its own."""
+    content = b'{"model": "tiny", "prompt": "the", "stream": false, "options": {"num_predict": 2}}'
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> httpx.Response:
+        return await client.post(path, content=content, headers=headers)
+
+    return serve(llm, body, **config)
+
+
+@pytest.mark.parametrize("kind", [CURL["content-type"], "text/plain", None])
+def test_ollamas_paths_take_what_curl_sends(llm: LLM, kind: str | None) -> None:
+    headers = {name: value for name, value in CURL.items() if name != "content-type"}
+    headers |= {"content-type": kind} if kind else {}
+    answer = generate(llm, headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["done"] is True
+    assert generate(llm, headers, api_keys=(KEY,)).status_code == 401
+    assert generate(llm, headers | {"x-api-key": KEY}, api_keys=(KEY,)).status_code == 200
+    assert generate(llm, headers, path="/v1/completions").status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1"}, 415),  # the page of this server, which sends JSON by its name
+        ({"sec-fetch-site": "cross-site"}, 415),
+        ({"host": "evil.example"}, 403),
+    ],
+)
+def test_browsers_cannot_send_forms_to_ollamas_paths(llm: LLM, headers: dict[str, str], expected: int) -> None:
+    for path in ("/api/generate", "/api/chat", "/api/show"):
+        assert generate(llm, CURL | headers, path=path).status_code == expected
+
+
+def test_a_page_that_is_allowed_still_names_json(llm: LLM) -> None:
+    origin = {"origin": "https://friend.example"}
+    allowed = {"allowed_origins": ("https://friend.example",)}
+    assert generate(llm, CURL | origin, **allowed).status_code == 415
+    assert generate(llm, CURL | origin | {"x-api-key": KEY}, api_keys=(KEY,)).status_code == 415
+    assert generate(llm, CURL | origin | {"content-type": "application/json"}, **allowed).status_code == 200

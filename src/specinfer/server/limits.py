@@ -57,7 +57,7 @@ class Bodies:
         if body is None:
             return  # the client is gone
         if body:
-            _check_type(headers)
+            scope = _as_json(scope, headers)
             if len(body) > _SMALL:
                 await asyncio.to_thread(check_body, body)
             else:
@@ -122,7 +122,18 @@ def _too_much_at_once() -> ApiError:
     )
 
 
-def _check_type(headers: Mapping[bytes, bytes]) -> None:
+def _as_json(scope: Scope, headers: Mapping[bytes, bytes]) -> Scope:
+    """Return the scope of a request whose body is JSON by its type.
+
+    Ollama's API takes any type, as curl -d sends that of a form. A page of another site could send such a body without
+    asking first, so what a browser sends (it always has an Origin, and newer ones Sec-Fetch-Site) must name JSON.
+
+    Raises:
+        ApiError: The body is of another type.
+    """
+    if route_path(scope).startswith("/api/") and not {b"origin", b"sec-fetch-site"} & headers.keys():
+        others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
+        return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
     kind = headers.get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(
@@ -130,6 +141,7 @@ def _check_type(headers: Mapping[bytes, bytes]) -> None:
             f"content-type: must be application/json, not {kind!r:.60}; set the header",
             code="unsupported_media_type",
         )
+    return scope
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

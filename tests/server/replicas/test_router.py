@@ -428,3 +428,12 @@ def test_limits_reach_the_replica(settings: ReplicaSettings, monkeypatch: pytest
         return sorted([answer.status_code for answer in await asyncio.gather(*asked)])
 
     assert replicated(few, work) == [200, 200, 429, 429, 429]
+
+
+def test_the_routers_metrics_follow_the_prefix() -> None:
+    state = RouterState(ServerConfig(metrics_prefix="vllm"), "tiny")
+    state.metrics.count_refusal("not_found")
+    text = merged({"port": state.metrics.scrape(num_replicas=2, num_live=0)})
+    assert 'vllm:replicas{replica="port",engine="0",model_name="tiny"} 2.0' in text
+    assert "vllm:request_refused_total" in text
+    assert "specinfer:" not in text

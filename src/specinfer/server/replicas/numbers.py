@@ -5,17 +5,22 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from specinfer.server.metrics import PREFIX, REFUSALS
+from specinfer.server.metrics import PREFIX, REFUSALS, as_vllm
 
 PORT = "port"  # the label of the router's process, in place of a replica's name
 _SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
 
 
 class RouterMetrics:
-    """The metrics of the router's process."""
+    """The metrics of the router's process.
 
-    def __init__(self, model_name: str) -> None:
+    Args:
+        prefix: The prefix of their names, "specinfer" or "vllm".
+    """
+
+    def __init__(self, model_name: str, prefix: str = "specinfer") -> None:
         self.registry = CollectorRegistry()
+        self._prefix = prefix
         self._model_name = model_name
         self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
         self._moved = self._counter(
@@ -36,7 +41,8 @@ class RouterMetrics:
         """Return all metrics as text."""
         self._replicas.labels(self._model_name).set(num_replicas)
         self._live.labels(self._model_name).set(num_live)
-        return generate_latest(self.registry).decode()
+        text = generate_latest(self.registry)
+        return (as_vllm(text) if self._prefix == "vllm" else text).decode()
 
     def _counter(self, name: str, help: str, label: str) -> Counter:
         return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)

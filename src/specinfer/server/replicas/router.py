@@ -71,7 +71,7 @@ class RouterState:
 
     def __init__(self, config: ServerConfig, name: str) -> None:
         self.config = config
-        self.metrics = RouterMetrics(name)
+        self.metrics = RouterMetrics(name, config.metrics_prefix)
         self.count_refusal: Callable[[str], None] | None = self.metrics.count_refusal
         self.is_stopping = False
         self.num_live = 0
