@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
+import io
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
+from specinfer.cli.commands import UsageError
 from specinfer.cli.screen import Painter, Screen, WordWrap
+from specinfer.cli.terminal import read_input
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import INSTALL
 from specinfer.demo.pair import DemoPair
@@ -609,6 +613,23 @@ def test_input_that_is_no_text_is_named(target: str) -> None:
     result = CliRunner().invoke(app, ["complete", target, *GREEDY], input=b"the\n\xff\xfe\n")
     assert result.exit_code == 2
     assert result.stderr == "specinfer: error: standard input is not UTF-8 text\n"
+
+
+def test_input_that_is_no_text_is_named_in_locales_that_read_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8", errors="surrogateescape"))
+    with pytest.raises(UsageError, match="standard input is not UTF-8 text"):
+        read_input()
+
+
+def test_an_interrupt_while_the_program_is_imported_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "specinfer.cli.app", Interrupted("specinfer.cli.app"))
+    with pytest.raises(SystemExit) as end:
+        specinfer.cli.main()
+    assert end.value.code == 130
 
 
 # --------------------------------------------------------------------------------------- the others

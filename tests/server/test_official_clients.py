@@ -20,6 +20,8 @@ KEY = "a-key-for-tests"
 MESSAGES: list[Any] = [{"role": "user", "content": "Rome?"}]
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
           "additionalProperties": False}  # fmt: skip
+CALL = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 TOOL = {"name": "weather", "description": "Reports it.", "input_schema": SCHEMA}
 GREEDY: Any = {"temperature": 0}
 FUNCTION = {"type": "function", "function": {"name": "weather", "description": "Reports it.", "parameters": SCHEMA}}
@@ -215,6 +217,15 @@ def test_models_of_ollama(clients: Clients) -> None:
     assert httpx.get(f"{clients.url}/api/version", headers={"x-api-key": KEY}).json()["version"]
 
 
+def test_an_answer_of_thoughts_alone_is_not_continued(clients: Clients) -> None:
+    thoughts: Any = {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}]}
+    with_thoughts, without = (
+        clients.anthropic.messages.count_tokens(model="tiny", messages=turns).input_tokens
+        for turns in ([*MESSAGES, thoughts], MESSAGES)
+    )
+    assert with_thoughts == without
+
+
 def test_errors(clients: Clients) -> None:
     long: Any = [{"role": "user", "content": "a" * 4000}]
     with pytest.raises(anthropic.NotFoundError, match="not served here") as wrong:
@@ -232,7 +243,11 @@ def test_errors(clients: Clients) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]\.content\[0\]\.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\]\.role"),
-        ({"system": 5}, "system"),
+        ({"system": 5}, "system: must be text"),
+        ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\]\.content: empty"),
+        ({"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]}, r"content\[0\]\.input: is no JSON"),
+        ({"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": 5}]}]}, r"content\[0\]\.tool_use_id"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, r"output_config\.format: must be"),
         ({"extra_body": {"temperature": -1.0}}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"extra_body": {"stop_sequence": "a"}}, "did you mean stop_sequences"),

@@ -4,6 +4,16 @@ Modules that need torch are imported where they are used: importing them takes s
 should be fast.
 """
 
-from specinfer.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the `specinfer` program."""
+    try:
+        from specinfer.cli.app import main as run  # half a second, in which Ctrl-C is no fault either
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specinfer.cli.terminal import read_input
 from specinfer.cli.values import parse_json
 from specinfer.core.sampling import SamplingParams
 
@@ -69,7 +70,7 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[PromptLine]:
         )
     name = "standard input" if file in (None, "-") else str(file)
     try:
-        text = sys.stdin.read() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8-sig")
+        text = read_input() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"file: {name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

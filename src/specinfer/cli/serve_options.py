@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from specinfer.cli.options import flag
 from specinfer.core.queue_limits import QueueLimits
-from specinfer.server.config import ServerConfig
+from specinfer.server.config import ServerConfig, check_key
 
 _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Address", "Access", "Limits", "Watching"
 SECRETS = frozenset({"api_key"})  # never logged
@@ -155,9 +155,12 @@ def _keys_in(path: str | None) -> dict[str, tuple[str, ...] | None]:
     """Return the keys of a file, each with the roles that are given for it, or None for all."""
     if path is None:
         return {}
-    lines = [line.strip() for line in _text_of("api_key_file", path).splitlines()]
-    parts = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    keys = {key: tuple(role.strip() for role in rest[0].split(",")) if rest else None for key, *rest in parts}
+    keys: dict[str, tuple[str, ...] | None] = {}
+    for i, line in enumerate(_text_of("api_key_file", path).splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            key, *rest = line.strip().split(maxsplit=1)
+            check_key(f"api_key_file: {path}, line {i}", key)
+            keys[key] = tuple(role.strip() for role in rest[0].split(",")) if rest else None
     if not keys:
         raise ValueError(f"api_key_file: {path} has no key; write one in each line")
     return keys

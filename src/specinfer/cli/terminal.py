@@ -22,8 +22,10 @@ def read_input() -> str:
         UsageError: It is not text.
     """
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
+        text = sys.stdin.read()
+        text.encode()  # in some locales Python reads any bytes, as lone surrogates
+        return text
+    except UnicodeError as error:
         raise UsageError("standard input is not UTF-8 text") from error
 
 

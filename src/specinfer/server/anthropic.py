@@ -45,6 +45,9 @@ _NAMES = (
     (r"^tool_choice\.function", "tool_choice"),
     (r"^response_format", "output_config.format"),
     (r"^stop\b", "stop_sequences"),
+    (r"^system\.content", "system"),
+    (r"^(messages\[\d+\]\.content\[\d+\])\.arguments", r"\1.input"),
+    (r"^(messages\[\d+\]\.content\[\d+\])\.tool_call_id", r"\1.tool_use_id"),
 )
 
 
@@ -88,7 +91,7 @@ class CountFields(BaseModel):
             fields["response_format"] = _chat_format(config["format"])
         if isinstance(config.get("effort"), str):
             fields["reasoning_effort"] = config["effort"]
-        if self.messages and self.messages[-1].get("role") == "assistant":  # the answer continues it
+        if conversation.messages and conversation.messages[-1].get("role") == "assistant":  # the answer continues it
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return as_fields(ChatFields, fields)
 
@@ -170,6 +173,8 @@ def _read_messages(fields: CountFields, conversation: Conversation) -> None:
         if not isinstance(content, list):
             conversation.add(message, place)
             continue
+        if not content and role != "assistant":
+            raise RequestError(f"{place}.content: empty; give text, or at least one block")
         texts: list[Any] = []
         num_before = len(conversation.messages)
         for j, block in enumerate(content):
@@ -208,7 +213,7 @@ def _chat_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_format(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
+    if not isinstance(given, dict) or given.get("type") != "json_schema" or given.get("schema") is None:
         raise RequestError(f'output_config.format: must be {{"type": "json_schema", "schema": ...}}, not {given!r:.60}')
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 

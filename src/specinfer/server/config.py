@@ -118,11 +118,7 @@ class ServerConfig:
 
     def _check_keys(self) -> None:
         for key in self.api_keys:
-            # The message must not show the key.
-            if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError(
-                    f"api_key: a key needs at least {MIN_KEY_LENGTH} visible ASCII characters without spaces"
-                )
+            check_key("api_key", key)
         for roles in self.key_roles.values():
             if not roles or not ROLES.issuperset(roles):
                 raise ValueError(
@@ -159,3 +155,13 @@ def open_private(path: str, mode: Literal["a", "w"]) -> TextIO:
         return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
     except OSError as error:
         raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
+
+
+def check_key(name: str, key: str) -> None:
+    """Check that a key is long enough and can be sent in a header.
+
+    Raises:
+        ValueError: It is not. The message begins with the name and does not show the key.
+    """
+    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{name}: a key needs at least {MIN_KEY_LENGTH} visible ASCII characters without spaces")
