@@ -118,13 +118,14 @@ def run(code: str, *words: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("system", ["windows", "macos"])
+@pytest.mark.parametrize("system", ["windows", pytest.param("macos", marks=pytest.mark.slow)])
 def test_all_modules_are_imported_and_text_is_generated_without_what_only_linux_has(
     system: str, tmp_path: Path
 ) -> None:
     assert run(HIDE + GENERATE, system, cache=tmp_path).strip()
 
 
+@pytest.mark.slow
 def test_a_server_answers_and_stops_where_loops_take_no_signals(tmp_path: Path) -> None:
     assert run(HIDE + SERVE, "windows", cache=tmp_path).split() == ["200", "4"]
 
