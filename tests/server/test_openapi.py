@@ -21,7 +21,8 @@ from specinfer.server.state import ServerState
 
 SCHEMA: dict[str, Any] = create_app(ServerState(None, ServerConfig(), ("demo",))).openapi()
 RESPONSES = "/v1/responses"
-PATHS = [TEXT, CHAT, RESPONSES, TOKENIZE, DETOKENIZE]
+OTHERS = ["/v1/messages", "/v1/messages/count_tokens", "/api/generate", "/api/chat"]  # Anthropic's and Ollama's
+PATHS = [TEXT, CHAT, RESPONSES, TOKENIZE, DETOKENIZE, *OTHERS]
 MODES = list(GenerationMode)
 # What schemas cannot say, so that nothing random gets through to the model.
 SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
@@ -36,6 +37,7 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.floats(0, 2),
     "input": st.text(min_size=1, max_size=20),
     "max_output_tokens": st.integers(1, 16),
+    "options": st.builds(dict, num_predict=st.integers(1, 8), temperature=st.floats(0, 2)),
     "tools": st.none(),
     "functions": st.none(),
     "modalities": st.none(),
@@ -82,7 +84,7 @@ def examples(count: int) -> Any:
 @pytest.mark.parametrize("mode", MODES, ids=[mode.value for mode in MODES])
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_by_the_schema_and_against_it(server: Attacked, path: str, mode: GenerationMode) -> None:
-    @examples(8 if path == RESPONSES else 20)
+    @examples(8 if path in (RESPONSES, *OTHERS) else 20)
     @given(operation(path).as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
         check(send(server, case))
@@ -107,7 +109,7 @@ def test_bodies_that_mean_something(server: Attacked, path: str) -> None:
     """As the schema has it, but with prompts and limits that are served; so that fields meet each other."""
     served = []
 
-    @examples(40)
+    @examples(20 if path in OTHERS else 40)
     @given(operation(path).as_strategy(), st.data())
     def run(case: schemathesis.Case, data: st.DataObject) -> None:
         if not isinstance(case.body, dict):

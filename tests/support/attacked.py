@@ -18,6 +18,7 @@ import httpx
 from specinfer import LLM, AsyncLLM, QueueLimits
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
+from specinfer.server.dialect import ANTHROPIC, OLLAMA, OPENAI, dialect_of
 from specinfer.server.state import ServerState
 
 T = TypeVar("T")
@@ -56,13 +57,19 @@ class Attack:
 
 
 def check_refusal(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which must have OpenAI's shape."""
+    """The error of an answer, which must have the shape of its path's API: OpenAI's, Anthropic's or Ollama's."""
     told: dict[str, Any] = answer.json()
-    assert set(told) == {"error"}, told
-    error: dict[str, Any] = told["error"]
-    assert set(error) == {"message", "type", "param", "code"}, error
-    assert all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code")), error
-    assert error["param"] is None or isinstance(error["param"], str), error
+    dialect = dialect_of(answer.request.url.path)
+    if dialect is OLLAMA:
+        assert set(told) == {"error", "code"}, told
+        error: dict[str, Any] = {"message": told["error"], "code": told["code"]}
+    else:
+        assert told.pop("type", None) == ("error" if dialect is ANTHROPIC else None), told
+        assert set(told) == {"error"}, told
+        error = told["error"]
+        assert set(error) == {"message", "type", "code"} | ({"param"} if dialect is OPENAI else set()), error
+    assert all(isinstance(value, str) and value for name, value in error.items() if name != "param"), error
+    assert error.get("param") is None or isinstance(error["param"], str), error
     assert len(error["message"]) <= 1000
     assert "Traceback" not in error["message"]
     return error
