@@ -90,7 +90,7 @@ def test_a_gguf_file_is_chosen_by_its_type(hub: FakeHub, offer: Callable[..., Pa
         ({"config.json": '{"text_config": {"quantization_config": {"quant_method": "fp8"}}}', "m.safetensors": ""},
          r"quantized already \(FP8\).*GGUF file"),
         ({"config.json": '{"architectures": ["LlamaForCausalLMEagle3"]}', "model.safetensors": ""},
-         r"hidden states of its target \(EAGLE-3\), and such are not supported yet"),
+         r"hidden states of its target \(EAGLE-3\); these are not supported yet"),
         ({"config.json": '{"architectures": ["BertForMaskedLM"]}', "model.safetensors": ""},
          r"not a decoder that generates text \(BertForMaskedLM\)"),
         ({"config.json": '{"architectures": ["LlamaForCausalLM"]}', "pytorch_model.bin": ""},
@@ -130,7 +130,7 @@ def test_a_hub_that_cannot_be_reached_is_named_without_the_names_of_classes(
         locate("org/model")
     assert "Error" not in str(raised.value)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids to ask the hub"):
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids asking the hub"):
         locate("org/model")
 
 
@@ -168,7 +168,7 @@ def test_auto_chooses_a_small_model_from_the_cache_or_else_the_hub_or_else_a_loo
     assert auto_drafters("some/model") == ("ngram",)
     assert "no small model is known for some/model" in caplog.text
     assert auto_drafters(BIG) == ("ngram",)
-    assert f"{SMALL} cannot be had" in caplog.text
+    assert f"{SMALL} cannot be downloaded" in caplog.text
     offer(SMALL)
     assert auto_drafters(here) == ("ngram",)  # nothing is downloaded for a folder
     assert hub.requested == []

@@ -67,7 +67,7 @@ class SamplingOptions:
     choice: Annotated[list[str] | None, flag("Sampling", "Generate one of these strings. May be repeated.")] = None
     grammar: Annotated[
         str | None,
-        flag("Sampling", "Generate text of this grammar, in Lark notation.", metavar="FILE|TEXT"),
+        flag("Sampling", "Generate text of this grammar, in Lark's notation or GBNF.", metavar="FILE|TEXT"),
     ] = None
     prediction: Annotated[
         str | None,

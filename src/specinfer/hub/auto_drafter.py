@@ -9,7 +9,7 @@ from specinfer.hub.known_models import SMALL_MODEL, known_drafters
 from specinfer.hub.locate import is_on_hub
 
 logger = logging.getLogger(__name__)
-LOOKUP, BESIDE_MODELS = "ngram", "suffix"  # the drafter without a small model, and the one with
+LOOKUP, LOOKUP_WITH_MODEL = "ngram", "suffix"  # the drafter without a small model, and the one with
 
 
 def auto_drafters(model: str | Path, progress: ProgressCallback | None = None) -> tuple[str, ...]:
@@ -26,15 +26,17 @@ def auto_drafters(model: str | Path, progress: ProgressCallback | None = None) -
 
     for name in small:
         if find_cached(name) is not None:
-            logger.info("drafters: auto chooses %s, which is in the cache, and %s for %s", name, BESIDE_MODELS, model)
-            return (name, BESIDE_MODELS)
+            logger.info(
+                "drafters: auto chooses %s, which is in the cache, and %s for %s", name, LOOKUP_WITH_MODEL, model
+            )
+            return (name, LOOKUP_WITH_MODEL)
     if not is_on_hub(model):
-        logger.info("drafters: auto chooses %s; %s would be a drafter of %s, and is not here", LOOKUP, small[0], model)
+        logger.info("drafters: auto chooses %s; %s could draft for %s, but is not cached", LOOKUP, small[0], model)
         return (LOOKUP,)
     try:
         download(small[0], progress=progress)
     except ModelError as error:
-        logger.warning("drafters: auto chooses %s, as %s cannot be had: %s", LOOKUP, small[0], error)
+        logger.warning("drafters: auto chooses %s, as %s cannot be downloaded: %s", LOOKUP, small[0], error)
         return (LOOKUP,)
-    logger.info("drafters: auto chooses %s, which it downloaded, and %s for %s", small[0], BESIDE_MODELS, model)
-    return (small[0], BESIDE_MODELS)
+    logger.info("drafters: auto chooses %s, which it downloaded, and %s for %s", small[0], LOOKUP_WITH_MODEL, model)
+    return (small[0], LOOKUP_WITH_MODEL)

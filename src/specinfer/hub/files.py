@@ -52,7 +52,7 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
     kind = " ".join([*architectures, str(config.get("speculators_model_type", "")), str(config.get("model_type"))])
     feature = next((label for word, label in _FEATURES.items() if word in kind.lower()), None)
     if feature is not None:
-        return f"it is a drafter that reads hidden states of its target ({feature}), and such are not supported yet"
+        return f"it is a drafter that reads hidden states of its target ({feature}); these are not supported yet"
     if config.get("is_encoder_decoder") or (architectures and not any(map(_generates, architectures))):
         return f"it is not a decoder that generates text ({', '.join(architectures) or config.get('model_type')})"
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in found):
@@ -65,8 +65,8 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
 def already_quantized(method: str) -> str:
     """Return why a quantized checkpoint is refused."""
     return (
-        f"its weights are quantized already ({_METHODS.get(method, method)}), and such are not read; take the "
-        'checkpoint they were made of, with quantization="int4" or "int8", or a GGUF file'
+        f"its weights are quantized already ({_METHODS.get(method, method)}), and such checkpoints are not read; use "
+        'the original one with quantization="int4" or "int8", or a GGUF file'
     )
 
 

@@ -206,8 +206,7 @@ def _plain_errors(name: str) -> Iterator[None]:
         raise
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"model: {name} is given to those who accept its terms: do so at {constants.ENDPOINT}/{name}, then log in "
-            "with hf auth login"
+            f"model: {name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then log in with hf auth login"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
@@ -233,5 +232,5 @@ def _unreachable(name: str) -> str:
 
     why = f"the hub ({constants.ENDPOINT}) cannot be reached; check the network, set HF_ENDPOINT to a mirror,"
     if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE forbids to ask the hub; unset it,"
+        why = "HF_HUB_OFFLINE forbids asking the hub; unset it,"
     return f"model: {name!r} is not in the cache, and {why} or give a folder or a GGUF file"

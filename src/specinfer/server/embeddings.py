@@ -12,5 +12,5 @@ router = APIRouter()
 @router.post("/api/embeddings")
 async def embed(request: Request) -> None:
     """Refuse to embed a text."""
-    message = f"{request.url.path}: the served model generates text and gives no embeddings; serve one that gives them"
+    message = f"{request.url.path}: the served model returns no embeddings; use a server for embedding models"
     raise ApiError(400, message, param="model", code="unsupported_parameter")
