@@ -9,6 +9,7 @@ from benchmarks.offload.report import OffloadReport, bandwidth, disk_share, peak
 from benchmarks.peers.report import ratio_over, settings_text
 from specinfer.bench.comparisons import Comparison, fidelity
 from specinfer.bench.results import Arm
+from specinfer.core.text import counted
 from specinfer.reporting.plots import SERIES_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.spread import Spread
 from specinfer.reporting.tables import Column, print_models, print_rows
@@ -118,7 +119,7 @@ def _parting(peer: Arm, report: OffloadReport) -> str:
     if peer.details["temperature"] != 0:
         return ""
     if parted := report.peer_partings(peer):
-        return f": {len(parted)} of {len(peer.runs)} outputs part from our plain decoding"
+        return f": {len(parted)} of {counted(len(peer.runs), 'output')} part from our plain decoding"
     return f": the same tokens as our plain decoding in all {len(peer.runs)} runs"
 
 

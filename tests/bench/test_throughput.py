@@ -226,7 +226,8 @@ def test_a_request_that_fails_ends_the_run_by_name(folders: tuple[str, str], mon
         return logits
 
     monkeypatch.setattr(ModelRunner, "forward", failing)
-    with pytest.raises(RuntimeError, match="3 requests together, prompt 1: the model computed values that are not"):
+    message = "3 requests together, prompt 1: the model computed values that are not"
+    with pytest.warns(RuntimeWarning, match="request 1 failed"), pytest.raises(RuntimeError, match=message):
         run_throughput(make_config(folders, batch_sizes=(3,), warmup=0))
 
 
@@ -282,7 +283,7 @@ def test_bad_input_is_refused_before_the_long_work(
 
 
 def test_batches_that_memory_cannot_hold_are_refused(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specinfer.model.capacity._memory", lambda _: 60 * 2**10)
+    monkeypatch.setattr("specinfer.model.capacity._memory", lambda *_: 60 * 2**10)
     with pytest.raises(ValueError, match="batch_sizes: 3 requests of 40 tokens and their trees need 312 slots"):
         run_throughput(make_config(folders))
 

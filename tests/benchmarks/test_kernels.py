@@ -303,7 +303,7 @@ def test_the_command_takes_its_options(folders: tuple[str, str], tmp_path: Path)
     assert "With 1 other busy process\n" in result.stdout
     refused = CliRunner().invoke(app, [*words, "--context", "5000"])
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("specinfer: error: context: 5000 tokens")
+    assert refused.stderr.startswith("specinfer: error: --context: 5000 tokens")
 
 
 def test_quantized_arms(folders: tuple[str, str]) -> None:

@@ -426,9 +426,12 @@ def test_bad_input_is_refused_before_the_long_work(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--no-namespaces", "--link-latency", "1ms"], "link_latency: without namespaces there is no link to be late"),
-        (["--split", "two"], "splits: 'two' cannot be measured"),
-        (["--tensor-parallel", "1"], "splits: '1x1' cannot be measured"),
+        (
+            ["--no-namespaces", "--link-latency", "1ms"],
+            "--link-latency: without namespaces there is no link",
+        ),
+        (["--split", "two"], "--split: 'two' cannot be measured"),
+        (["--tensor-parallel", "1"], "--split: '1x1' cannot be measured"),
     ],
 )
 def test_the_command_refuses_in_one_line(

@@ -13,6 +13,7 @@ from demo_pair import packing
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo import corpus, pair
+from specinfer.demo.chat_model import DRAFTER_NAMES
 from specinfer.demo.pair import DemoFilesError
 from specinfer.llm import LLM
 
@@ -121,7 +122,7 @@ def test_embedded_pair_has_the_promised_sizes(tmp_path: Path, monkeypatch: pytes
 def test_the_set_foresees_more_than_its_first() -> None:
     prompts, params = corpus.heldout_prompts(4), SamplingParams(temperature=0.0, max_tokens=48)
     said, passes = [], []
-    for names in (["demo"], list(pair.DRAFTER_NAMES)):
+    for names in (["demo"], list(DRAFTER_NAMES)):
         with LLM("demo", drafters=names, tree="1,1,1,1,1,1") as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         said.append([output.outputs[0].token_ids for output in outputs])

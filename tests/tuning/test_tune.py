@@ -1,6 +1,5 @@
 """`specinfer tune` as a user runs it, on tiny random models: its files, its output and its errors."""
 
-import builtins
 import json
 import logging
 import math
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -439,14 +439,7 @@ def test_a_run_whose_data_have_changed_is_another_run(target: str, data: str, tm
 def test_extras_that_are_missing(
     target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    ordinary = builtins.__import__
-
-    def without(wanted: str, *args: Any, **kwargs: Any) -> Any:
-        if wanted.split(".")[0] == name:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return ordinary(wanted, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("specinfer.cli.tune.find_spec", lambda wanted: None if wanted == name else find_spec(wanted))
     line = refusal(target, "--drafter", "new:1", "--data", data, "--out", str(tmp_path / "run"))
     assert f"tune needs {name}, which is missing; pip install 'specinfer[tune]'" in line
 
@@ -466,7 +459,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(
     monkeypatch.setattr(training, "distillation_loss", broken)
     words = (target, "--drafter", "new:1", "--data", data, *SMALL, "--out", str(tmp_path / "run"), "--save-every", "0")
     line = refusal(*words)
-    assert "the loss is not finite at step 4: lower learning_rate" in line
+    assert "the loss is not finite at step 4: lower --learning-rate" in line
     path = tmp_path / "run" / "drafter-1.checkpoint.pt"
     assert str(path) in line
     state = torch.load(path, weights_only=True)

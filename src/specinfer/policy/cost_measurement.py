@@ -20,12 +20,13 @@ from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
 
 # Between 8 and 32 the price of a row changes most: native kernels keep up to 14 rows in registers.
 SIZES = (1, 2, 4, 8, 14, 16, 24, 32, 64, 128, 256, 512)
-_DRAFT_SIZES = (1, 4, 16, 64)
+_FIRST_LEVEL = 0  # in place of a size: one level of one node, which is timed in turns with the trees
+_DRAFT_SIZES = (_FIRST_LEVEL, 1, 4, 16, 64)
 _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
 _DEPTH = 8  # of measured trees: learned positions end with the context, which may be shorter than the largest size
 _PROMPT = 64  # prompt tokens that a drafter reads
 _DRAFT_LEVELS = 4
-_ROUNDS = 5
+_ROUNDS, _MOST_ROUNDS = 5, 15  # quick passes take more rounds, so that not all of them meet the same load
 _NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
 _PROBE = "cost-probe"
 
@@ -96,8 +97,9 @@ def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: floa
         if not measure(size) or best[size] > max_seconds / _NUM_QUICK:
             break
         quick.append(size)
-    for _ in range(_ROUNDS - 1):
-        if not all(measure(size) for size in quick):
+    for number in range(1, _MOST_ROUNDS if quick else 1):
+        is_enough = number >= _ROUNDS and time.perf_counter() - started > max_seconds / 3
+        if is_enough or not all(measure(size) for size in quick):
             break
     for size in sizes[len(quick) + 1 :]:
         if not measure(size):
@@ -123,19 +125,22 @@ def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, fl
     request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
     span = Span(request, _PROMPT - 1, _PROMPT)
 
-    def draft(width: int, num_levels: int = _DRAFT_LEVELS) -> None:
-        drafter.draft([span], [TreeBudget.expansion((width,) + (1,) * (num_levels - 1))])
+    def draft(width: int) -> None:
+        widths = (1,) if width == _FIRST_LEVEL else (width,) + (1,) * (_DRAFT_LEVELS - 1)
+        drafter.draft([span], [TreeBudget.expansion(widths)])
 
     try:
         started = time.perf_counter()
         draft(1)  # reads the prompt
         first = time.perf_counter() - started
-        trees = _fastest(_DRAFT_SIZES, draft, max_seconds)
-        one_level = float(_fastest((1,), partial(draft, num_levels=1), max_seconds).seconds[0])
+        timed = _fastest(_DRAFT_SIZES, draft, max_seconds)
+        if len(timed.sizes) == 1:  # time was up after one level
+            return Curve([1], timed.seconds.tolist()), 0.0, 0.0
+        one_level, chain = timed.seconds[:2].tolist()
         # If other load slowed the single level down, all levels are taken to cost the same.
-        later = (float(trees.seconds[0]) - one_level) / (_DRAFT_LEVELS - 1)
+        later = (chain - one_level) / (_DRAFT_LEVELS - 1)
         start = max(one_level - later, 0.0) if later > 0 else 0.0
-        levels = Curve(trees.sizes.tolist(), ((trees.seconds - start) / _DRAFT_LEVELS).tolist())
-        return levels, max(first - float(trees.seconds[0]), 0.0) / _PROMPT, start
+        levels = Curve(timed.sizes[1:].tolist(), ((timed.seconds[1:] - start) / _DRAFT_LEVELS).tolist())
+        return levels, max(first - chain, 0.0) / _PROMPT, start
     finally:
         drafter.forget(_PROBE)

@@ -68,6 +68,7 @@ class TreeOptimizer:
 
     _ASSUMED = np.asarray([0.7, 0.1, 0.05])  # acceptance by rank of a good drafter, to tell a poor one from high costs
     _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
+    _CLOSE = 0.97  # share of the best rate that makes a tree as good as the best one, within the noise
     _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
     _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
 
@@ -90,7 +91,7 @@ class TreeOptimizer:
         rates = self.rates(num_requests)
         best = int(rates.argmax())
         if rates[best] > self._MARGIN * rates[self._chosen]:
-            self._chosen = best
+            self._chosen = self._middle(rates) if best else 0
         num_nodes, num_levels = (int(x[self._chosen]) for x in (self.sizes.num_nodes, self.sizes.num_levels))
         if not num_nodes:
             return OFF
@@ -102,6 +103,17 @@ class TreeOptimizer:
             min_path_prob=min(rate * node_time, 0.5),
             min_gain=rate * float(self._costs.draft_level(num_requests)),
         )
+
+    def _middle(self, rates: Floats) -> int:
+        """Return the tree in the middle of those nearly as fast as the fastest, which noise moves less than that one.
+
+        Trees are weighted by what they gain over the slowest that is close enough; the middle is that of the logarithms
+        of their nodes and levels.
+        """
+        weights = np.maximum(rates[1:] / rates.max() - self._CLOSE, 0.0)
+        shapes = np.log([self.sizes.num_nodes[1:], self.sizes.num_levels[1:]])
+        distances = np.square(shapes - np.average(shapes, axis=1, weights=weights)[:, None]).sum(axis=0)
+        return 1 + int(np.where(weights > 0, distances, np.inf).argmin())
 
     def why_plain(self, num_requests: int) -> str:
         """Return why no tree is chosen for a batch of this many: the batch, the drafter, the pass or the acceptance."""

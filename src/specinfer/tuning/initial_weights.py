@@ -68,6 +68,8 @@ def parse_initial_weights(name: str) -> InitialWeights:
         return InitialWeights(name, num_layers=_count("drafter", int(new[1]), _MAX_LAYERS), hidden_size=hidden)
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
+    if name.startswith(("layers:", "new:")):
+        raise ValueError(f"drafter: {name!r} names no sizes; give {_FORMS}")
     try:
         return InitialWeights(name, find_drafter(name))
     except ModelError as error:

@@ -1,0 +1,84 @@
+"""On a machine with bursts of other load, "auto" chooses about the same tree each time that costs are measured."""
+
+from collections.abc import Callable
+from statistics import median_low
+
+import numpy as np
+import pytest
+
+from specinfer.policy import cost_measurement
+from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.cost_measurement import SIZES
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.optimizer import TreeOptimizer
+
+NUM_RUNS = 20
+_LOAD = 0.4  # share of the time in which something else runs
+
+# Seconds of a pass by its rows, and of a draft level of one node.
+MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
+    "short passes": (lambda rows: 0.001 * max(1 + 0.05 * rows, 0.1 * rows), 0.0003),
+    "a processor with few cores": (lambda rows: 0.02 * max(1 + 0.02 * rows, 0.06 * rows), 0.003),
+    "rows cost nearly nothing": (lambda rows: 0.01 * (1 + 0.001 * rows), 0.002),
+    "slow drafter": (lambda rows: 0.01 * (1 + 0.03 * rows), 0.0045),
+    "rows cost as much as passes": (lambda rows: 0.01 * (0.2 + 0.8 * rows), 0.004),
+    "little gain": (lambda rows: 0.01 * (1 + 0.22 * rows), 0.0018),
+}
+
+
+class NoisyMachine:
+    """A clock on which work takes up to three times as long in bursts of some tens of milliseconds."""
+
+    def __init__(self, true: CostModel, seed: int) -> None:
+        self.now = self._until = 0.0
+        self._is_busy, self._factor = False, 1.0
+        self._true, self._random = true, np.random.default_rng(seed)
+
+    def _work(self, seconds: float) -> None:
+        while self.now >= self._until:
+            self._is_busy = not self._is_busy
+            self._factor = self._random.uniform(1.3, 3.0) if self._is_busy else 1.0
+            self._until += self._random.exponential(0.1 * (_LOAD if self._is_busy else 1 - _LOAD))
+        self.now += seconds * self._factor * (1 + abs(self._random.normal(0, 0.03)))
+
+    def run_pass(self, size: int) -> None:
+        self._work(float(self._true.target(size)))
+
+    def draft(self, _: object, budgets: object) -> None:
+        widths = budgets[0].widths  # type: ignore[index]
+        self._work(float(self._true.draft(sum(widths), len(widths))))
+
+    def forget(self, _: object) -> None:
+        pass
+
+    def measure(self) -> CostModel:
+        curve = cost_measurement._fastest(SIZES, self.run_pass, 3.0)
+        return CostModel(curve, *cost_measurement._draft_costs(self, 3.0))  # type: ignore[arg-type]
+
+
+def choose(costs: CostModel) -> tuple[int, int]:
+    """Return the index and the number of nodes of the tree that is chosen at start."""
+    optimizer = TreeOptimizer(costs, AcceptanceModel())
+    optimizer.choose(1)
+    return optimizer._chosen, int(optimizer.sizes.num_nodes[optimizer._chosen])
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_measurements_under_load_choose_the_same_kind_of_tree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where the others have none, or else of a size that differs by half at most, and as fast within 3 %."""
+    seconds, level = MACHINES[name]
+    true = CostModel(
+        Curve(SIZES, [seconds(size) for size in SIZES]), Curve((1, 64), (level, 1.3 * level)), 0.0, level / 3
+    )
+    rates = TreeOptimizer(true, AcceptanceModel()).rates(1)
+    chosen = []
+    for seed in range(NUM_RUNS):
+        machine = NoisyMachine(true, seed)
+        monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda machine=machine: machine.now)
+        chosen.append(choose(machine.measure()))
+    usual = median_low([nodes for _, nodes in chosen])
+    agree = [nodes == usual if 0 in (nodes, usual) else 2 / 3 <= nodes / usual <= 1.5 for _, nodes in chosen]
+    # Where rows are expensive, trees of one and of three nodes are about equally fast.
+    least = 0.8 if name == "little gain" else 0.9
+    assert sum(agree) >= least * NUM_RUNS, chosen
+    assert sum(rates[index] >= 0.97 * rates.max() for index, _ in chosen) >= 0.9 * NUM_RUNS
