@@ -4,9 +4,8 @@ Fields that Anthropic's API does not have are those of chat completions. Thought
 `thinking` only has an effect if it is disabled and the chat template can leave thoughts out.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -14,19 +13,14 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError
-from specinfer.core.outputs import TextChunk
-from specinfer.generation import Generation
-from specinfer.server.chat import read_conversation
-from specinfer.server.dialect import ANTHROPIC
+from specinfer.server.anthropic_blocks import MessageBlocks
+from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single, check_spelling
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
-from specinfer.server.tools import ToolDelta
-from specinfer.server.usage import metrics_of, usage_of
 
 router = APIRouter()
 _REFUSED = {
@@ -144,14 +138,11 @@ async def _begin(call: Call, fields: ChatFields, conversation: Conversation) -> 
         RequestError: The conversation cannot be served.
         QueueFullError: The queue has no room for it.
     """
-    engine = call.state.engine
-    try:
-        read = await engine.read(lambda: read_conversation(engine.llm, fields), call.tenant)
-        generation = await call.submit_one(read.ids, read.params)
-    except RequestError as error:
-        raise _named(error, conversation) from error
+    read, generation = await queue_conversation(
+        call, lambda: read_conversation(call.state.engine.llm, fields), lambda error: _named(error, conversation)
+    )
     head = {"id": f"msg_{call.name}", "type": "message", "role": "assistant", "model": call.model}
-    return ItemsResponse(fields, generation, _Blocks(head, generation, fields.max_tokens), read.plan.parser())
+    return ItemsResponse(fields, generation, MessageBlocks(head, generation, fields.max_tokens), read.plan.parser())
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:
@@ -216,103 +207,3 @@ def _chat_format(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("type") != "json_schema" or given.get("schema") is None:
         raise RequestError(f'output_config.format: must be {{"type": "json_schema", "schema": ...}}, not {given!r:.60}')
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-
-
-# -------------------------------------------------------------------------------------- writing
-
-
-class _Blocks:
-    """The content blocks of one message.
-
-    Args:
-        head: The fields that are known from the start.
-        max_tokens: The limit that the request asked for.
-    """
-
-    def __init__(self, head: dict[str, Any], generation: Generation, max_tokens: int | None) -> None:
-        self._head, self._generation, self._max_tokens = head, generation, max_tokens
-        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._blocks: list[dict[str, Any]] = []
-        self._texts: list[list[str]] = []  # the parts of each block's text, or of its input's JSON
-        self._open: int | None = None  # the index of the call that the open block is, -1 for text, None for no block
-
-    def begin(self) -> list[dict[str, Any]]:
-        return [{"type": "message_start", "message": self.whole()}]
-
-    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[dict[str, Any]]:
-        events = []
-        for delta in deltas:
-            text = delta.content if delta.index is None else delta.arguments
-            index = -1 if delta.index is None else delta.index
-            if index != self._open and (text or delta.index is not None):
-                events += [*self._close(), self._begin_block(delta, index)]
-            if text:
-                self._texts[-1].append(text)
-                part = {"type": "text_delta", "text": text}
-                if delta.index is not None:
-                    part = {"type": "input_json_delta", "partial_json": text}
-                events.append({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": part})
-        return events
-
-    def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
-        events = self._close()
-        self._end["stop_reason"] = self._reason(chunk)
-        if self._end["stop_reason"] == "stop_sequence":
-            self._end["stop_sequence"] = chunk.stop_reason
-        metrics = metrics_of([self._generation])
-        self._head["metrics"] = metrics
-        last = {"type": "message_delta", "delta": dict(self._end), "usage": self._usage(), "metrics": metrics}
-        return [*events, last, {"type": "message_stop"}]
-
-    def fail(self, error: ApiError) -> list[dict[str, Any]]:
-        return [ANTHROPIC.error(error)]
-
-    def whole(self) -> dict[str, Any]:
-        content = []
-        for block, parts in zip(self._blocks, self._texts, strict=True):
-            text = "".join(parts)
-            content.append(block | ({"text": text} if block["type"] == "text" else {"input": read_object(text)}))
-        return self._head | {"content": content} | self._end | {"usage": self._usage()}
-
-    def _begin_block(self, delta: ToolDelta, index: int) -> dict[str, Any]:
-        block: dict[str, Any] = {"type": "text", "text": ""}
-        if delta.index is not None:
-            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-        self._open = index
-        self._blocks.append(block)
-        self._texts.append([])
-        return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
-
-    def _close(self) -> list[dict[str, Any]]:
-        if self._open is None:
-            return []
-        self._open = None
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
-
-    def _reason(self, chunk: TextChunk) -> str:
-        if chunk.finish_reason == "length":
-            num_tokens = self._generation.requests[0].num_output
-            is_asked = self._max_tokens is not None and num_tokens >= self._max_tokens
-            return "max_tokens" if is_asked else "model_context_window_exceeded"
-        if any(block["type"] == "tool_use" for block in self._blocks):
-            return "tool_use"
-        return "stop_sequence" if isinstance(chunk.stop_reason, str) else "end_turn"
-
-    def _usage(self) -> dict[str, Any]:
-        usage = usage_of([self._generation])
-        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"] - num_cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached,
-            "output_tokens": usage["completion_tokens"],
-        }
-
-
-def read_object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; {} if the call was cut off."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: takes a conversation and returns a message or tool calls, whole or as a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
+from specinfer.generation import Generation
 from specinfer.llm import LLM
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
@@ -89,6 +90,25 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         texts=texts,
         once=once,
     )
+
+
+async def queue_conversation(
+    call: Call, read: Callable[[], ReadConversation], named: Callable[[RequestError], RequestError]
+) -> tuple[ReadConversation, Generation]:
+    """Read a conversation of another API and queue it; its limit is lowered to what the context has left.
+
+    Args:
+        named: Returns an error with the names of that API's fields.
+
+    Raises:
+        RequestError: The conversation cannot be served.
+        QueueFullError: The queue has no room for it.
+    """
+    try:
+        found = await call.state.engine.read(read, call.tenant)
+        return found, await call.submit_one(found.ids, found.params)
+    except RequestError as error:
+        raise named(error) from error
 
 
 def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:

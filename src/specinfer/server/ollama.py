@@ -4,10 +4,7 @@ Streams are lines of JSON. There is one model, which stays loaded as long as the
 remove models is refused. Fields that Ollama does not have are those of the completion endpoints.
 """
 
-import json
 import re
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -15,15 +12,13 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError
-from specinfer.core.outputs import TextChunk
-from specinfer.generation import Generation
-from specinfer.server.chat import ReadConversation, read_conversation
+from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
-from specinfer.server.dialect import OLLAMA
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
-from specinfer.server.logprobs import TokenTexts, chat_logprobs
+from specinfer.server.logprobs import TokenTexts
+from specinfer.server.ollama_pieces import Pieces, now
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import (
     ChatFields,
@@ -36,8 +31,7 @@ from specinfer.server.protocol import (
     check_spelling,
 )  # fmt: skip
 from specinfer.server.state import state_of
-from specinfer.server.tools import ToolDelta, ToolPlan
-from specinfer.server.usage import metrics_of
+from specinfer.server.tools import ToolPlan
 
 router = APIRouter()
 _FORMAT = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, {"type": "null"}]}
@@ -227,14 +221,13 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         prompt = read_prompt(engine.llm, asked.prompt, asked.model_copy(update={"max_tokens": None}), params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
-    try:
-        found = await engine.read(read, call.tenant)
-        generation = await call.submit_one(found.ids, found.params)
-    except RequestError as error:
+    def named(error: RequestError) -> RequestError:
         pattern = r"^({})\b".format("|".join(map(re.escape, _NAMES)))
-        raise type(error)(re.sub(pattern, lambda name: _NAMES[name[1]], str(error))) from error
+        return type(error)(re.sub(pattern, lambda name: _NAMES[name[1]], str(error)))
+
+    found, generation = await queue_conversation(call, read, named)
     texts = await TokenTexts.of(engine) if fields.logprobs else None
-    items = _Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
+    items = Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
     return ItemsResponse(asked, generation, items, found.plan.parser())
 
 
@@ -260,7 +253,7 @@ def _loaded(request: Request, fields: OllamaFields, empty: dict[str, Any]) -> Re
     name = served_name(request, fields.model)
     if fields.keep_alive in (0, "0", "0s"):
         raise _refusal("keep_alive", "the model stays loaded as long as the server runs; stop the server instead")
-    head = {"model": fields.model or name or state_of(request).names[0], "created_at": _now()}
+    head = {"model": fields.model or name or state_of(request).names[0], "created_at": now()}
     return JSONResponse(head | empty | {"done": True, "done_reason": "load"})
 
 
@@ -288,95 +281,3 @@ def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             made["tool_call_id"] = waiting.pop(0) if waiting else "call_0"
         messages.append(made)
     return messages
-
-
-# -------------------------------------------------------------------------------------- writing
-
-
-class _Pieces:
-    """The objects of one response; a whole response is all of them in one.
-
-    Args:
-        kind: The field of the text: "response", or "message" with calls.
-        texts: The texts of tokens, if log-probabilities are sent.
-        count: Number of most probable tokens to list for each token.
-    """
-
-    def __init__(self, model: str, kind: str, generation: Generation, texts: TokenTexts | None, count: int) -> None:
-        self._model, self._kind, self._generation, self._texts, self._count = model, kind, generation, texts, count
-        self._content, self._calls, self._logprobs = "", list[dict[str, Any]](), list[dict[str, Any]]()
-        self._call: tuple[ToolDelta, list[str]] | None = None  # the call that is being generated
-        self._end: dict[str, Any] = {}
-
-    def begin(self) -> list[dict[str, Any]]:
-        return []
-
-    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[dict[str, Any]]:
-        calls = []
-        for delta in deltas:
-            if self._call is not None and delta.index != self._call[0].index:
-                calls += self._close()
-            if delta.index is not None and self._call is None:
-                self._call = delta, []
-            if self._call is not None and delta.index is not None:
-                self._call[1].append(delta.arguments)
-        if chunk.finish_reason is not None:
-            calls += self._close()
-        text, logprobs = "".join(delta.content for delta in deltas), []
-        if self._texts is not None and chunk.logprobs is not None:
-            logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._count, (), self._texts)["content"]
-        self._content += text
-        self._calls += calls
-        self._logprobs += logprobs
-        return [self._piece(text, calls, logprobs) | {"done": False}] if text or calls or logprobs else []
-
-    def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
-        request = self._generation.requests[0]
-        start, first = request.scheduled_time or request.arrival_time, request.first_token_time
-        end = request.finished_time or datetime.now(UTC).timestamp()
-        self._end = {
-            "done": True,
-            "done_reason": chunk.finish_reason,
-            "total_duration": _nanoseconds(end - request.arrival_time),
-            "load_duration": 0,
-            "prompt_eval_count": len(request.prompt_ids),
-            "prompt_eval_duration": _nanoseconds((first or end) - start),
-            "eval_count": request.num_output,
-            "eval_duration": _nanoseconds(end - (first or end)),
-            "metrics": metrics_of([self._generation]),
-        }
-        return [self._piece("", [], []) | self._end]
-
-    def fail(self, error: ApiError) -> list[dict[str, Any]]:
-        return [OLLAMA.error(error)]
-
-    def whole(self) -> dict[str, Any]:
-        return self._piece(self._content, self._calls, self._logprobs) | self._end
-
-    def _piece(self, text: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        piece: dict[str, Any] = {"model": self._model, "created_at": _now()}
-        if self._kind == "response":
-            piece["response"] = text
-        else:
-            piece["message"] = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-        return piece | ({"logprobs": logprobs} if logprobs else {})
-
-    def _close(self) -> list[dict[str, Any]]:
-        """Return the call that has ended; one that was cut off is left out."""
-        if self._call is None:
-            return []
-        (delta, parts), self._call = self._call, None
-        try:
-            arguments = json.loads("".join(parts))
-        except ValueError:
-            return []
-        function = {"index": delta.index, "name": delta.name, "arguments": arguments}
-        return [{"id": delta.id, "function": function}]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def _nanoseconds(seconds: float) -> int:
-    return max(int(seconds * 1e9), 1)  # clients divide by it

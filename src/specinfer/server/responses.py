@@ -2,7 +2,6 @@
 
 import re
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,13 +10,14 @@ from fastapi.responses import Response
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
+from specinfer.server.chat import ReadConversation
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
 from specinfer.server.responses_items import ResponseItems
-from specinfer.server.tools import ToolPlan, plan_tools
+from specinfer.server.tools import plan_tools
 
 router = APIRouter()
 
@@ -39,15 +39,6 @@ async def find_response(response_id: str) -> Response:
     raise ApiError(404, message, param="response_id", code="not_found")
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A request as the engine takes it, and the plan for parsing tool calls in its response."""
-
-    ids: list[int]
-    params: SamplingParams
-    plan: ToolPlan
-
-
 async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
     """Read a request and queue it.
 
@@ -58,14 +49,14 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
     engine = call.state.engine
     try:
         read = await engine.read(lambda: _read(engine.llm, fields), call.tenant)
-        (generation,) = await call.submit([(read.ids, read.params)])
+        (generation,) = await call.submit([(read.ids, read.params)])  # a limit above the context's capacity is refused
     except RequestError as error:
         raise type(error)(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
     items = ResponseItems(call.name, _head(call, fields, read.params), generation)
     return ItemsResponse(fields, generation, items, read.plan.parser())
 
 
-def _read(llm: LLM, fields: ResponsesFields) -> _Read:
+def _read(llm: LLM, fields: ResponsesFields) -> ReadConversation:
     """Render and check a request; runs in the thread that may use the tokenizer."""
     reader, conversation = llm.reader, Conversation.of(fields)
     try:
@@ -93,7 +84,7 @@ def _read(llm: LLM, fields: ResponsesFields) -> _Read:
         ids = reader.read_chat(conversation.messages, tools=plan.tools_for_template, template_kwargs=kwargs or None)
     except RequestError as error:
         raise conversation.named(error) from error
-    return _Read(truncated(ids, fields, llm.max_model_len, fields.max_output_tokens), params, plan)
+    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.max_output_tokens), params, plan)
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:
