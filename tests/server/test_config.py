@@ -241,6 +241,8 @@ def test_keys_of_a_file_may_have_roles(served: list[Service], tmp_path: Path) ->
     assert "--api-key-file: 'administer' after a key" in refusal("demo", "--api-key-file", str(keys))
     keys.write_text(f"# of users\n{KEY}\nshort metrics\n")
     assert f"--api-key-file: {keys}, line 3: a key needs" in refusal("demo", "--api-key-file", str(keys))
+    keys.write_text(f"{KEY} metrics\n{KEY} generate\n")
+    assert f"{keys}, line 2: the key is in an earlier line too" in refusal("demo", "--api-key-file", str(keys))
 
 
 def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service], tmp_path: Path) -> None:

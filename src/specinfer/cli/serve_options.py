@@ -160,6 +160,8 @@ def _keys_in(path: str | None) -> dict[str, tuple[str, ...] | None]:
         if line.strip() and not line.lstrip().startswith("#"):
             key, *rest = line.strip().split(maxsplit=1)
             check_key(f"api_key_file: {path}, line {i}", key)
+            if key in keys:
+                raise ValueError(f"api_key_file: {path}, line {i}: the key is in an earlier line too; name it once")
             keys[key] = tuple(role.strip() for role in rest[0].split(",")) if rest else None
     if not keys:
         raise ValueError(f"api_key_file: {path} has no key; write one in each line")
