@@ -1,11 +1,14 @@
 """On a machine with bursts of other load, "auto" chooses about the same tree each time that costs are measured."""
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median_low
 
 import numpy as np
 import pytest
 
+from specinfer import LLM
 from specinfer.policy import cost_measurement
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES
@@ -82,3 +85,14 @@ def test_measurements_under_load_choose_the_same_kind_of_tree(name: str, monkeyp
     least = 0.8 if name == "little gain" else 0.9
     assert sum(agree) >= least * NUM_RUNS, chosen
     assert sum(rates[index] >= 0.97 * rates.max() for index, _ in chosen) >= 0.9 * NUM_RUNS
+
+
+def test_loading_logs_what_is_expected_at_info_level(
+    model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `specinfer serve` shows it: its lines are those of the level info and above."""
+    with caplog.at_level(logging.INFO, "specinfer"):
+        LLM(model_folder(tokenizer=True), device="cpu", drafters=["ngram"], tree="auto", max_num_seqs=2)
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("auto: ")]
+    assert record.levelno == logging.INFO
+    assert " expected" in record.getMessage() or "plain decoding, " in record.getMessage()
