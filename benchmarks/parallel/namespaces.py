@@ -37,11 +37,11 @@ exit 0
 
 def why_not() -> str | None:
     """Return the reason why hosts cannot be made here, or None if they can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "only root may make them"
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"there is no command {tool} (it comes with iproute2)"
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "only root may make them"
     return None
 
 
