@@ -154,7 +154,7 @@ class LLM:
         """Refuse: models generate text here.
 
         Raises:
-            RequestError: In any case; the message says what to use.
+            RequestError: Always. The message names what to use instead.
         """
         raise RequestError(
             "embed: models generate text here, and have no pooled output; use a library for embeddings, such as "

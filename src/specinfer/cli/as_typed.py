@@ -9,8 +9,7 @@ from specinfer.engine_args import EngineArgs
 
 KEYS = "specinfer.keys"  # in the metadata of a context: keys of the configuration file, by parameter
 _FLAG_NAMES = {each.name: about.name for each, about in settings_of(EngineArgs) if about.name}
-_SUBJECTS = re.compile(r"[a-z_]+(, [a-z_]+)+(?=: )")
-_SUBJECT = re.compile(r"[a-z][a-z0-9_]*(?=(\[[^]]*\])?:? )")
+_SUBJECT = re.compile(r"[a-z][a-z0-9_]*(?=(\[[^]]*\])?:? )|[a-z_]+(, [a-z_]+)+(?=: )")
 _ASSIGNMENT = re.compile(r"\b([a-z][a-z0-9_]*)=(\"([^\"]*)\"|True|N\b)")
 _LINE = re.compile(r"[^:]*, (line|entry) \d+: ")  # of a file, where fields have these names
 _FIELD = re.compile(r"(?<![\w\"'./{-])[a-z]+(_[a-z0-9]+)+(?![\w\"'./=])")
@@ -20,22 +19,22 @@ def as_typed(message: str, context: Any) -> str:
     """Return an error message of the library with the names of settings as they were given to this command."""
     if _LINE.match(message):
         return message
-    if subjects := _SUBJECTS.match(message):
-        names = [_flag_of(field, context) or field for field in subjects[0].split(", ")]
-        return ", ".join(names) + message[subjects.end() :]
     subject = _SUBJECT.match(message)
-    name = None if subject is None else _name_of(subject[0], context)
-    if subject is not None and name is not None:
+    fields = [] if subject is None else subject[0].split(", ")
+    names = [_name_of(field, context) for field in fields]
+    beginning = ""
+    if subject is not None and any(names):
+        beginning = ", ".join(name or field for name, field in zip(names, fields, strict=True))
         message = message[subject.end() :]
-        if subject[0] == "speculative_config":
-            return name + message  # its keys are no flags
+        if fields == ["speculative_config"]:
+            return beginning + message  # its keys are no flags
 
     def assigned(match: re.Match[str]) -> str:
         flag = _flag_of(match[1], context)
         return match[0] if flag is None else flag if match[2] == "True" else f"{flag} {match[3] or match[2]}"
 
     message = _ASSIGNMENT.sub(assigned, message)
-    return (name or "") + _FIELD.sub(lambda match: _flag_of(match[0], context) or match[0], message)
+    return beginning + _FIELD.sub(lambda match: _flag_of(match[0], context) or match[0], message)
 
 
 def _parameter(field: str, context: Any) -> Any:

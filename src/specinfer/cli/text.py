@@ -63,10 +63,8 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Complete prompts from arguments, a file, or the lines of standard input. Without MODEL, demo-chat is used."""
-    words = [word for word in (argument, *(prompts or ())) if word is not None]
-    names_model = bool(words) and "model" not in engine.given and not _is_prompt(words[0])
+    name, words = _named_model(argument, prompts, engine)
     with checking():
-        name = words.pop(0) if names_model else None
         lines = read_prompts(words, file)
         if logprobs is not None and not as_json:
             raise ValueError("logprobs: they are part of the JSON output only; add --json")
@@ -173,10 +171,8 @@ def run(
     A model of the Hugging Face Hub is downloaded first, if it is not in the cache. A model without a chat template
     completes text.
     """
-    words = [word for word in (argument, *(prompts or ())) if word is not None]
-    names_model = bool(words) and "model" not in engine.given and not _is_prompt(words[0])
+    name, words = _named_model(argument, prompts, engine)
     with checking():
-        name = words.pop(0) if names_model else None
         message = _message(words)
         args = engine.args(name)
         params = sampling.params(None, str(args.model))
@@ -209,6 +205,15 @@ def _message(words: Sequence[str]) -> str | None:
     if not parts and not is_interactive():
         raise ValueError("prompt: none given; name one after the model, or pipe it in")
     return "\n\n".join(parts) or None
+
+
+def _named_model(
+    argument: str | None, prompts: Sequence[str] | None, engine: EngineOptions
+) -> tuple[str | None, list[str]]:
+    """Return the model that the first argument names, or None, and the prompts among the arguments."""
+    words = [word for word in (argument, *(prompts or ())) if word is not None]
+    names_model = bool(words) and "model" not in engine.given and not _is_prompt(words[0])
+    return (words.pop(0) if names_model else None), words
 
 
 def _is_prompt(word: str) -> bool:

@@ -39,11 +39,10 @@ class ReadPool:
             QueueFullError: Too many actions of this tenant wait.
             EngineDeadError: The pool is closed.
         """
-        loop = asyncio.get_running_loop()
         waiting = self._waiting.setdefault(tenant, deque())
         if len(waiting) >= self._max_waiting:
             raise QueueFullError(f"{len(waiting)} prompts wait to be read already; try again later")
-        turn = loop.create_future()
+        turn = asyncio.get_running_loop().create_future()
         waiting.append(turn)
         self._give_turns()
         try:
@@ -58,8 +57,9 @@ class ReadPool:
             raise EngineDeadError("the engine has ended")
         running = self._threads.submit(action)
         self._began[running] = time.monotonic()
-        running.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, tenant, done))
-        return await asyncio.wrap_future(running)
+        result = asyncio.wrap_future(running)
+        result.add_done_callback(lambda _: self._end(tenant, running))
+        return await asyncio.shield(result)  # the thread is taken until the action ends, whoever waits for it
 
     @property
     def age(self) -> float:

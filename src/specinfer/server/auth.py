@@ -26,9 +26,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
-        roles = {hashlib.sha256(key.encode()).digest(): given for key, given in config.key_roles.items()}
-        self._roles = {_tenant_name(digest): roles.get(digest, ROLES) for digest in self._digests}
+        self._digests = [_digest(key) for key in config.api_keys]
+        self._roles = {_tenant_name(_digest(key)): config.key_roles.get(key, ROLES) for key in config.api_keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -75,7 +74,7 @@ class Guard:
         given += [headers.get(b"api-key", ""), headers.get(b"x-api-key", "")]
         found = ""
         for key in filter(None, given):
-            digest = hashlib.sha256(key.encode()).digest()
+            digest = _digest(key)
             for known in self._digests:  # compare with all keys, so that the time reveals nothing
                 if hmac.compare_digest(digest, known):
                     found = _tenant_name(digest)
@@ -116,13 +115,17 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
 def _tenant_name(digest: bytes) -> str:
     return digest.hex()[:12]
 
 
 def tenants(config: ServerConfig) -> tuple[str, ...]:
     """Return the names of all keys' tenants."""
-    return tuple(_tenant_name(hashlib.sha256(key.encode()).digest()) for key in config.api_keys)
+    return tuple(_tenant_name(_digest(key)) for key in config.api_keys)
 
 
 def tenant_of(request: Request) -> str:

@@ -1,7 +1,6 @@
 """The paths of Ollama's API about models: there is one, which can be listed and described but not changed."""
 
 import hashlib
-import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,6 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
 import specinfer
+from specinfer.hub.files import read_object
 from specinfer.server.errors import ApiError
 from specinfer.server.ollama import served_name
 from specinfer.server.state import ServerState, state_of
@@ -105,7 +105,7 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
 
 def _details(state: ServerState) -> dict[str, Any]:
     loaded = state.engine.llm.target.loaded
-    config = json.loads((loaded.folder / "config.json").read_text())
+    config = read_object(loaded.folder / "config.json") or {}
     family = str(config.get("model_type", "unknown"))
     letter, unit = next((pair for pair in _UNITS if loaded.num_parameters >= pair[1]), ("", 1.0))
     return {

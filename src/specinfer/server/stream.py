@@ -1,4 +1,4 @@
-"""Streams of events, which are framed as the API's dialect says; an error is the last event.
+"""Streams of events in the frames of the API's dialect; an error is the last event.
 
 Events are plain dicts: a stream may have thousands a second, and they need no validation.
 """

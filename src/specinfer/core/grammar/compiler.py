@@ -1,4 +1,4 @@
-"""Compilation of a request's constraint to a grammar that some text fits, or a message that says why there is none."""
+"""Compilation of a request's constraint to a grammar that some text fits, or the reason why none does."""
 
 from collections.abc import Sequence
 from functools import lru_cache
