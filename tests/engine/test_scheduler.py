@@ -150,14 +150,17 @@ def test_removing_from_anywhere_gives_slots_back() -> None:
     num_slots=st.integers(42, 90),
     max_num_seqs=st.integers(1, 8),
     max_tokens=st.integers(1, 40),
+    num_tenants=st.integers(1, 4),
 )
 def test_everybody_is_served_within_the_limits(
-    lengths: list[int], outputs: list[int], num_slots: int, max_num_seqs: int, max_tokens: int
+    lengths: list[int], outputs: list[int], num_slots: int, max_num_seqs: int, max_tokens: int, num_tenants: int
 ) -> None:
     cache = KVCache(num_slots)
     scheduler = Scheduler(cache, max_num_seqs, max_tokens)
+    scheduler.waiting.max_running = {"1": 2}
     requests = [
-        make_request(str(i), range(length), SamplingParams(max_tokens=outputs[i])) for i, length in enumerate(lengths)
+        make_request(str(i), range(length), SamplingParams(max_tokens=outputs[i]), tenant=str(i % num_tenants))
+        for i, length in enumerate(lengths)
     ]
     for request in requests:
         scheduler.add(request)
@@ -168,6 +171,7 @@ def test_everybody_is_served_within_the_limits(
         schedule = scheduler.schedule()
         assert 0 < len(schedule.spans) <= max_num_seqs
         assert len(scheduler.running) <= max_num_seqs
+        assert sum(request.tenant == "1" for request in scheduler.running) <= 2
         num_tokens = sum(span.end - span.start for span in schedule.spans)
         assert num_tokens <= max(max_tokens, len(scheduler.running))
         assert len({span.request.request_id for span in schedule.spans}) == len(schedule.spans)

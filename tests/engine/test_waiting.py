@@ -1,6 +1,6 @@
-"""Who is next: the tenant served least, of its requests by priority, then the first that came."""
+"""Who is next: the tenant that runs least, then the one served least, of its requests by priority, then the first."""
 
-from specinfer.core.request import Request
+from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.waiting import WaitingQueue
@@ -106,6 +106,95 @@ def _serve(requests: list[Request], num_steps: int, num_tokens: int = 8) -> dict
     return served
 
 
+def _scheduler(max_num_seqs: int, *requests: Request, num_slots: int = 1000) -> tuple[Scheduler, KVCache]:
+    cache = KVCache(num_slots)
+    scheduler = Scheduler(cache, max_num_seqs, 100)
+    for request in requests:
+        scheduler.add(request)
+    _step(scheduler, cache)
+    return scheduler, cache
+
+
+def _tenants(scheduler: Scheduler) -> str:
+    return "".join(sorted(request.tenant for request in scheduler.running))
+
+
+def test_free_slots_go_in_turns_to_the_tenant_that_runs_least() -> None:
+    scheduler, _ = _scheduler(6, *(_request(f"{i}", tenant) for i, tenant in enumerate("aaaaaabbbbc")))
+    assert _tenants(scheduler) == "aaabbc"
+    scheduler, cache = _scheduler(4, *(_request(f"{i}", "a") for i in range(8)))
+    scheduler.add(_request("b0", "b"))
+    scheduler.add(_request("b1", "b"))
+    scheduler.remove(scheduler.running[0])
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "aaab"
+    scheduler.remove(scheduler.running[0])
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "aabb"
+
+
+def test_a_tenant_runs_no_more_than_it_may() -> None:
+    scheduler, cache = _scheduler(8)
+    scheduler.waiting.max_running = {"a": 2}
+    for i in range(5):
+        scheduler.add(_request(f"a{i}", "a"))
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "aa"
+    scheduler.add(_request("b0", "b"))
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "aab", "what waits for its own tenant keeps nobody else"
+    scheduler.remove(scheduler.running[0])
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "aab"
+    assert scheduler.num_draft_slots([]) > 900, "no slots are kept for a request that may not run"
+
+
+def test_a_tenant_with_nothing_running_gets_a_slot_at_once() -> None:
+    scheduler, cache = _scheduler(4, *(_request(f"a{i}", "a") for i in range(6)))
+    newest = scheduler.running[-1]
+    for tenant in "bc":
+        scheduler.add(_request(tenant, tenant))
+    schedule = scheduler.schedule()
+    assert schedule.preempted == [newest]
+    assert _tenants(scheduler) == "aaab"
+    _finish(schedule.spans, cache)
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "aabc"
+    assert next(iter(scheduler.waiting)).num_output, "what was preempted comes before others of its tenant"
+    scheduler.add(_request("d", "d"))
+    _step(scheduler, cache)
+    assert _tenants(scheduler) == "abcd"
+    scheduler.add(_request("e", "e"))
+    assert not scheduler.schedule().preempted, "nobody gives the only one away"
+
+
+def test_a_tenant_with_nothing_running_gets_memory_from_the_one_that_runs_most() -> None:
+    scheduler, cache = _scheduler(8, *(_request(f"a{i}", "a", length=10) for i in range(3)), num_slots=40)
+    late = _request("b", "b", length=15)
+    scheduler.add(late)
+    for _ in range(3):
+        _step(scheduler, cache)
+    assert late in scheduler.running
+    assert late.num_output > 0
+    while len(scheduler.running) == 3:  # slots run out
+        _step(scheduler, cache)
+    assert _tenants(scheduler) == "ab"
+
+
+def test_requests_in_a_pass_are_not_preempted_but_begin_no_other_while_somebody_waits() -> None:
+    scheduler, cache = _scheduler(2, _request("a0", "a"), _request("a1", "a"))
+    spans = scheduler.schedule().spans
+    scheduler.mark_in_flight(spans)
+    scheduler.add(_request("b", "b"))
+    schedule = scheduler.schedule()
+    assert (schedule.spans, schedule.preempted) == ([], [])
+    assert scheduler.is_starved
+    _finish(spans, cache)
+    scheduler.release(spans)
+    assert len(scheduler.schedule().preempted) == 1
+    assert _tenants(scheduler) == "ab"
+
+
 def test_a_flood_does_not_push_others_out() -> None:
     flood = [_request(f"f{i}", "flood", length=20) for i in range(200)]
     quiet = [_request(f"q{i}", "quiet", length=20) for i in range(20)]
@@ -142,7 +231,11 @@ def test_a_long_prompt_progresses_next_to_endless_short_ones() -> None:
 
 
 def _step(scheduler: Scheduler, cache: KVCache) -> None:
-    for span in scheduler.schedule().spans:
+    _finish(scheduler.schedule().spans, cache)
+
+
+def _finish(spans: list[Span], cache: KVCache) -> None:
+    for span in spans:
         request, count = span.request, span.end - span.start
         says = span.produces_token
         cache.reserve(request.request_id, count)

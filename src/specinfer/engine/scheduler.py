@@ -2,7 +2,8 @@
 
 There are no separate prefill and decode phases, only tokens that are not computed yet. A long prompt is computed in
 chunks within the step's token budget, together with decoding requests. If slots run out, the newest running request
-is preempted and recomputed later. A request that begins like an earlier one starts with that one's keys and values.
+of the tenant that runs most is preempted and recomputed later; also if a tenant with no running request waits. A
+request that begins like an earlier one starts with that one's keys and values.
 
 If several passes are in flight at once, each has a group of the running requests. A request in a pass in flight is
 not scheduled or preempted until the pass has ended, and its slots are not freed even if it ends.
@@ -73,12 +74,13 @@ class Scheduler:
         Args:
             num_groups: Passes that may be in flight at once; this pass gets its part of the running requests.
         """
+        self.is_starved = False
         preempted = self._preempt(num_groups)
         if not preempted:
-            self._admit()
+            preempted = self._admit()
         group = self._group(num_groups)
         shares = self._shares(group)
-        self.is_starved = sum(shares) > self._cache.num_available
+        self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
             return Schedule([], preempted)
         spans = []
@@ -100,7 +102,7 @@ class Scheduler:
             free -= sum(self._shares([request for request in self._idle() if request not in own]))
             free -= len(self._in_flight)
             head = next(iter(self.waiting), None)
-            if head is not None and len(self.running) < self._max_num_seqs:
+            if head is not None and len(self.running) < self._max_num_seqs and not self.waiting.is_full(head.tenant):
                 wanted = _num_unread(head) + len(spans)
                 free -= wanted if wanted <= free else 0
         return max(free, 0) // num_passes
@@ -167,18 +169,42 @@ class Scheduler:
         return shares
 
     def _preempt(self, num_groups: int) -> list[Request]:
-        """Preempt the newest requests until the tokens of the next pass fit; none while a pass is in flight."""
+        """Preempt requests until the tokens of the next pass fit; none while a pass is in flight."""
         preempted: list[Request] = []
         if self._in_flight:
             return preempted
         while sum(self._shares(self._group(num_groups))) > self._cache.num_available:
-            preempted.append(self.running[-1])
-            self._put_back(self.running[-1])
+            preempted.append(self._newest_of_most(self.running))
+            self._put_back(preempted[-1])
         return preempted
 
-    def _admit(self) -> None:
+    def _newest_of_most(self, requests: Sequence[Request]) -> Request:
+        """Return the newest of these running requests whose tenant runs most."""
+        return max(reversed(requests), key=lambda request: self.waiting.num_running(request.tenant))
+
+    def _make_way(self, request: Request) -> list[Request]:
+        """Preempt one request for a waiting one whose tenant has none running; its victim's tenant keeps one."""
+        running = self.waiting.num_running
+        rivals = [other for other in self.running if running(other.tenant) > 1]
+        if running(request.tenant) or not rivals:
+            return []
+        idle = [other for other in rivals if other not in self._in_flight]
+        if not idle:
+            self.is_starved = True  # a pass in flight ends soon
+            return []
+        victim = self._newest_of_most(idle)
+        self._put_back(victim)
+        return [victim]
+
+    def _admit(self) -> list[Request]:
+        """Admit waiting requests as far as they fit, and return the requests that were preempted for it."""
+        preempted: list[Request] = []
         if not self.waiting:
-            return
+            return preempted
+        if len(self.running) >= self._max_num_seqs:
+            head = next(iter(self.waiting))
+            if not (self.waiting.is_full(head.tenant) or self._is_leaving(head.request_id)):
+                preempted = self._make_way(head)
         idle = self._idle()
         slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight)
         unread = [_num_unread(request) for request in idle if _num_unread(request) > 1]
@@ -186,7 +212,9 @@ class Scheduler:
         tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
-                return
+                break
+            if self.waiting.is_full(request.tenant) or request in preempted:
+                continue
             if self._is_being_read(request) or self._is_leaving(request.request_id):
                 continue
             available = self._cache.num_available
@@ -196,11 +224,12 @@ class Scheduler:
             if count > slots_left:  # a prompt that does not fit would be preempted halfway
                 self._cache.free(request.request_id)
                 request.num_computed = 0
-                return
+                return preempted or self._make_way(request)
             self.waiting.take(request)
             self.running.append(request)
             tokens_left -= count
             slots_left -= count
+        return preempted
 
     def _attach(self, request: Request) -> None:
         """Start a request with the part of its tokens that is cached."""
