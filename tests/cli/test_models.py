@@ -84,7 +84,7 @@ def test_drafters_of_a_target_are_listed_with_what_is_known_of_them(hub: FakeHub
     found = rows("--drafters", "Qwen/Qwen3-8B")
     assert "Qwen/Qwen3-0.6B small model, 0.6 B in the cache" in found
     assert "Qwen/Qwen3-1.7B small model, 1.7 B can be pulled" in found
-    assert "AngelSlim/Qwen3-8B_eagle3 EAGLE-3 not supported yet" in found
+    assert "AngelSlim/Qwen3-8B_eagle3 EAGLE-3 can be pulled" in found
     assert found[-2:] == ["suffix lookup built in", "ngram lookup built in"]
     assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1].endswith("MTP layers of the target not supported yet")
     assert "did you mean Qwen/Qwen3-8B" in refusal("list", "--drafters", "Qwen/Qwen3-8")

@@ -89,8 +89,8 @@ def test_a_gguf_file_is_chosen_by_its_type(hub: FakeHub, offer: Callable[..., Pa
          r"quantized already \(GPTQ\)"),
         ({"config.json": '{"text_config": {"quantization_config": {"quant_method": "fp8"}}}', "m.safetensors": ""},
          r"quantized already \(FP8\).*GGUF file"),
-        ({"config.json": '{"architectures": ["LlamaForCausalLMEagle3"]}', "model.safetensors": ""},
-         r"hidden states of its target \(EAGLE-3\); these are not supported yet"),
+        ({"config.json": '{"architectures": ["LlamaForCausalLMMedusa"]}', "model.safetensors": ""},
+         r"hidden states of its target \(Medusa\); these are not supported yet"),
         ({"config.json": '{"architectures": ["BertForMaskedLM"]}', "model.safetensors": ""},
          r"not a decoder that generates text \(BertForMaskedLM\)"),
         ({"config.json": '{"architectures": ["LlamaForCausalLM"]}', "pytorch_model.bin": ""},
@@ -194,7 +194,7 @@ def test_the_table_has_small_models_first_and_says_what_is_not_supported() -> No
     drafters = known_drafters(BIG)
     assert (drafters[0].name, drafters[0].parameters, drafters[0].is_supported) == (SMALL, 0.6, True)
     assert {one.kind for one in drafters} == {"small model", "EAGLE-3", "DFlash"}
-    assert not any(one.is_supported for one in drafters if one.kind != "small model")
+    assert {one.kind for one in drafters if one.is_supported} == {"small model", "EAGLE-3"}
     assert known_drafters(SMALL) == []  # none is small enough
     for same in ("/models/Qwen3-8B-Q4_K_M.gguf", "qwen/qwen3-8b", "cache/models--Qwen--Qwen3-8B/snapshots/0123"):
         assert known_drafters(same) == drafters

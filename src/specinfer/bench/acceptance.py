@@ -32,6 +32,7 @@ from specinfer.core.tree import expansion_nodes
 from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders
+from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
@@ -182,6 +183,8 @@ class _Bench:
             self._llm.speculate(SpeculativeConfig(tree="off"))
             generated = [output.outputs[0].token_ids for output in self._generate(self._prompts, temperature)]
             for name, runner in self._llm.small_models.items():
+                if isinstance(runner, HeadRunner):
+                    continue  # it reads what the target computes, not whole texts
                 ranks = tuple(
                     tuple(next_token_ranks(runner, prompt, output))
                     for prompt, output in zip(self._prompts, generated, strict=True)

@@ -87,10 +87,11 @@ ENGINE: Mapping[str, VllmName] = {
     "worker_cls": VllmName("there is one kind of rank", ("auto",)),
 }
 
-_HEADS = "heads on the target's hidden states cannot be loaded; name a small model with method draft_model"
+_HEADS = "heads of this kind cannot be loaded; name an EAGLE-3 head, or a small model with method draft_model"
 METHODS: Mapping[str, str] = dict.fromkeys(
-    ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash"), _HEADS
+    ("eagle", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash"), _HEADS
 )
+_OF_MODELS = ("draft_model", "eagle3")  # methods with a model; what kind of drafter it is, its own files say
 SPECULATIVE: Mapping[str, VllmName] = {
     "disable_by_batch_size": VllmName('tree="auto" decides by the measured costs of each batch size'),
     "disable_logprobs": VllmName("log-probabilities are returned in any case", _ANY),
@@ -98,7 +99,7 @@ SPECULATIVE: Mapping[str, VllmName] = {
     "draft_tensor_parallel_size": VllmName("draft models are not sharded; see drafter_placement", (None, 1)),
     "enforce_eager": VllmName("set enforce_eager of the LLM"),
     "max_model_len": VllmName("a drafter stops at the end of its own context", _ANY),
-    "parallel_drafting": VllmName(_HEADS, (None, False)),
+    "parallel_drafting": VllmName("whether a drafter drafts in one pass is in its own files", _ANY),
     "rejection_sample_method": VllmName("use verification", (None, "standard", "strict")),
     "revision": VllmName(_HUB, (None, "main")),
     "spec_token_tree": VllmName("use tree"),
@@ -196,8 +197,9 @@ def _drafters(method: object, model: object) -> list[str] | None:
         return [str(method)]
     if method in METHODS:
         raise ValueError(f"speculative_config: method {method!r}: {METHODS[str(method)]}")
-    if method not in (None, "draft_model"):
-        raise ValueError(f'speculative_config: method must be "draft_model", {quoted_lookups("or")}, not {method!r}')
+    if method is not None and method not in _OF_MODELS:
+        names = ", ".join(f'"{name}"' for name in _OF_MODELS)
+        raise ValueError(f"speculative_config: method must be {names}, {quoted_lookups('or')}, not {method!r}")
     models = [model] if isinstance(model, str) else model
     if not isinstance(models, list) or not models or not all(isinstance(name, str) for name in models):
         raise ValueError("speculative_config: model must be a name or a list of names")

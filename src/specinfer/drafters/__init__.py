@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from specinfer.core.lookups import LOOKUPS
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.lookup.ngram import NGramDrafter
@@ -18,6 +19,8 @@ from specinfer.model.runner import ModelRunner
 
 __all__ = [
     "Drafter",
+    "FeatureDrafter",
+    "HeadRunner",
     "MergedDrafter",
     "NGramDrafter",
     "PredictionDrafter",
@@ -69,9 +72,8 @@ def make_drafter(
             drafters.append(RemoteDrafter(kind, name, draft_sampling, calibration))
             continue
         vocabulary = vocabularies[i] if vocabularies else None
-        drafters.append(
-            SmallModelDrafter(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen)
-        )
+        made = FeatureDrafter if isinstance(kind, HeadRunner) else SmallModelDrafter
+        drafters.append(made(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen))
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:
         names = [drafter.name for drafter in drafters[1:]]

@@ -43,13 +43,17 @@ class DrafterCache:
         num_scored = self._scoring.begin(request, len(known.ids)) if self._scoring else len(known.ids)
         cache.commit(request_id, ())  # drafts that were never observed
         if request_id not in self._salts:
-            self._salts[request_id] = request.cache_salt
+            salt = self._salts[request_id] = self._salt(request)
             num_read = 1 + MAX_SCORED if self._scoring else 1  # tokens whose logits are needed
-            cache.attach(request_id, request.cache_salt, known.ids[:-num_read])
+            cache.attach(request_id, salt, known.ids[:-num_read])
         else:
             # The root and the token before any token to score are always computed, since their logits are needed.
             cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
         return known
+
+    def _salt(self, request: Request) -> str | None:
+        """Return what must be the same, besides the tokens, for requests that share a prefix."""
+        return request.cache_salt
 
     def prefill(self, request: Request) -> bool:
         """Compute all known tokens but the last; return False if there are too few slots."""
@@ -58,7 +62,7 @@ class DrafterCache:
             while (start := len(self._cache.slots(request_id))) < len(ids) - 1:
                 self._compute(request, start, min(start + MAX_CHUNK, len(ids) - 1))
                 if start < len(request.prompt_ids):
-                    self._cache.share(request_id, request.cache_salt, ids)
+                    self._cache.share(request_id, self._salts[request_id], ids)
         except OutOfSlotsError:
             self.release(request_id)
             return False
@@ -83,7 +87,7 @@ class DrafterCache:
         for request, piece in zip(requests, pieces, strict=True):
             cache.commit(request.request_id, range(len(piece.tokens)))
             if len(piece.prefix_slots) < len(request.prompt_ids):  # the prompt has just been read
-                cache.share(request.request_id, request.cache_salt, self.known[request.request_id].ids)
+                cache.share(request.request_id, self._salts[request.request_id], self.known[request.request_id].ids)
         return self._score(requests, logits, list(num_rows.values())) if self._scoring else logits
 
     def _compute(self, request: Request, start: int, end: int) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 from specinfer.core.config import check_quantization
 from specinfer.core.errors import ModelError
+from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import read_token_map
+from specinfer.model.heads.load import is_head, load_head
 from specinfer.model.load import LoadedModel, load_model
 
 
@@ -24,6 +26,8 @@ class SmallModel:
 def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
     """Load the model in a folder on the target's device; with a token map its head computes only those tokens' logits.
 
+    A head on the target's hidden states is loaded too.
+
     Args:
         tokenizer: The target's tokenizer.
         quantization: The quantization of its linear layers. On CPUs None means "drafter_quantization" in its
@@ -32,6 +36,9 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
     Raises:
         ModelError: The model cannot be used.
     """
+    if is_head(folder):
+        loaded = load_head(folder, target, quantization)
+        return SmallModel(loaded, NextTokens(target.vocab_size, target.vocab_size, loaded.token_map))
     try:
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)

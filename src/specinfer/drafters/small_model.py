@@ -37,6 +37,7 @@ class SmallModelDrafter:
     """
 
     is_remote = False
+    keeps_drafts = True  # what was computed for accepted drafts stays valid
 
     def __init__(
         self,
@@ -53,8 +54,11 @@ class SmallModelDrafter:
         self._calibration = calibration or Calibration()
         self.vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
         self._scoring = Scoring(draft_sampling, self.vocabulary) if is_scored else None
-        self._cache = DrafterCache(runner, self.vocabulary, self._scoring)
+        self._cache = self._make_cache(runner)
         self._growing_trees: dict[str, GrowingTree] = {}
+
+    def _make_cache(self, runner: ModelRunner) -> DrafterCache:
+        return DrafterCache(runner, self.vocabulary, self._scoring)
 
     @property
     def shares_vocabulary(self) -> bool:
@@ -171,7 +175,7 @@ class SmallModelDrafter:
             self._scoring.settle(request, emitted)
         for token in emitted:
             node = children.get((node, token), -1)
-            if node not in place:
+            if not self.keeps_drafts or node not in place:
                 break
             kept.append(node)
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])

@@ -11,7 +11,10 @@ NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
 _GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
-_FEATURES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "medusa": "Medusa", "assistant": "assistant"}
+# Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
+_HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "medusa": "Medusa", "assistant": "assistant"}
+SUPPORTED_HEADS = frozenset({"EAGLE-3"})
+PICKLE = "pytorch_model.bin"
 _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -49,10 +52,11 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
     if method := _quantization(config):
         return already_quantized(method)
     architectures = [str(name) for name in config.get("architectures") or ()]
-    kind = " ".join([*architectures, str(config.get("speculators_model_type", "")), str(config.get("model_type"))])
-    feature = next((label for word, label in _FEATURES.items() if word in kind.lower()), None)
-    if feature is not None:
-        return f"it is a drafter that reads hidden states of its target ({feature}); these are not supported yet"
+    if (head := head_format(config)) is not None:
+        if head not in SUPPORTED_HEADS:
+            return f"it is a drafter that reads hidden states of its target ({head}); these are not supported yet"
+        has_weights = any(name.endswith(".safetensors") or name == PICKLE for name in found)
+        return None if has_weights else f"it has neither model.safetensors nor {PICKLE}"
     if config.get("is_encoder_decoder") or (architectures and not any(map(_generates, architectures))):
         return f"it is not a decoder that generates text ({', '.join(architectures) or config.get('model_type')})"
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in found):
@@ -60,6 +64,15 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
         why = f"only {', '.join(others)}, which can run code when read" if others else "no weights"
         return f"it has {why}; convert or fetch the model as safetensors"
     return None
+
+
+def head_format(config: Mapping[str, Any]) -> str | None:
+    """Return the format of a drafter that reads hidden states of its target, or None for any other model."""
+    if "draft_vocab_size" in config and "speculators_model_type" not in config:
+        return "EAGLE-3"
+    names = [*(config.get("architectures") or ()), config.get("speculators_model_type"), config.get("model_type")]
+    kind = " ".join(map(str, names)).lower()
+    return next((label for word, label in _HEADS.items() if word in kind), None)
 
 
 def already_quantized(method: str) -> str:

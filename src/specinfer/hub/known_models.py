@@ -1,7 +1,7 @@
 """Known targets and their drafters, from `known_models.json`.
 
 A family maps models with one tokenizer to billions of parameters; small ones draft for large ones. Other drafters read
-hidden states of their target; they are listed, and not read yet.
+hidden states of their target; all are listed, and some kinds can be loaded.
 """
 
 import difflib
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from specinfer.hub.files import SUPPORTED_HEADS
 
 SMALL_MODEL = "small model"
 _LARGEST_SHARE = 0.4  # of the target's parameters; a larger drafter takes more time than it saves
@@ -35,7 +37,7 @@ class KnownDrafter:
 
     @property
     def is_supported(self) -> bool:
-        return self.kind == SMALL_MODEL
+        return self.kind == SMALL_MODEL or self.kind in SUPPORTED_HEADS
 
 
 def known_drafters(model: str | Path) -> list[KnownDrafter]:

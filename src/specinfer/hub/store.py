@@ -17,9 +17,11 @@ from specinfer.core.progress import DOWNLOADING, ProgressCallback
 from specinfer.hub.files import (
     NEEDED,
     NOT_NEEDED,
+    PICKLE,
     check_gguf_name,
     choose_gguf,
     folder_refusal,
+    head_format,
     is_needed,
     read_object,
     refusal,
@@ -143,6 +145,8 @@ def download(name: str, gguf_type: str | None = None, progress: ProgressCallback
             damaged = next((f"{file} is damaged; pull it again" for file, content in read.items() if not content), None)
             why = damaged or refusal(sizes, read.get("config.json"), read.get("adapter_config.json"))
             files = [file for file in sizes if is_needed(file)]
+            if not has_weights and head_format(read.get("config.json") or {}):
+                files.append(PICKLE)  # read without running code
         else:
             why, files = check_gguf_name(chosen), [chosen]
         if why is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specinfer.core.errors import check_float
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.feature_drafter import FeatureDrafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.learning.online_trainer import OnlineTrainer
@@ -45,9 +46,13 @@ class Adaptation:
         config: AdaptationConfig | None = None,
     ) -> None:
         models = [drafter for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
-        learning = [drafter for drafter in models if drafter.shares_vocabulary]
+        learning = [one for one in models if one.shares_vocabulary and not isinstance(one, FeatureDrafter)]
         if not learning:
-            why = "has the target's tokenizer, without which it cannot learn" if models else "is a model"
+            why = (
+                "is a language model that has the target's tokenizer, without which it cannot learn"
+                if models
+                else "is a model"
+            )
             raise ValueError(f"adapt_drafters: no drafter {why}; name another in drafters, or leave adapt_drafters out")
         config = config or AdaptationConfig()
         self._engine = engine

@@ -26,10 +26,15 @@ MAX_GROUPED_TOKENS = 128
 
 
 class KVStore(Protocol):
-    """The part of a cache that attention needs: tensors to read, and a method that writes."""
+    """The part of a cache that a pass needs: tensors to read, and a method that writes.
+
+    Attributes:
+        taps: [slots + 1, width] hidden states of every token after some of the layers, by the number of layers before.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
+    taps: dict[int, Tensor]
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None: ...
 
@@ -50,6 +55,7 @@ class Piece:
     num_logits: int  # logits are computed for the last this many tokens
     earlier_slots: Slots = field(default_factory=lambda: NO_SLOTS)  # [earlier]
     earlier_positions: Sequence[int] = ()
+    features: Tensor | None = None  # [new, width] what a head on the target's hidden states reads beside the tokens
 
     @property
     def num_context(self) -> int:
@@ -114,6 +120,7 @@ class ForwardBatch:
     layout: TreeLayout | None = None  # for passes of fixed shapes; padding tokens have slot -1
     windows: set[int | None] = field(default_factory=set)  # windows that layers passed; None is full attention
     hidden: Tensor | None = None  # [1, tokens, width] input of the first layer here, unless it is the model's first
+    features: Tensor | None = None  # [tokens, width] see `Piece`
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -157,6 +164,8 @@ def pack(
     ends = np.cumsum([len(piece.tokens) for piece in pieces])
     logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
 
+    features = [piece.features for piece in pieces if piece.features is not None]
+
     def tensor(values: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in values])).to(device)
 
@@ -169,6 +178,7 @@ def pack(
         store=store,
         allows_native=native,
         in_double=in_double,
+        features=torch.cat(features) if features else None,
     )
 
 

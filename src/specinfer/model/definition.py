@@ -6,13 +6,13 @@ wrong shape or not finite are refused with an error that names them. `transforme
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from specinfer.core.errors import ModelError, first_line
@@ -95,6 +95,24 @@ def read_definition(
     if state_dict is not None and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return REPLACED[family](model) if family in REPLACED else model
+
+
+def make_trunk(fields: Mapping[str, Any]) -> Any:
+    """Return a family's definition without its output head, from the fields of a config.json.
+
+    Its attention is the tree attention. Its parameters are on the meta device, ready to be replaced.
+
+    Raises:
+        ModelError: The fields are not those of a configuration of the family.
+    """
+    try:
+        config = AutoConfig.for_model(**fields)
+        with quietly(), torch.device("meta"):
+            trunk = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME)
+        trunk.rotary_emb = type(trunk.rotary_emb)(config=config)  # computed, not read from a checkpoint
+    except Exception as error:  # each family raises its own exceptions
+        raise ModelError(f"drafters: config.json of a drafter cannot be used: {first_line(error)}") from error
+    return trunk.eval().requires_grad_(False)
 
 
 def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:

@@ -73,7 +73,7 @@ class FusedDecoder(nn.Module):
             watch: Callback after the embedding and after each layer, see `Watch`.
         """
         assert (hidden is None) == self.is_first
-        hidden = self._computed(batch, self._embedded(batch.token_ids) if hidden is None else hidden, watch)
+        hidden = self._computed(batch, self._first_hidden(batch.token_ids) if hidden is None else hidden, watch)
         if self.head is None:
             return hidden
         return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
@@ -99,12 +99,15 @@ class FusedDecoder(nn.Module):
                 watch(i + 1, hidden)
         return hidden
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Return the [tokens, width] float32 rows of the embedding, without its scale."""
         if self.embedding is not None:
-            rows = self.embedding[token_ids].float()
-        else:
-            assert self.head is not None
-            rows = self.head.call.panels.rows(token_ids)
+            return self.embedding[token_ids].float()
+        assert self.head is not None
+        return self.head.call.panels.rows(token_ids)
+
+    def _first_hidden(self, token_ids: Tensor) -> Tensor:
+        rows = self.embedded(token_ids)
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
     def _table(self, rotation: tuple[str, ...], positions: int) -> _Table:

@@ -18,7 +18,7 @@ With prefix caching, a request may begin with shared slots:
 `attach` begins a request with its cached prefix. `share` hands computed tokens to the cache and goes on using them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -207,27 +207,72 @@ class LayerShape:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
-class KVTensors:
-    """The keys and values of every slot, layer by layer."""
+@dataclass(frozen=True, slots=True)
+class TapShape:
+    """The hidden states that are stored for each token.
 
-    def __init__(self, shapes: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        layers: Numbers of layers after which they are taken, ascending; 0 is the embedding.
+        width: Size of a hidden state.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+
+    @property
+    def num_values(self) -> int:
+        return len(self.layers) * self.width
+
+
+class KVTensors:
+    """The keys and values of every slot, layer by layer, and hidden states of some layers.
+
+    Hidden states are stored by slot, so they follow accepted paths, cached prefixes and preempted requests as keys and
+    values do.
+
+    Args:
+        taps: The layers after which hidden states are stored, or None for none.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        taps: TapShape | None = None,
+    ) -> None:
         def pool(shape: LayerShape, dim: int) -> Tensor:
             # Not zeros: memory pages that are never written take no memory, and a slot is written before it is read.
             return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
 
-        self.num_slots = num_slots
+        self.num_slots, self._device = num_slots, device
         self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
+        # Padding has slot -1, and writes to the last row.
+        size = () if taps is None else (num_slots + 1, taps.width)
+        layers = () if taps is None else taps.layers
+        self.taps = {layer: torch.empty(size, dtype=dtype, device=device) for layer in layers}
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value, each [tokens, kv_heads, dim], to `slots` [tokens]."""
         self.keys[layer][slots] = key.to(self.keys[layer].dtype)
         self.values[layer][slots] = value.to(self.values[layer].dtype)
 
+    def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
+        """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
+        index = torch.from_numpy(slots).to(self._device)
+        return [self.taps[layer][index] for layer in layers]
+
+    def keep_taps(self, layers: Collection[int]) -> None:
+        """Store hidden states after no other layers from now on."""
+        for layer in self.taps.keys() - layers:
+            del self.taps[layer]
+
     def num_bytes(self) -> int:
-        return sum(pool.numel() * pool.element_size() for pool in (*self.keys, *self.values))
+        return sum(pool.numel() * pool.element_size() for pool in (*self.keys, *self.values, *self.taps.values()))
 
 
-def bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Return the bytes that one token's keys and values take in all layers."""
-    return sum(shape.num_values for shape in shapes) * dtype.itemsize
+def bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype, taps: TapShape | None = None) -> int:
+    """Return the bytes that one token's keys and values take in all layers, and its stored hidden states."""
+    return (sum(shape.num_values for shape in shapes) + (taps.num_values if taps else 0)) * dtype.itemsize

@@ -97,12 +97,13 @@ def cut_head(model: nn.Module, token_ids: Tensor) -> None:
 
 def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
     """Return the prefixes of the names of modules within decoder layers, one for each layer."""
-    return tuple(
-        f"{name}.{i}."
-        for name, modules in model.named_modules()
-        if isinstance(modules, nn.ModuleList) and len(modules) == num_layers
-        for i in range(num_layers)
-    )
+    return tuple(f"{name}.{i}." for name in layer_lists(model, num_layers) for i in range(num_layers))
+
+
+def layer_lists(model: nn.Module, num_layers: int) -> dict[str, nn.ModuleList]:
+    """Return the lists of decoder layers by name; most models have one."""
+    modules = model.named_modules()
+    return {name: one for name, one in modules if isinstance(one, nn.ModuleList) and len(one) == num_layers}
 
 
 def _head_names(model: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.gguf.folder import origin_of
-from specinfer.model.kv_cache import LayerShape
+from specinfer.model.kv_cache import LayerShape, TapShape
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
@@ -52,6 +52,7 @@ class LoadedModel:
         stream: Brings in the layers that are not kept in memory, or None if all are.
         shard: The shard of the model that this rank computes.
         token_map: [map] the only tokens whose logits are computed, or None for the whole vocabulary.
+        taps: The hidden states that its cache stores for drafters that read them, or None.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class LoadedModel:
     stream: LayerStream | None = None
     shard: ShardSpec = field(default_factory=ShardSpec)
     token_map: Tensor | None = None
+    taps: TapShape | None = None
 
     @property
     def num_logits(self) -> int:
@@ -185,9 +187,9 @@ def _build(job: LoadConfig) -> BuiltModel | str:
         return BuiltModel(model, definition, probed)
     logger.warning(
         "the %s of %s are not used, and it runs as PyTorch has it, several times slower: %s",
-        _path_of(model), origin_of(job.folder), verdict,
+        path_of(model), origin_of(job.folder), verdict,
     )  # fmt: skip
-    return _path_of(model)
+    return path_of(model)
 
 
 def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
@@ -204,19 +206,19 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
         layer_shapes=built.probe.layer_shapes,
         num_parameters=definition.num_parameters,
         native=job.native,
-        num_bytes=_num_bytes(model),
+        num_bytes=num_bytes_of(model),
         dtype=definition.dtype,
         quantization=job.quantization,
         device=job.device,
         sampling_defaults=sampling_defaults(job.folder),
-        compute_path=_path_of(model) + note,
+        compute_path=path_of(model) + note,
         stream=built.stream,
         shard=job.shard,
         token_map=None if job.token_map is None else job.token_map.to(job.device),
     )
 
 
-def _path_of(model: nn.Module) -> str:
+def path_of(model: nn.Module) -> str:
     """Return the description for `LoadedModel.compute_path`."""
     if isinstance(model, FusedDecoder):
         return "native fused layers"
@@ -226,7 +228,7 @@ def _path_of(model: nn.Module) -> str:
     return "native linear layers" if any(layer.call is not None for layer in linears) else "PyTorch"
 
 
-def _num_bytes(model: nn.Module) -> int:
+def num_bytes_of(model: nn.Module) -> int:
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # counts tied ones once
     packed = sum(module.num_bytes for module in model.modules() if isinstance(module, _PACKED))
     return packed + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

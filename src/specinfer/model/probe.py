@@ -54,6 +54,7 @@ class _ProbeStore:
     def __init__(self, num_layers: int) -> None:
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        self.taps: dict[int, Tensor] = {}
         self.num_calls = [0] * num_layers
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,7 +1,7 @@
 """ModelRunner: one model and its cache, on one device."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,14 @@ class TargetRunner(Protocol):
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
 
+    def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
+        """Return [end - start, width] hidden states of these tokens of a request after each of these layers."""
+        ...
+
+    def keep_taps(self, layers: Collection[int]) -> None:
+        """Store hidden states after no other layers from now on."""
+        ...
+
 
 class ForwardRunner(Protocol):
     """The part of a runner that computes a whole pass at once."""
@@ -90,7 +98,7 @@ class ModelRunner:
     ) -> None:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
-        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps)
         self.graphs, self.num_replaced = graphs, 0
         self._max_requests = max_requests
         self.padded = self._make_padded()
@@ -130,6 +138,12 @@ class ModelRunner:
             logger.debug("a padded pass failed", exc_info=True)
             logger.warning("passes of %s are not captured: %s", self.loaded.folder, first_line(error))
             self.padded = None
+
+    def keep_taps(self, layers: Collection[int]) -> None:
+        self.tensors.keep_taps(layers)
+
+    def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
+        return self.tensors.read_taps(layers, self.cache.slots(request_id)[start:end])
 
     def begin(self, pieces: Sequence[Piece]) -> Pass:
         """Return a pass that is computed in `wait`; one process has nothing else to do in the meantime."""

@@ -13,6 +13,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.model.batch import Piece
+from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.runner import TargetRunner
 from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import CostModel, Curve, falling
@@ -56,7 +57,7 @@ def measure_costs(
             curve = measure_streamed(_sizes_that_fit(streamed_costs.SIZES, target), run, lambda: stream.seconds_waiting)
     if curve is None:
         curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds)
-    return CostModel(curve, *_draft_costs(drafter, max_seconds))
+    return CostModel(curve, *_draft_costs(target, drafter, max_seconds))
 
 
 def _sizes_that_fit(sizes: Sequence[int], target: TargetRunner) -> list[int]:
@@ -120,7 +121,7 @@ def _target_pass(target: TargetRunner, size: int) -> None:
         cache.free(_PROBE)
 
 
-def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
+def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
     """Return the seconds of a level, of reading a token, and of the first level beyond those of a further one."""
     request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
     span = Span(request, _PROMPT - 1, _PROMPT)
@@ -130,6 +131,10 @@ def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, fl
         drafter.draft([span], [TreeBudget.expansion(widths)])
 
     try:
+        if target.loaded.taps is not None:  # a head drafts only what the target has read
+            known = target.cache.reserve(_PROBE, _PROMPT - 1)
+            target.forward([Piece.of_span(request.token_ids[1:], None, NO_SLOTS, known)])
+            target.cache.commit(_PROBE, range(_PROMPT - 1))
         started = time.perf_counter()
         draft(1)  # reads the prompt
         first = time.perf_counter() - started
@@ -144,3 +149,4 @@ def _draft_costs(drafter: Drafter, max_seconds: float) -> tuple[Curve, float, fl
         return levels, max(first - chain, 0.0) / _PROMPT, start
     finally:
         drafter.forget(_PROBE)
+        target.cache.free(_PROBE)

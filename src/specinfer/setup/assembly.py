@@ -11,6 +11,8 @@ from typing import Any
 
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
+from specinfer.drafters.dialect_choice import choose_dialect
+from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.loading import load_small
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
@@ -22,6 +24,8 @@ from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
+from specinfer.model.heads.head import FeatureHead
+from specinfer.model.heads.load import is_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity, usual_budget
 from specinfer.model.offload.requirements import check_budget
@@ -105,8 +109,9 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config
     )
     models = find_drafters(names) if finds_drafters else {}
+    small = {name: folder for name, folder in models.items() if not is_head(folder)}  # heads stay with the engine
     placement = place_drafters(
-        models, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
+        small, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
         must_be_here=args.adapt_drafters or speculative.max_asked is not None or args.tokenizer is not None,
     )  # fmt: skip
     return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement)
@@ -148,6 +153,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             if path is not None and name not in remote
         }
         loaded = [one.loaded for one in small.values()]
+        target = replace(target, taps=taps_of(target, loaded))
         graphs = make_graphs(place, enforce_eager=args.enforce_eager) if ranks is None else None
         max_model_len, num_slots, capacity = _plan(settings, target, loaded, ranks, captures=graphs is not None)
         make_runner = partial(
@@ -162,11 +168,21 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 target, num_slots, ranks, keeps_prefixes=args.enable_prefix_caching, capacity=capacity
             )
         )
-        here = {name: make_runner(one.loaded) for name, one in small.items()}
+        here = {
+            name: HeadRunner(one.loaded, runner, num_slots, keeps_prefixes=args.enable_prefix_caching)
+            if isinstance(one.loaded.model, FeatureHead)
+            else make_runner(one.loaded)
+            for name, one in small.items()
+        }
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
         for each in (runner, *here.values()):
             if isinstance(each, ModelRunner):
                 each.prepare(progress)
+        heads = [one for one in here.values() if isinstance(one, HeadRunner)]
+        for head in heads:
+            choose_dialect(head, tokenizer)
+        if heads:
+            runner.keep_taps({layer for one in heads for layer in one.head.reads})
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         most_told = None if capacity is None else capacity.num_guesses

@@ -1,6 +1,6 @@
 """DistributedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +91,12 @@ class DistributedRunner:
         except BaseException as error:  # an interrupt too: only some ranks may have received the pass
             self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
             raise
+
+    def keep_taps(self, layers: Collection[int]) -> None:
+        self.shard_runner.tensors.keep_taps(layers)
+
+    def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
+        return self.shard_runner.tensors.read_taps(layers, self.cache.slots(request_id)[start:end])
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Run a pass as `ModelRunner.forward` does; raises as `begin` does."""

@@ -45,7 +45,7 @@ class ShardRunner:
 
     def __init__(self, loaded: LoadedModel, num_slots: int, stages: Group, next_dtype: torch.dtype) -> None:
         self._loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
-        self._tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device)
+        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps)
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
@@ -59,7 +59,7 @@ class ShardRunner:
             num_tokens = sum(len(piece.tokens) for piece in pieces)
             hidden = received(loaded.model, num_tokens, loaded.dtype, loaded.device)
             stages.recv(hidden, stages.rank + 1)
-        out = compute(loaded, self._tensors, pieces, hidden)
+        out = compute(loaded, self.tensors, pieces, hidden)
         if not loaded.shard.is_last:
             stages.send(out.to(self._next_dtype), stages.rank - 1)
         return out

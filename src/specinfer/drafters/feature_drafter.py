@@ -1,0 +1,97 @@
+"""A head on the target's hidden states that grows trees level by level, such as EAGLE-3.
+
+It reads pairs: the feature of a token, and the token after it; row t predicts token t + 2. At the first level features
+are made of the target's hidden states, at later ones they are the head's own output for the parent. After verification
+the accepted tokens are read again with true features, so nothing that was computed for drafts is kept.
+
+The target stores hidden states under its cache's slots. So cached prefixes, preempted requests and accepted paths need
+no care here: whatever the head has not read, it reads when it is asked next.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
+from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.drafters.growth.expansion import GrowingTree
+from specinfer.drafters.merge.scoring import Scoring
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
+from specinfer.model.batch import Piece
+from specinfer.model.heads.head import FeatureHead
+from specinfer.model.load import LoadedModel
+from specinfer.model.runner import ModelRunner, TargetRunner
+
+
+class HeadRunner(ModelRunner):
+    """A runner of a head, which reads hidden states that another runner stores."""
+
+    def __init__(
+        self, loaded: LoadedModel, target: TargetRunner, num_slots: int, *, keeps_prefixes: bool = False
+    ) -> None:
+        super().__init__(loaded, num_slots, keeps_prefixes=keeps_prefixes)
+        assert isinstance(loaded.model, FeatureHead)
+        self.head, self.target = loaded.model, target
+
+    def has_read(self, request: Request) -> bool:
+        """Return whether the target has computed all known tokens but the last."""
+        return len(self.target.cache.slots(request.request_id)) >= len(request.token_ids) - 1
+
+    def features(self, request_id: str, start: int, end: int) -> Tensor:
+        """Return the [end - start, width] features of these tokens of a request."""
+        return self.head.project(self.target.read_taps(self.head.reads, request_id, start, end))
+
+    def choices(self, logits: Tensor) -> Tensor:
+        """Return the [rows] target ids of the most probable tokens."""
+        best = logits.argmax(dim=-1)
+        return best if self.head.token_map is None else self.head.token_map[best]
+
+
+class NextTokens(SharedVocabulary):
+    """The target's vocabulary, for a drafter that reads each token beside the feature of the token before it."""
+
+    def read(self, request: Request, num_cached: int) -> Known | None:
+        known = super().read(request, num_cached)
+        return known and Known(known.ids[1:], known.num_tokens, known.num_kept - 1)
+
+
+class FeatureCache(DrafterCache):
+    """The cache of a head. Entry t is computed from the feature of token t and from token t + 1."""
+
+    def __init__(self, runner: HeadRunner, vocabulary: Vocabulary, scoring: Scoring | None) -> None:
+        super().__init__(runner, vocabulary, scoring)
+        self._head_runner = runner
+
+    def sync(self, request: Request) -> Known | None:
+        is_read = len(request.token_ids) > 1 and self._head_runner.has_read(request)
+        return super().sync(request) if is_read else None
+
+    def _salt(self, request: Request) -> str | None:
+        # The features depend on the first token too, which is not among those that the cache compares.
+        return None if request.cache_salt is None else f"{request.token_ids[0]}:{request.cache_salt}"
+
+    def _piece(self, request: Request, start: int, end: int, tree: TokenTree | None) -> Piece:
+        piece = super()._piece(request, start, end, tree)
+        return replace(piece, features=self._head_runner.features(request.request_id, start, end))
+
+
+class FeatureDrafter(SmallModelDrafter):
+    """A drafter that grows trees of a head's next tokens; arguments as for the class above."""
+
+    runner: HeadRunner
+    keeps_drafts = False
+
+    def _make_cache(self, runner: ModelRunner) -> DrafterCache:
+        assert isinstance(runner, HeadRunner)
+        return FeatureCache(runner, self.vocabulary, self._scoring)
+
+    def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
+        piece = super()._frontier_piece(growing_tree)
+        cache, request_id = self.runner.cache, growing_tree.request.request_id
+        slots = {0: cache.slots(request_id)[-1]} | dict(
+            zip(growing_tree.computed, cache.reserved(request_id), strict=True)
+        )
+        parents = growing_tree.parents[list(growing_tree.frontier)].tolist()
+        return replace(piece, features=self.runner.tensors.taps[0][[int(slots[parent]) for parent in parents]])

@@ -1,0 +1,116 @@
+"""The files of a head: its configuration and its tensors, each checked before it is used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.model.offload.checkpoint import is_finite
+
+_UNREAD = ("rotary_emb.inv_freq", "t2d")  # computed, or for trainers only
+
+
+class HeadCheckpoint:
+    """The configuration and the tensors of a head's folder, which are taken by name.
+
+    Args:
+        dtype: Type that taken weights are converted to.
+        device: Device that they are moved to.
+
+    Raises:
+        ModelError: A file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder, self.fields = folder, read_fields(folder)
+        self._tensors, self._taken = _read_tensors(folder), set[str]()
+        self._dtype, self._device = dtype, device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int | None) -> Tensor:
+        """Return a tensor of this shape, in which None stands for any size.
+
+        Raises:
+            ModelError: There is no such tensor, its shape is another, or it has NaN or infinity.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"drafters: {self.folder} has no tensor {name}; fetch the drafter again")
+        if len(shape) != tensor.dim() or any(
+            size not in (None, real) for size, real in zip(shape, tensor.shape, strict=True)
+        ):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ModelError(
+                f"drafters: tensor {name} of {self.folder} has shape {list(tensor.shape)}, and [{wanted}] fits this "
+                "target; take a drafter that was trained for it"
+            )
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise ModelError(f"drafters: tensor {name} of {self.folder} has NaN or infinity; fetch the drafter again")
+        self._taken.add(name)
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+    def get(self, name: str, *shape: int | None) -> Tensor | None:
+        """Return a tensor as `take` does, or None if there is none of this name."""
+        return self.take(name, *shape) if name in self else None
+
+    def fill(self, module: nn.Module, prefix: str) -> None:
+        """Take every parameter of a module by its name after this prefix."""
+        for name, parameter in list(module.named_parameters()):
+            weight = nn.Parameter(self.take(f"{prefix}{name}", *parameter.shape), requires_grad=False)
+            parent, _, child = name.rpartition(".")
+            setattr(module.get_submodule(parent), child, weight)
+
+    def check_all_taken(self) -> None:
+        """Raise a `ModelError` if a tensor was not taken: the head would not compute what it was trained for."""
+        rest = sorted(name for name in self._tensors if name not in self._taken and not name.endswith(_UNREAD))
+        if rest:
+            raise ModelError(
+                f"drafters: {len(rest)} tensors of {self.folder} are not known, {rest[0]} among them; this kind of "
+                "drafter is not supported"
+            )
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises:
+        ModelError: The file is missing or damaged.
+    """
+    file = folder / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"drafters: {file} cannot be read; fetch the drafter again") from error
+    if not isinstance(fields, dict):
+        raise ModelError(f"drafters: {file} is damaged; fetch the drafter again")
+    return fields
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    pickle = folder / "pytorch_model.bin"
+    try:
+        if files:
+            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        if pickle.is_file():
+            loaded = torch.load(pickle, map_location="cpu", weights_only=True)
+            if isinstance(loaded, dict) and all(isinstance(one, Tensor) for one in loaded.values()):
+                return loaded
+            raise ModelError(f"drafters: {pickle} has something other than tensors; fetch the drafter again")
+    except ModelError:
+        raise
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise ModelError(f"drafters: the weights in {folder} are damaged; fetch the drafter again") from error
+    except Exception as error:  # unpickling raises many types
+        raise ModelError(
+            f"drafters: {pickle} has more than tensors, and code of a checkpoint is never run; convert it to "
+            "safetensors"
+        ) from error
+    raise ModelError(f"drafters: {folder} has neither model.safetensors nor pytorch_model.bin; fetch the drafter again")

@@ -1,0 +1,208 @@
+"""EAGLE-3 heads (arXiv 2503.01840), in the original format and in that of the speculators library.
+
+A head reads the target's hidden states after some layers ("taps"), and at later levels its own output:
+
+    g = fc(taps), or the output for the parent     e = embedding of the token
+    h = r + attention([input_layernorm(e); hidden_norm(g)])     r = g, or hidden_norm(g)
+    h = h + mlp(post_attention_layernorm(h)),   logits = lm_head(norm(h))
+
+Its vocabulary may be a part of the target's; `d2t` then has the difference from each of its ids to the target's.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.definition import make_trunk
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+
+_LAYERS = ("llama", "qwen3")  # families of the head's own layers
+
+
+class Dialect(NamedTuple):
+    """One reading of what checkpoints of this format do not state in one way.
+
+    Attributes:
+        reads: Layers of the target after which hidden states are read.
+        norm_output: True if later levels read the output after the last norm.
+        norm_before_residual: True if the residual stream starts after `hidden_norm`.
+    """
+
+    reads: tuple[int, ...]
+    norm_output: bool
+    norm_before_residual: bool
+
+    def __str__(self) -> str:
+        flags = [name for name in ("norm_output", "norm_before_residual") if getattr(self, name)]
+        return ", ".join([f"hidden states after layers {', '.join(map(str, self.reads))}", *flags])
+
+
+class Eagle3Head(FeatureHead):
+    """A head of one or more layers, of which the first reads embedding and feature side by side."""
+
+    def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
+        super().__init__()
+        fields = checkpoint.fields
+        is_speculators = fields.get("speculators_model_type") == "eagle3"
+        own = fields.get("transformer_layer_config") if is_speculators else fields
+        if not isinstance(own, Mapping):
+            raise ModelError(f"drafters: config.json of {checkpoint.folder} has no transformer_layer_config")
+        self.dialects = _dialects(checkpoint, target.num_layers, is_speculators=is_speculators)
+        self.speak(self.dialects[0])
+        trunk = make_trunk(_layer_fields(own, checkpoint))
+        self.width = width = int(trunk.config.hidden_size)
+        num_taps = len(self.reads)
+        self.fc = nn.Linear(num_taps * target.width, width, bias="fc.bias" in checkpoint, device="meta")
+        checkpoint.fill(self.fc, "fc.")
+        self.eps = float(trunk.config.rms_norm_eps)
+        self.input_norm = checkpoint.get("input_norm.weight", num_taps * target.width)
+        has_norms = "fc_norm.0.weight" in checkpoint
+        self.fc_norms = [checkpoint.take(f"fc_norm.{i}.weight", target.width) for i in range(num_taps) if has_norms]
+        self.layers, self.rotary, self.norm = trunk.layers, trunk.rotary_emb, trunk.norm
+        self.hidden_norm = type(trunk.norm)(width, eps=self.eps)
+        self._widen(self.layers[0].self_attn, 2 * width)
+        first = "midlayer." if "midlayer.hidden_norm.weight" in checkpoint else "layers.0."
+        checkpoint.fill(self.hidden_norm, f"{first}hidden_norm.")
+        for i, layer in enumerate(self.layers):
+            checkpoint.fill(layer, f"layers.{i}." if i else first)
+        checkpoint.fill(self.norm, "norm.")
+        self.layer_shapes = shapes_of(trunk)
+        self._take_ends(checkpoint, target, ends)
+
+    @staticmethod
+    def _widen(attention: Any, width: int) -> None:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            layer = getattr(attention, name)
+            setattr(attention, name, nn.Linear(width, layer.out_features, layer.bias is not None, device="meta"))
+
+    def _take_ends(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
+        """Take the embedding and the output head, which are the target's unless the checkpoint has them."""
+        table = checkpoint.get("embed_tokens.weight", target.vocab_size, self.width)
+        if table is None and target.width != self.width:
+            raise ModelError(
+                f"drafters: {checkpoint.folder} has no tensor embed_tokens.weight, and its hidden size {self.width} is "
+                f"not the target's {target.width}; take a drafter that was trained for this target"
+            )
+        self.embedding = None if table is None else nn.Parameter(table, requires_grad=False)
+        self.token_map = _token_map(checkpoint, target.vocab_size)
+        size = target.vocab_size if self.token_map is None else len(self.token_map)
+        self.lm_head: nn.Linear | None = None
+        if "lm_head.weight" in checkpoint:
+            self.lm_head = nn.Linear(self.width, size, bias=False, device="meta")
+            checkpoint.fill(self.lm_head, "lm_head.")
+        elif self.token_map is not None or target.width != self.width:
+            checkpoint.take("lm_head.weight", size, self.width)
+        self._ends = ends
+
+    def speak(self, dialect: Dialect) -> None:
+        """Compute as this dialect means."""
+        self.dialect, self.reads = dialect, dialect.reads
+
+    @property
+    def may_read(self) -> frozenset[int]:
+        return frozenset(layer for dialect in self.dialects for layer in dialect.reads)
+
+    def project(self, taps: Sequence[Tensor]) -> Tensor:
+        kind = self.fc.weight.dtype
+        parts = [tap.to(kind) for tap in taps]
+        if self.fc_norms:
+            parts = [_norm(part, weight, self.eps) for part, weight in zip(parts, self.fc_norms, strict=True)]
+        joined = torch.cat(parts, dim=-1)
+        if self.input_norm is not None:
+            joined = _norm(joined, self.input_norm, self.eps)
+        features: Tensor = self.fc(joined)
+        return features
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        assert batch.features is not None
+        features = batch.features.unsqueeze(0)
+        embedded = self._embedded(batch.token_ids).to(features.dtype).unsqueeze(0)
+        rotation = self.rotary(features, batch.positions.unsqueeze(0))
+        first = self.layers[0]
+        normed = self.hidden_norm(features)
+        inputs = torch.cat([first.input_layernorm(embedded), normed], dim=-1)
+        hidden = normed if self.dialect.norm_before_residual else features
+        for layer in self.layers:
+            own = inputs if layer is first else layer.input_layernorm(hidden)
+            attended, _ = layer.self_attn(
+                hidden_states=own, position_embeddings=rotation, attention_mask=None, forward_batch=batch
+            )
+            hidden = hidden + attended
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = hidden[0]
+        last = self.norm(hidden)
+        self.store(batch, last if self.dialect.norm_output else hidden)
+        head = self._ends.head if self.lm_head is None else self.lm_head
+        return head(last[batch.logit_rows]).float()
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self.embedding is None:
+            return self._ends.embed(token_ids)
+        return nn.functional.embedding(token_ids, self.embedding)
+
+
+def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight.to(hidden.dtype), eps)
+
+
+def _dialects(checkpoint: HeadCheckpoint, num_layers: int, *, is_speculators: bool) -> list[Dialect]:
+    """Return all readings of a configuration, the most likely one first.
+
+    vLLM takes an id of `eagle_config` as the number of layers before, SGLang as the layer itself, one more. The
+    trainers of heads disagree about `norm_output` too.
+    """
+    fields = checkpoint.fields
+    nested = fields.get("eagle_config") or {}
+    ids = fields.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    usual = (2, num_layers // 2, num_layers - 3)
+    if ids is None:
+        reads = [usual]
+    elif not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ModelError(f"drafters: eagle_aux_hidden_state_layer_ids of {checkpoint.folder} is {ids!r}, not a list")
+    else:
+        as_written, one_more = tuple(sorted(ids)), tuple(sorted(i + 1 for i in ids))
+        reads = [as_written] if is_speculators else [one_more, as_written]
+    fitting = [one for one in reads if one[0] >= 0 and one[-1] <= num_layers]
+    if not fitting:
+        raise ModelError(
+            f"drafters: {checkpoint.folder} reads hidden states after layers {', '.join(map(str, reads[0]))}, and the "
+            f"target has {num_layers} layers; take a drafter that was trained for this target"
+        )
+    output = bool(fields.get("norm_output", nested.get("norm_output", False)))
+    outputs = [output] if is_speculators or not output else [True, False]
+    if "norm_before_residual" in fields or not is_speculators:
+        residuals = [bool(fields.get("norm_before_residual", False))]
+    else:
+        residuals = [True, False]
+    return [Dialect(*one) for one in itertools.product(fitting, outputs, residuals)]
+
+
+def _layer_fields(own: Mapping[str, Any], checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """Return the fields of a configuration of transformers for the head's layers."""
+    family = own.get("model_type", "llama")
+    if family not in _LAYERS:
+        raise ModelError(
+            f"drafters: {checkpoint.folder} has layers of family {family!r}; {' and '.join(_LAYERS)} are supported"
+        )
+    fields = {name: value for name, value in own.items() if name not in ("architectures", "torch_dtype", "dtype")}
+    return fields | {"model_type": family, "num_hidden_layers": int(own.get("num_hidden_layers") or 1)}
+
+
+def _token_map(checkpoint: HeadCheckpoint, vocab_size: int) -> Tensor | None:
+    """Return the [draft vocabulary] target ids that the head's logits are of, or None for all of them."""
+    if "d2t" not in checkpoint:
+        return None
+    offsets = checkpoint.take("d2t", None).long()
+    ids = offsets + torch.arange(len(offsets))
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
+        raise ModelError(
+            f"drafters: tensor d2t of {checkpoint.folder} leads to tokens that the target's vocabulary of {vocab_size} "
+            "does not have, or twice to one; take a drafter that was trained for this target"
+        )
+    return ids

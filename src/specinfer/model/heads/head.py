@@ -1,0 +1,107 @@
+"""The interface of heads, and the target's embedding and output head, which they share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.kv_cache import LayerShape
+from specinfer.model.linears import output_head
+
+
+class TargetShape(NamedTuple):
+    """The properties of a target that a head must fit.
+
+    Attributes:
+        width: Size of a hidden state.
+    """
+
+    width: int
+    num_layers: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: Any) -> "TargetShape":
+        text = config.get_text_config()
+        return cls(int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size))
+
+
+class TargetEnds(NamedTuple):
+    """The target's embedding without its scale, and its output head without the norm before it.
+
+    Attributes:
+        embed: Function from [tokens] ids to [tokens, width].
+        head: Function from [rows, width] to [rows, vocab] logits.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TargetEnds":
+        """Return those of a target in this process that is not split into stages."""
+        if isinstance(model, FusedDecoder):
+            assert model.head is not None
+            call = model.head.call
+            return cls(model.embedded, lambda hidden: call(hidden.float().contiguous()))
+        if isinstance(model, DeviceDecoder):
+            return cls(lambda ids: functional.embedding(ids, model.embedding), model.head)
+        trunk: Any = model
+        weight, head = trunk.get_input_embeddings().weight, output_head(model)
+        assert head is not None
+        return cls(lambda ids: functional.embedding(ids, weight), head)
+
+
+class FeatureHead(nn.Module):
+    """A drafter's layers. A token's features are those of the token before it; what it computes is a feature again.
+
+    Attributes:
+        reads: Numbers of the target's layers after which hidden states are read, ascending.
+        width: Size of a feature.
+        layer_shapes: What its layers store for each token.
+        token_map: [map] the target's ids of its logits, or None for the whole vocabulary.
+        dialects: All ways in which its configuration can be read, the most likely one first.
+    """
+
+    dialects: Sequence[Any] = ()
+
+    reads: tuple[int, ...]
+    width: int
+    layer_shapes: tuple[LayerShape, ...]
+    token_map: Tensor | None
+
+    @property
+    def may_read(self) -> frozenset[int]:
+        """Numbers of layers that are read in any dialect."""
+        return frozenset(self.reads)
+
+    def speak(self, dialect: Any) -> None:
+        """Compute in one of `dialects` from now on."""
+
+    def project(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return the [tokens, width] features of the target's hidden states, [tokens, target width] for each layer."""
+        raise NotImplementedError
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return [rows, vocab] float32 logits, and store the features of all tokens in the batch's store."""
+        raise NotImplementedError
+
+    @staticmethod
+    def store(batch: ForwardBatch, features: Tensor) -> None:
+        """Store [tokens, width] features that the next level reads."""
+        rows = batch.store.taps[0]
+        rows[batch.slots] = features.to(rows.dtype)
+
+
+def shapes_of(trunk: Any) -> tuple[LayerShape, ...]:
+    """Return what the layers of a Llama-like trunk store for each token."""
+    shapes = []
+    for layer in trunk.layers:
+        attention = layer.self_attn
+        size = int(attention.head_dim)
+        shapes.append(LayerShape(attention.k_proj.out_features // size, size, size))
+    return tuple(shapes)

@@ -1,0 +1,85 @@
+"""Loading of a head next to its target."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from specinfer.core.errors import ModelError
+from specinfer.hub.files import head_format, read_object
+from specinfer.kernels import pack_linears
+from specinfer.model.attention import register
+from specinfer.model.definition import load_config
+from specinfer.model.families import REPLACED
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.eagle3 import Eagle3Head
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
+from specinfer.model.kv_cache import TapShape
+from specinfer.model.linears import QUANTIZE
+from specinfer.model.load import LoadedModel, num_bytes_of, path_of
+
+
+def is_head(folder: Path) -> bool:
+    """Return whether a folder has a head on a target's hidden states rather than a model of its own."""
+    return head_format(read_object(folder / "config.json") or {}) is not None
+
+
+def load_head(folder: Path, target: LoadedModel, quantization: str | None = None) -> LoadedModel:
+    """Load a head for this target, whose type, device, embedding and output head it shares.
+
+    Raises:
+        ModelError: The files are damaged, the head was made for another target, or its format is not supported.
+    """
+    register()
+    if target.shard.num_stages > 1:
+        raise ModelError(
+            f"drafters: {folder} reads the target's hidden states, which pipeline stages have on several ranks; use "
+            "tensor_parallel_size in place of pipeline_parallel_size, or name a small model"
+        )
+    config = load_config(target.folder)
+    if config.model_type in REPLACED:
+        raise ModelError(
+            f"drafters: {folder} reads hidden states, which targets of family {config.model_type!r} do not show; name "
+            "a small model"
+        )
+    shape = TargetShape.of(config)
+    checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
+    head = Eagle3Head(checkpoint, shape, TargetEnds.of(target.model))
+    checkpoint.check_all_taken()
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    _quantize(head, quantization)
+    head.eval().requires_grad_(False)
+    if target.device.type == "cpu":
+        pack_linears(head)
+    return replace(
+        target,
+        model=head,
+        folder=folder,
+        layer_shapes=head.layer_shapes,
+        num_parameters=num_parameters,
+        num_bytes=num_bytes_of(head),
+        quantization=quantization,
+        compute_path=path_of(head),
+        stream=None,
+        token_map=head.token_map,
+        taps=TapShape((0,), head.width),
+    )
+
+
+def taps_of(target: LoadedModel, drafters: Iterable[LoadedModel]) -> TapShape | None:
+    """Return the hidden states that a target has to store for the heads among its drafters, or None for none."""
+    heads = [one.model for one in drafters if isinstance(one.model, FeatureHead)]
+    layers = {layer for head in heads for layer in head.may_read}
+    width = load_config(target.folder).get_text_config().hidden_size if heads else 0
+    return TapShape(tuple(sorted(layers)), int(width)) if layers else None
+
+
+def _quantize(head: FeatureHead, quantization: str | None) -> None:
+    if quantization is None:
+        return
+    for name in [name for name, module in head.named_modules() if type(module) is nn.Linear]:
+        layer = head.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        head.set_submodule(name, QUANTIZE[quantization](layer, layer.weight.device == torch.device("cpu")))

@@ -1,0 +1,440 @@
+"""Heads on the target's hidden states: what is tapped, growth by the formulas, and exact output."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import reference
+from heads import SlowEagle3, save_cycle, save_eagle3, tensors_of
+from specinfer import LLM, SamplingParams
+from specinfer.core.errors import ModelError
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.feature_drafter import FeatureDrafter
+from specinfer.model.kv_cache import TapShape
+from tiny import make_model, paths_of, random_prompts, save_model
+
+LAYERS = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("llama", num_hidden_layers=LAYERS)
+
+
+def _llm(target: Path, *drafters: Path | str, **options: Any) -> LLM:
+    return LLM(target, drafters=[str(one) for one in drafters], dtype="float32", max_num_seqs=4, **options)
+
+
+def _drafter(llm: LLM) -> FeatureDrafter:
+    assert llm.drafter is not None
+    (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
+    return one
+
+
+def _hidden(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
+    """Return [tokens, width] hidden states before the last norm after each of these layers."""
+    found: dict[int, Tensor] = {}
+    handles = [
+        layer.register_forward_hook(lambda _, args, output, i=i: found.update({i: args[0][0], i + 1: output[0]}))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return [found[layer] for layer in layers]
+
+
+def _read_prompt(llm: LLM, request: Request) -> None:
+    """Step until the prompt is computed and one token emitted."""
+    llm.engine.add(request)
+    while request.num_output < 1:
+        llm.engine.step()
+
+
+def _slow_tree(
+    slow: SlowEagle3, features: Tensor, tokens: Sequence[int], widths: Sequence[int], vocab_size: int
+) -> TokenTree:
+    """Grow an expansion by running the whole text again for each node."""
+    trees = [TokenTree.root(tokens[-1])]
+    ids = slow.ids(vocab_size)
+
+    def grow(path: list[int], recycled: Tensor) -> None:
+        if len(path) == len(widths):
+            return
+        logits, output = slow.run(torch.cat([features, recycled]), [*tokens[1:], *path])
+        best = ids[logits[-1].topk(widths[len(path)]).indices].tolist()
+        for token in best:
+            chain = [tokens[-1], *path, token]
+            trees.append(TokenTree(tuple(chain), tuple(range(-1, len(chain) - 1))))
+            grow([*path, token], torch.cat([recycled, output[-1:]]))
+
+    grow([], torch.empty(0, features.shape[1]))
+    return TokenTree.merge(trees)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "reads"),
+    [
+        ({}, {}, (2, 4, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, {}, (2, 4, 7)),
+        (
+            {"layout": "speculators", "eagle_aux_hidden_state_layer_ids": [1, 3, 8], "norm_before_residual": True},
+            {"norm_before_residual": True},
+            (1, 3, 8),
+        ),
+        (
+            {"layout": "speculators", "norm_before_residual": False, "norm_output": True, "family": "qwen3"},
+            {"norm_output": True},
+            (2, 4, 5),
+        ),
+        ({"draft_ids": range(3, 90, 2), "own_embedding": True, "fc_norm": True, "pickled": True}, {}, (2, 4, 5)),
+        ({"norm_before_fc": True}, {}, (2, 4, 5)),
+    ],
+    ids=["original", "layer ids", "speculators", "normed output", "reduced vocabulary", "norm before fc"],
+)
+def test_growth_follows_the_formulas(
+    options: dict[str, Any],
+    flags: dict[str, bool],
+    reads: tuple[int, ...],
+    target: Path,
+    model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specinfer.setup.assembly.choose_dialect", lambda *_: None)
+    folder = save_eagle3(tmp_path / "head", **options)
+    slow = SlowEagle3(folder, model.model.embed_tokens.weight.detach(), **flags)
+    with _llm(target, folder, tree="1") as llm:
+        drafter = _drafter(llm)
+        request = Request("one", list(random_prompts([9])[0]), GREEDY, seed=0, cache_salt=None)
+        for widths in ((3, 2, 2), (1, 1, 1, 1), (4, 1, 2)):
+            if not request.num_output:
+                _read_prompt(llm, request)
+            span = Span(request, request.num_computed, len(request.token_ids))
+            (tree,) = drafter.draft([span], [TreeBudget.expansion(widths)])
+            features = slow.project(_hidden(model, request.token_ids[:-1], reads))
+            wanted = _slow_tree(slow, features, request.token_ids, widths, 96)
+            assert sorted(paths_of(tree)) == sorted(paths_of(wanted))
+            llm.engine.step()
+
+
+# ------------------------------------------------------------------------------------------------ taps
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {}),
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("llama", {"offload": "disk"}),
+        ("gpt2", {}),
+        ("opt", {"offload": "disk"}),
+        ("opt", {}),
+    ],
+    ids=str,
+)
+def test_tapped_states_are_those_of_transformers(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path / "target", family)
+    config = make_model(family).config.get_text_config()
+    num_layers = config.num_hidden_layers
+    monkeypatch.setattr("specinfer.setup.assembly.taps_of", lambda *_: TapShape(tuple(range(num_layers + 1)), 32))
+    dtype = options.get("dtype", "float32")
+    with LLM(folder, drafters=["ngram"], **({"dtype": "float32"} | options)) as llm:
+        request = Request("one", random_prompts([30])[0], GREEDY, seed=0, cache_salt=None)
+        llm.engine.add(request)
+        while request.num_output < 12:
+            llm.engine.step()
+        count = len(request.token_ids) - 1
+        taps = llm.target.read_taps(range(num_layers + 1), "one", 0, count)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            wanted = plain(torch.tensor([request.token_ids[:-1]]), output_hidden_states=True).hidden_states
+    tolerance = 2e-4 if dtype == "float32" else 0.1
+    for number, (found, state) in enumerate(zip(taps, wanted, strict=True)):
+        if number < num_layers:  # transformers has the last one only after the last norm
+            torch.testing.assert_close(found.float(), state[0].float(), rtol=tolerance, atol=tolerance)
+
+
+def test_nothing_is_stored_where_no_drafter_reads_hidden_states(target: Path) -> None:
+    with _llm(target, "ngram") as llm:
+        assert llm.target.loaded.taps is None
+        assert llm.target.tensors.taps == {}
+
+
+# -------------------------------------------------------------------------------------- exactness
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_eagle3(tmp_path_factory.mktemp("head"), draft_ids=range(2, 90))
+
+
+@pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
+def test_greedy_text_is_that_of_transformers(target: Path, model: Any, head: Path, tree: str) -> None:
+    prompts = random_prompts([5, 40, 1, 17])
+    with _llm(target, head, tree=tree) as llm:
+        found = [one.outputs[0].token_ids for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    assert [list(one) for one in found] == [reference.greedy(model, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize("drafters", ["head", "head and suffix"])
+def test_sampled_text_does_not_depend_on_the_head(target: Path, head: Path, drafters: str) -> None:
+    names = [head, "suffix"] if "suffix" in drafters else [head]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40) for i in range(4)]
+    texts = []
+    for tree in ("off", "2,2,1", "best-first:16:5"):
+        with _llm(target, *names, tree=tree) as llm:
+            texts.append([one.outputs[0].token_ids for one in llm.generate(_ids(random_prompts([7] * 4)), params)])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def _ids(prompts: Sequence[Sequence[int]]) -> list[Any]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def _acceptance(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> float:
+    """Return the mean number of accepted tokens of the passes with a tree."""
+    outputs = llm.generate(_ids(prompts), params, use_tqdm=False)
+    counts = [dict(one.metrics.speculative_decoding) for one in outputs]
+    return sum(one["num_accepted_draft_tokens"] for one in counts) / sum(one["num_spec_steps"] for one in counts)
+
+
+@pytest.fixture(scope="module")
+def cycle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a target whose next token depends on its last one only, and a head that predicts it without error.
+
+    The head knows a token only by the feature of the token before: an error of pairing, position or level is a wrong
+    token.
+    """
+    return save_cycle(tmp_path_factory.mktemp("cycle"))
+
+
+def test_a_perfect_head_is_accepted_at_every_level(cycle: tuple[Path, Path]) -> None:
+    target, head = cycle
+    for tree in ("1,1,1,1,1,1", "best-first:12:6"):
+        with _llm(target, head, tree=tree) as llm:
+            params = SamplingParams(temperature=0, max_tokens=43)
+            assert _acceptance(llm, random_prompts([5, 20], vocab=64), params) == 6
+
+
+def test_the_dialect_that_agrees_with_the_target_is_chosen_and_logged(
+    cycle: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = cycle
+    generated = [1]
+    while len(generated) < 48:
+        generated.append((generated[-1] * 5 + 3) % 64)
+    monkeypatch.setattr("specinfer.drafters.dialect_choice.common_tokens", lambda *_: generated)
+    copied = tmp_path / "head"
+    shutil.copytree(head, copied)
+    fields = json.loads((copied / "config.json").read_text())
+    for extra, chosen in (
+        ({"norm_output": True}, "layers 2, 4, 5"),  # as SpecForge writes it, whose heads recycle h itself
+        ({"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, "layers 2, 4, 7"),
+    ):
+        (copied / "config.json").write_text(json.dumps(fields | extra))
+        caplog.clear()
+        with caplog.at_level("INFO"), _llm(target, copied, tree="1,1,1,1") as llm:
+            assert _acceptance(llm, random_prompts([5], vocab=64)) > 3.5
+            assert sorted(llm.target.tensors.taps) == [int(one) for one in chosen.removeprefix("layers ").split(", ")]
+        (line,) = [one.getMessage() for one in caplog.records if "can be read in" in one.getMessage()]
+        assert f"hidden states after {chosen}, which agrees with the target on 100 %" in line
+
+
+def test_a_cached_prefix_does_not_change_what_is_accepted(cycle: tuple[Path, Path]) -> None:
+    """Other engines draft blindly after a hit, since cached tokens have no hidden states there."""
+    target, head = cycle
+    prompt = [1]
+    while len(prompt) < 200:
+        prompt.append((prompt[-1] * 5 + 3) % 64)
+    params = SamplingParams(temperature=0, max_tokens=29)
+    with _llm(target, head, tree="1,1,1,1,1,1") as llm:
+        assert _acceptance(llm, [prompt[:192]], params) == 6
+        before = llm.target.cache.num_cached
+        assert before >= 192
+        for end in (192, 193, 200):  # the same prompt, and longer ones
+            (output,) = llm.generate(_ids([prompt[:end]]), params, use_tqdm=False)
+            assert output.num_cached_tokens >= 180
+            assert dict(output.metrics.speculative_decoding)["mean_acceptance_length"] == 7
+        drafter = _drafter(llm)
+        drafter.runner.cache._prefixes.evict(10_000)  # the head's own cache is lost, the target's is not
+        assert _acceptance(llm, [prompt[:192]], params) == 6
+
+
+def test_requests_with_another_first_token_share_nothing_of_the_head(cycle: tuple[Path, Path]) -> None:
+    target, head = cycle
+    prompt = list(range(40))
+    with _llm(target, head, tree="1,1") as llm:
+        drafter = _drafter(llm)
+        for first in (5, 6):
+            llm.generate(_ids([[first, *prompt]]), SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+        match = drafter.runner.cache._prefixes.match
+        salts = [salt for salt in ("5:", "6:") if len(match(salt, prompt)[1])]
+        assert salts == ["5:", "6:"]
+
+
+@pytest.mark.parametrize("verification", ["multi-step", "traversal", "target-only", "coupled"])
+def test_every_rule_draws_from_the_targets_distribution(
+    verification: str, target: Path, model: Any, head: Path
+) -> None:
+    """The first two tokens of many requests of one prompt, against their exact distribution."""
+    prompt = random_prompts([6])[0]
+    params = SamplingParams(temperature=0.5, top_k=4, max_tokens=3)
+    with torch.no_grad():
+        first = _top(model(torch.tensor([prompt])).logits[0, -1])
+        pairs = {
+            (a, b): p * q
+            for a, p in first.items()
+            for b, q in _top(model(torch.tensor([[*prompt, a]])).logits[0, -1]).items()
+        }
+    count = 600
+    with LLM(
+        target, drafters=[str(head)], dtype="float32", tree="3,2", verification=verification, max_num_seqs=64, seed=3
+    ) as llm:
+        outputs = llm.generate(_ids([prompt] * count), params, use_tqdm=False)
+    found = Counter(tuple(one.outputs[0].token_ids[:2]) for one in outputs)
+    assert set(found) <= set(pairs)
+    statistic = sum((found[pair] - count * p) ** 2 / (count * p) for pair, p in pairs.items())
+    assert statistic < len(pairs) + 5 * (2 * len(pairs)) ** 0.5
+
+
+def _top(logits: Tensor) -> dict[int, float]:
+    """Return the distribution at temperature 0.5 over the best 4 tokens."""
+    values, ids = logits.topk(4)
+    return dict(zip(ids.tolist(), (values / 0.5).softmax(-1).tolist(), strict=True))
+
+
+def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model: Any, head: Path) -> None:
+    prompts = random_prompts([30, 12, 25, 9] * 4)
+    wanted = [reference.greedy(model, prompt, 24) for prompt in prompts[:4]]
+    with _llm(target, head, tree="2,2,1") as llm:
+        slot = llm.target.loaded.taps
+        assert slot is not None
+    with LLM(
+        target, drafters=[str(head)], dtype="float32", tree="2,2,1", max_num_seqs=16, max_model_len=64,
+        kv_cache_memory_bytes=700_000,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(_ids(prompts), GREEDY, use_tqdm=False)
+        assert llm.engine.metrics.num_preempted > 0
+        assert [list(one.outputs[0].token_ids) for one in outputs[:4]] == wanted
+        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(prompts[:4])]
+        for request in requests:
+            llm.engine.add(request)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.abort(requests[0])
+        while not all(request.is_finished for request in requests):
+            llm.engine.step()
+        assert [request.token_ids[len(request.prompt_ids) :] for request in requests[1:]] == wanted[1:]
+        drafter = _drafter(llm)
+        assert llm.target.cache.is_balanced()
+        assert drafter.runner.cache.is_balanced()
+        assert llm.target.cache.num_owned == drafter.runner.cache.num_owned == 0
+
+
+def test_a_streamed_target_has_a_head_too(target: Path, model: Any, head: Path, tmp_path: Path) -> None:
+    prompts = random_prompts([8, 20])
+    with _llm(target, head, tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.distributed
+def test_a_target_on_two_ranks_has_a_head_too(target: Path, model: Any, head: Path) -> None:
+    prompts = random_prompts([8, 20])
+    with _llm(target, head, tree="2,2,1", tensor_parallel_size=2) as llm:
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantized_head_drafts_for_the_same_text(quantization: str, target: Path, model: Any, head: Path) -> None:
+    prompts = random_prompts([8])
+    with _llm(target, head, tree="2,2,1", drafter_quantization=quantization) as llm:
+        assert _drafter(llm).runner.loaded.quantization == quantization
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"target_width": 48}, r"tensor fc\.weight of .* has shape \[32, 144\], and \[32, 96\] fits this target"),
+        ({"vocab_size": 128}, r"tensor lm_head\.weight of .* has shape \[128, 32\], and \[96, 32\] fits"),
+        ({"drop": ["midlayer.mlp.up_proj.weight"]}, r"no tensor midlayer\.mlp\.up_proj\.weight; fetch the drafter"),
+        ({"drop": ["lm_head.weight"], "draft_ids": range(2, 50)}, r"no tensor lm_head\.weight"),
+        ({"draft_ids": range(60, 110)}, "d2t .* leads to tokens that the target's vocabulary of 96 does not have"),
+        ({"draft_ids": [5, 5, 7]}, "d2t .* or twice to one"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}},
+            "reads hidden states after layers 3, 17, 30, and the target has 8 layers",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is 'all', not a list"),
+        ({"family": "gpt2"}, "layers of family 'gpt2'"),
+        ({"layout": "speculators", "transformer_layer_config": 3}, "no transformer_layer_config"),
+        ({"hidden_act": "none"}, "config.json of a drafter cannot be used"),
+    ],
+    ids=str,
+)
+def test_heads_that_do_not_fit_are_refused_by_name(
+    options: dict[str, Any], part: str, target: Path, tmp_path: Path
+) -> None:
+    folder = save_eagle3(tmp_path / "head", **options)
+    with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
+        _llm(target, folder)
+
+
+@pytest.mark.parametrize("kind", ["nan", "extra", "code", "cut", "missing"])
+def test_damaged_heads_are_refused_by_name(kind: str, target: Path, tmp_path: Path) -> None:
+    folder = save_eagle3(tmp_path / "head", pickled=kind == "code")
+    file = folder / "model.safetensors"
+    part = "model.safetensors is damaged"
+    if kind == "nan":
+        save_file(tensors_of(folder) | {"fc.weight": torch.full((32, 96), float("nan"))}, file)
+        part = "tensor fc.weight of .* has NaN or infinity"
+    elif kind == "extra":
+        save_file(tensors_of(folder) | {"gate.weight": torch.ones(3)}, file)
+        part = "1 tensors of .* are not known, gate.weight among them"
+    elif kind == "code":
+        torch.save({"fc.weight": Path("/")}, folder / "pytorch_model.bin")
+        part = "code of a checkpoint is never run"
+    elif kind == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        file.unlink()
+        part = "neither model.safetensors nor pytorch_model.bin"
+    with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
+        _llm(target, folder)
+
+
+def test_a_head_is_no_target_and_some_targets_have_none(target: Path, head: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is a drafter \(EAGLE-3\); name its target as the model, and it in drafters"):
+        LLM(head)
+    falcon = save_model(tmp_path / "falcon", "falcon")
+    with pytest.raises(ModelError, match="hidden states, which targets of family 'falcon' do not show"):
+        _llm(falcon, head)
+    with pytest.raises(ValueError, match="adapt_drafters: no drafter is a language model"):
+        _llm(target, head, adapt_drafters=True)

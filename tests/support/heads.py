@@ -1,0 +1,236 @@
+"""Tiny heads on a target's hidden states in the public formats, and slow versions of what they compute."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
+    """Return random weights; those of norms are near 1."""
+    source = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(*shape, generator=source) * (0.15 if len(shape) > 1 else 0.2) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+
+
+def layer_shapes(prefix: str, inputs: int = 32, *, head_norms: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a Llama or Qwen3 layer without its input norm."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "post_attention_layernorm.weight": (32,),
+        "self_attn.q_proj.weight": (32, inputs),
+        "self_attn.k_proj.weight": (16, inputs),
+        "self_attn.v_proj.weight": (16, inputs),
+        "self_attn.o_proj.weight": (32, 32),
+        "mlp.gate_proj.weight": (48, 32),
+        "mlp.up_proj.weight": (48, 32),
+        "mlp.down_proj.weight": (32, 48),
+    }
+    if head_norms:
+        shapes |= {"self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,)}
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+
+
+def save_eagle3(
+    folder: Path,
+    layout: str = "original",
+    *,
+    vocab_size: int = 96,
+    draft_ids: Sequence[int] | None = None,
+    target_width: int = 32,
+    family: str = "llama",
+    num_taps: int = 3,
+    seed: int = 0,
+    drop: Sequence[str] = (),
+    pickled: bool = False,
+    own_embedding: bool = False,
+    fc_norm: bool = False,
+    norm_before_fc: bool = False,
+    **fields: Any,
+) -> Path:
+    """Write an EAGLE-3 head.
+
+    Args:
+        layout: "original" (yuhuili, AngelSlim, SpecForge) or "speculators" (RedHatAI).
+        draft_ids: Target ids of its own vocabulary, or None for all.
+        drop: Tensors to leave out.
+        fields: Further fields of config.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    is_original = layout == "original"
+    first = "midlayer." if is_original else "layers.0."
+    num_draft = vocab_size if draft_ids is None else len(draft_ids)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (32, num_taps * target_width),
+        f"{first}input_layernorm.weight": (32,),
+        f"{first}hidden_norm.weight": (32,),
+        "norm.weight": (32,),
+        "lm_head.weight": (num_draft, 32),
+    } | layer_shapes(first, 64, head_norms=family == "qwen3")
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (vocab_size, 32)
+    if fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(num_taps)}
+    if norm_before_fc:
+        shapes["input_norm.weight"] = (num_taps * target_width,)
+    tensors = random_tensors(shapes, seed)
+    tensors["lm_head.weight"] *= 4
+    if draft_ids is not None:
+        ids = torch.tensor(draft_ids)
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids.clamp(max=vocab_size - 1), True)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
+    layer = TINY | {
+        "model_type": family, "vocab_size": vocab_size, "num_hidden_layers": 1, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    config: dict[str, Any] = {"draft_vocab_size": num_draft}
+    if is_original:
+        config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
+    else:
+        config |= {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
+    config |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    file = folder / "model.safetensors"
+    return load_file(file) if file.is_file() else torch.load(folder / "pytorch_model.bin", weights_only=True)
+
+
+# -------------------------------------------------------------------------------- slow versions
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotate [tokens, heads, dim] in halves."""
+    dim = x.shape[-1]
+    angles = positions[:, None].double() / base ** (torch.arange(0, dim, 2).double() / dim)
+    cosines, sines = (f(torch.cat([angles, angles], dim=-1)).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))
+    a, b = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat([-b, a], dim=-1) * sines
+
+
+def attention(w: Mapping[str, Tensor], prefix: str, x: Tensor, context: Tensor | None = None) -> Tensor:
+    """Return attention of a chain of tokens [tokens, inputs]; causal, or full with `context` tokens before it."""
+    every = x if context is None else torch.cat([context, x])
+    names = ((x, "q_proj", 4), (every, "k_proj", 2), (every, "v_proj", 2))
+    q, k, v = ((of @ w[f"{prefix}{name}.weight"].T).unflatten(-1, (heads, 8)) for of, name, heads in names)
+    if f"{prefix}q_norm.weight" in w:
+        q, k = norm(q, w[f"{prefix}q_norm.weight"]), norm(k, w[f"{prefix}k_norm.weight"])
+    places = torch.arange(len(every))
+    q, k = rotated(q, places[len(every) - len(x) :]), rotated(k, places)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, dim=1)) * 8**-0.5
+    if context is None:
+        scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
+    seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, dim=1))
+    return seen.flatten(1) @ w[f"{prefix}o_proj.weight"].T
+
+
+def mlp(w: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    return (silu(x @ w[f"{prefix}gate_proj.weight"].T) * (x @ w[f"{prefix}up_proj.weight"].T)) @ w[
+        f"{prefix}down_proj.weight"
+    ].T
+
+
+class SlowEagle3:
+    """The formulas of an EAGLE-3 head over whole texts, with no cache.
+
+    Args:
+        embedding: The target's embedding, used if the head has none.
+    """
+
+    def __init__(
+        self, folder: Path, embedding: Tensor, *, norm_output: bool = False, norm_before_residual: bool = False
+    ) -> None:
+        self.w = tensors_of(folder)
+        self.prefix = "midlayer." if "midlayer.hidden_norm.weight" in self.w else "layers.0."
+        self.embedding = self.w.get("embed_tokens.weight", embedding)
+        self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
+
+    def project(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return [tokens, width] features of the target's hidden states."""
+        if "fc_norm.0.weight" in self.w:
+            taps = [norm(tap, self.w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)]
+        joined = torch.cat(list(taps), dim=-1)
+        if "input_norm.weight" in self.w:
+            joined = norm(joined, self.w["input_norm.weight"])
+        return joined @ self.w["fc.weight"].T
+
+    def run(self, features: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return [pairs, vocab] logits and [pairs, width] features for pairs of a feature and the next token."""
+        w, at = self.w, self.prefix
+        e = self.embedding[torch.tensor(list(tokens))]
+        g = norm(features, w[f"{at}hidden_norm.weight"])
+        a = torch.cat([norm(e, w[f"{at}input_layernorm.weight"]), g], dim=-1)
+        h = (g if self.norm_before_residual else features) + attention(w, f"{at}self_attn.", a)
+        h = h + mlp(w, f"{at}mlp.", norm(h, w[f"{at}post_attention_layernorm.weight"]))
+        last = norm(h, w["norm.weight"])
+        return last @ w["lm_head.weight"].T, last if self.norm_output else h
+
+    def ids(self, count: int) -> Tensor:
+        """Return the target ids of the logits, of which the target has `count`."""
+        if "d2t" not in self.w:
+            return torch.arange(count)
+        return self.w["d2t"] + torch.arange(len(self.w["d2t"]))
+
+
+def save_cycle(folder: Path) -> tuple[Path, Path]:
+    """Write a target in which token t is followed by (5 t + 3) mod 64, and an EAGLE-3 head that knows it.
+
+    Hidden states are one-hot: the target's layers add nothing, and the head's MLP turns a token into the next one.
+    """
+    size = 64
+    step = torch.zeros(size, size)
+    step[(torch.arange(size) * 5 + 3) % size, torch.arange(size)] = 1.0
+    layer = {
+        "hidden_size": size, "intermediate_size": size, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": size, "max_position_embeddings": 256,
+    }  # fmt: skip
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model("llama", num_hidden_layers=8, tie_word_embeddings=False, **layer, **ids)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(step)
+    model.save_pretrained(folder / "target")
+    tensors = {
+        "fc.weight": torch.cat([torch.eye(size), torch.zeros(size, 2 * size)], dim=1),
+        **{f"midlayer.{name}.weight": torch.ones(size)
+           for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        "midlayer.self_attn.q_proj.weight": torch.randn(64, 2 * size),
+        "midlayer.self_attn.k_proj.weight": torch.randn(32, 2 * size),
+        "midlayer.self_attn.v_proj.weight": torch.randn(32, 2 * size),
+        "midlayer.self_attn.o_proj.weight": torch.zeros(size, 64),
+        "midlayer.mlp.gate_proj.weight": torch.eye(size) * 10,
+        "midlayer.mlp.up_proj.weight": torch.eye(size),
+        "midlayer.mlp.down_proj.weight": (step - torch.eye(size)) / (10 * size),  # of a one-hot times sqrt(64), twice
+        "norm.weight": torch.ones(size),
+        "lm_head.weight": step.clone(),
+    }  # fmt: skip
+    head = folder / "head"
+    head.mkdir()
+    fields = {"model_type": "llama", "draft_vocab_size": size, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+    (head / "config.json").write_text(json.dumps(layer | fields))
+    save_file(tensors, head / "model.safetensors")
+    return folder / "target", head
