@@ -1,6 +1,7 @@
 """The files of a head: its configuration and its tensors, each checked before it is used."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.model.offload.checkpoint import is_finite
 
+_LAYERS = ("llama", "qwen3")  # families of heads' own layers
 _UNREAD = ("rotary_emb.inv_freq", "t2d")  # computed, or for trainers only
 
 
@@ -66,6 +68,45 @@ class HeadCheckpoint:
             weight = nn.Parameter(self.take(f"{prefix}{name}", *parameter.shape), requires_grad=False)
             parent, _, child = name.rpartition(".")
             setattr(module.get_submodule(parent), child, weight)
+
+    @property
+    def is_speculators(self) -> bool:
+        """True for the format of the speculators library."""
+        return "speculators_model_type" in self.fields
+
+    def layer_fields(self) -> dict[str, Any]:
+        """Return the fields of a configuration of transformers for the head's layers.
+
+        Raises:
+            ModelError: There are none, or their family is not supported.
+        """
+        own = self.fields.get("transformer_layer_config") if self.is_speculators else self.fields
+        if not isinstance(own, Mapping):
+            raise ModelError(f"drafters: config.json of {self.folder} has no transformer_layer_config")
+        family = own.get("model_type", "llama")
+        if family not in _LAYERS:
+            raise ModelError(
+                f"drafters: {self.folder} has layers of family {family!r}; {' and '.join(_LAYERS)} are supported"
+            )
+        fields = {name: value for name, value in own.items() if name not in ("architectures", "torch_dtype", "dtype")}
+        return fields | {"model_type": family, "num_hidden_layers": int(own.get("num_hidden_layers") or 1)}
+
+    def token_map(self, vocab_size: int) -> Tensor | None:
+        """Return the [draft vocabulary] target ids that the head's logits are of, or None for all of them.
+
+        Raises:
+            ModelError: `d2t` leads to tokens that the target does not have.
+        """
+        if "d2t" not in self:
+            return None
+        offsets = self.take("d2t", None).long()
+        ids = offsets + torch.arange(len(offsets), device=offsets.device)
+        if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
+            raise ModelError(
+                f"drafters: tensor d2t of {self.folder} leads to tokens that the target's vocabulary of {vocab_size} "
+                "does not have, or twice to one; take a drafter that was trained for this target"
+            )
+        return ids
 
     def check_all_taken(self) -> None:
         """Raise a `ModelError` if a tensor was not taken: the head would not compute what it was trained for."""

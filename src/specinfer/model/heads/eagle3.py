@@ -10,7 +10,7 @@ Its vocabulary may be a part of the target's; `d2t` then has the difference from
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,6 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
-
-_LAYERS = ("llama", "qwen3")  # families of the head's own layers
 
 
 class Dialect(NamedTuple):
@@ -50,12 +48,9 @@ class Eagle3Head(FeatureHead):
         super().__init__()
         fields = checkpoint.fields
         is_speculators = fields.get("speculators_model_type") == "eagle3"
-        own = fields.get("transformer_layer_config") if is_speculators else fields
-        if not isinstance(own, Mapping):
-            raise ModelError(f"drafters: config.json of {checkpoint.folder} has no transformer_layer_config")
         self.dialects = _dialects(checkpoint, target.num_layers, is_speculators=is_speculators)
         self.speak(self.dialects[0])
-        trunk = make_trunk(_layer_fields(own, checkpoint))
+        trunk = make_trunk(checkpoint.layer_fields())
         self.width = width = int(trunk.config.hidden_size)
         num_taps = len(self.reads)
         self.fc = nn.Linear(num_taps * target.width, width, bias="fc.bias" in checkpoint, device="meta")
@@ -73,32 +68,13 @@ class Eagle3Head(FeatureHead):
             checkpoint.fill(layer, f"layers.{i}." if i else first)
         checkpoint.fill(self.norm, "norm.")
         self.layer_shapes = shapes_of(trunk)
-        self._take_ends(checkpoint, target, ends)
+        self.take_ends(checkpoint, target, ends)
 
     @staticmethod
     def _widen(attention: Any, width: int) -> None:
         for name in ("q_proj", "k_proj", "v_proj"):
             layer = getattr(attention, name)
             setattr(attention, name, nn.Linear(width, layer.out_features, layer.bias is not None, device="meta"))
-
-    def _take_ends(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
-        """Take the embedding and the output head, which are the target's unless the checkpoint has them."""
-        table = checkpoint.get("embed_tokens.weight", target.vocab_size, self.width)
-        if table is None and target.width != self.width:
-            raise ModelError(
-                f"drafters: {checkpoint.folder} has no tensor embed_tokens.weight, and its hidden size {self.width} is "
-                f"not the target's {target.width}; take a drafter that was trained for this target"
-            )
-        self.embedding = None if table is None else nn.Parameter(table, requires_grad=False)
-        self.token_map = _token_map(checkpoint, target.vocab_size)
-        size = target.vocab_size if self.token_map is None else len(self.token_map)
-        self.lm_head: nn.Linear | None = None
-        if "lm_head.weight" in checkpoint:
-            self.lm_head = nn.Linear(self.width, size, bias=False, device="meta")
-            checkpoint.fill(self.lm_head, "lm_head.")
-        elif self.token_map is not None or target.width != self.width:
-            checkpoint.take("lm_head.weight", size, self.width)
-        self._ends = ends
 
     def speak(self, dialect: Dialect) -> None:
         """Compute as this dialect means."""
@@ -122,7 +98,7 @@ class Eagle3Head(FeatureHead):
     def forward(self, batch: ForwardBatch) -> Tensor:
         assert batch.features is not None
         features = batch.features.unsqueeze(0)
-        embedded = self._embedded(batch.token_ids).to(features.dtype).unsqueeze(0)
+        embedded = self.embedded(batch.token_ids).to(features.dtype).unsqueeze(0)
         rotation = self.rotary(features, batch.positions.unsqueeze(0))
         first = self.layers[0]
         normed = self.hidden_norm(features)
@@ -138,13 +114,7 @@ class Eagle3Head(FeatureHead):
         hidden = hidden[0]
         last = self.norm(hidden)
         self.store(batch, last if self.dialect.norm_output else hidden)
-        head = self._ends.head if self.lm_head is None else self.lm_head
-        return head(last[batch.logit_rows]).float()
-
-    def _embedded(self, token_ids: Tensor) -> Tensor:
-        if self.embedding is None:
-            return self._ends.embed(token_ids)
-        return nn.functional.embedding(token_ids, self.embedding)
+        return self.logits(last[batch.logit_rows])
 
 
 def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -181,28 +151,3 @@ def _dialects(checkpoint: HeadCheckpoint, num_layers: int, *, is_speculators: bo
     else:
         residuals = [True, False]
     return [Dialect(*one) for one in itertools.product(fitting, outputs, residuals)]
-
-
-def _layer_fields(own: Mapping[str, Any], checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """Return the fields of a configuration of transformers for the head's layers."""
-    family = own.get("model_type", "llama")
-    if family not in _LAYERS:
-        raise ModelError(
-            f"drafters: {checkpoint.folder} has layers of family {family!r}; {' and '.join(_LAYERS)} are supported"
-        )
-    fields = {name: value for name, value in own.items() if name not in ("architectures", "torch_dtype", "dtype")}
-    return fields | {"model_type": family, "num_hidden_layers": int(own.get("num_hidden_layers") or 1)}
-
-
-def _token_map(checkpoint: HeadCheckpoint, vocab_size: int) -> Tensor | None:
-    """Return the [draft vocabulary] target ids that the head's logits are of, or None for all of them."""
-    if "d2t" not in checkpoint:
-        return None
-    offsets = checkpoint.take("d2t", None).long()
-    ids = offsets + torch.arange(len(offsets))
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
-        raise ModelError(
-            f"drafters: tensor d2t of {checkpoint.folder} leads to tokens that the target's vocabulary of {vocab_size} "
-            "does not have, or twice to one; take a drafter that was trained for this target"
-        )
-    return ids

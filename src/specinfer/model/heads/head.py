@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional
 
+from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import output_head
 
@@ -89,6 +91,37 @@ class FeatureHead(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return [rows, vocab] float32 logits, and store the features of all tokens in the batch's store."""
         raise NotImplementedError
+
+    def take_ends(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
+        """Take the embedding and the output head, which are the target's unless the checkpoint has them."""
+        table = checkpoint.get("embed_tokens.weight", target.vocab_size, self.width)
+        if table is None and target.width != self.width:
+            raise ModelError(
+                f"drafters: {checkpoint.folder} has no tensor embed_tokens.weight, and its hidden size {self.width} is "
+                f"not the target's {target.width}; take a drafter that was trained for this target"
+            )
+        self.embedding = None if table is None else nn.Parameter(table, requires_grad=False)
+        self.token_map = checkpoint.token_map(target.vocab_size)
+        size = target.vocab_size if self.token_map is None else len(self.token_map)
+        self.lm_head: nn.Linear | None = None
+        if "lm_head.weight" in checkpoint:
+            self.lm_head = nn.Linear(self.width, size, bias=False, device="meta")
+            checkpoint.fill(self.lm_head, "lm_head.")
+        elif self.token_map is not None or target.width != self.width:
+            checkpoint.take("lm_head.weight", size, self.width)
+        self._ends = ends
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Return the [tokens, width] embeddings, without the scale of some targets."""
+        if self.embedding is None:
+            return self._ends.embed(token_ids)
+        return nn.functional.embedding(token_ids, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [rows, vocab] float32 logits of [rows, width] hidden states after the last norm."""
+        head = self._ends.head if self.lm_head is None else self.lm_head
+        logits: Tensor = head(hidden)
+        return logits.float()
 
     @staticmethod
     def store(batch: ForwardBatch, features: Tensor) -> None:
