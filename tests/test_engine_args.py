@@ -106,6 +106,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch, *words: str, env: dict[str, str] | 
         raise ValueError("seen")
 
     monkeypatch.setattr("specinfer.cli.serve.follow", load)
+    monkeypatch.setattr("specinfer.cli.serve.is_supported", lambda: False)  # the test's process must not fork
     result = CliRunner().invoke(app, ["serve", "demo", *words], env=env)
     assert seen, result.output
     return seen[0], result.stderr

@@ -13,7 +13,7 @@ from specinfer import LLM
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.model.device import find_device
 from specinfer.server.config import ServerConfig
-from specinfer.server.process import listening
+from specinfer.server.listening import listening
 
 # In a process of its own: the names that Windows or macOS lacks are taken away before the package is imported.
 HIDE = """

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from specinfer.cli.values import join_dotted
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
+from specinfer.server.listening import listening
 from specinfer.server.process import Service
 
 KEY = "a-long-key-of-one"
@@ -41,12 +42,36 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.captureWarnings(False)
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's process must not fork."""
+    monkeypatch.setattr("specinfer.cli.serve.is_supported", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_supervised"), [((), True), (("--single-process",), False), (("--nnodes", "2", "-pp", "2"), False)]
+)
+def test_the_server_has_a_parent_unless_it_is_one_process_by_request_or_one_rank_of_several_machines(
+    words: tuple[str, ...], is_supervised: bool, served: list[Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised = []
+
+    def supervise(work: Callable[[None], int], listener: socket.socket) -> int:
+        supervised.append(listener.getsockname())
+        return 0
+
+    monkeypatch.setattr("specinfer.cli.serve.is_supported", lambda: True)
+    monkeypatch.setattr("specinfer.cli.serve.supervise", supervise)
+    start("demo", "--port", "0", *words)
+    assert (len(supervised), len(served)) == ((1, 0) if is_supervised else (0, 1))
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Service]:
     """What would be served."""
     services: list[Service] = []
 
-    def run(service: Service) -> int:
+    def run(service: Service, _: object) -> int:
         services.append(service)
         return 0
 
@@ -313,7 +338,7 @@ def test_a_server_that_is_open_to_all_logs_a_warning(served: list[Service]) -> N
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs both kinds of addresses")
 def test_all_addresses_are_those_of_both_families() -> None:
-    with process.listening(ServerConfig(host="::", port=0, insecure=True)) as listener:
+    with listening(ServerConfig(host="::", port=0, insecure=True)) as listener:
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, listener.getsockname()[1]), 5).close()
 

@@ -23,8 +23,9 @@ from specinfer.core.errors import ModelError
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.engine.engine import Engine
 from specinfer.llm import LLM
-from specinfer.server import process
+from specinfer.server import connection, process
 from specinfer.server.config import ServerConfig
+from specinfer.server.listening import listening
 from specinfer.server.process import Service
 
 LONG = {"prompt": "the end", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}
@@ -193,7 +194,7 @@ def test_a_prompt_that_takes_long_to_read_is_left_behind_at_the_end(llm: LLM, mo
         return job(self, *args)
 
     monkeypatch.setattr(LLM, "job", long)
-    monkeypatch.setattr(process, "_FLUSH_SECONDS", 1)
+    monkeypatch.setattr(connection, "_FLUSH_SECONDS", 1)
 
     def work(client: httpx.Client) -> None:
         wait_until(lambda: is_up(client))
@@ -353,7 +354,7 @@ def test_a_unix_socket_is_for_its_owner_and_removed_at_the_end(llm: LLM, tmp_pat
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
             wait_until(lambda: is_up(client))
             mode = path.stat().st_mode & 0o777
-            with pytest.raises(OSError, match="in use"), process.listening(config):
+            with pytest.raises(OSError, match="in use"), listening(config):
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
             return mode

@@ -16,6 +16,7 @@ from attacked import TEXT
 from specinfer import LLM, QueueLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
+from specinfer.server.listening import listening
 
 BODY = {"prompt": "def f", "max_tokens": 4, "seed": 1, "temperature": 0.8}
 
@@ -29,7 +30,7 @@ class Port:
 
     def __enter__(self) -> "Port":
         self._stack = ExitStack()
-        listener = self._stack.enter_context(process.listening(self._service.config))
+        listener = self._stack.enter_context(listening(self._service.config))
         self.place: tuple[str, int] = listener.getsockname()
         self._process: Any = None
 

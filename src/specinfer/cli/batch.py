@@ -1,6 +1,5 @@
 """The command run-batch: serves a file of requests through the server's application, without a socket."""
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +45,8 @@ def run_batch(
     debug: DEBUG = False,
 ) -> None:  # fmt: skip
     """Run a batch file of requests (custom_id, method, url and body in each line) and write a file of responses."""
+    import asyncio  # some MB, which the parent of a server would keep
+
     screen = Screen()
     with checking(), contextlib.ExitStack() as files:
         args = engine.args(argument)

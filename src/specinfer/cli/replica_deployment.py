@@ -39,6 +39,8 @@ def replica_deployment(args: EngineArgs, server: ServerOptions, replicas: Replic
             "nnodes, node_rank, master_addr, master_port: the ranks of a replica are on one machine and find each "
             "other; leave them out, or --replicas"
         )
+    if server.single_process:
+        raise ValueError("single_process: each replica is a process of its own; leave it out, or --replicas")
     names = tuple(server.served_model_name or (str(args.model),))
     settings = ReplicaSettings(args, names, server.config(), server.limits())
     num_ranks = args.parallel_config.world_size

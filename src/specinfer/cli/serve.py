@@ -2,9 +2,12 @@
 
 import logging
 import os
+import socket
+import time
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +19,14 @@ from specinfer.cli.loading import LoadingLog
 from specinfer.cli.options import ARGUMENT, DEBUG, ServedOptions, check_local, flag, follow, locate_all
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
+from specinfer.core.parallel_config import find_place
+from specinfer.engine_args import EngineArgs
 from specinfer.server.config import ServerConfig, check_writable, is_loopback
+from specinfer.server.listening import listening
+from specinfer.server.supervisor import ParentProcess, is_supported, supervise
+
+if TYPE_CHECKING:
+    from specinfer.llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -66,33 +76,52 @@ def serve(
         check_local(args)
         if configured.trace is not None and deployment is None:
             check_writable(configured.trace)
-        from specinfer.server import logs, process, telemetry
+        settings = {**engine.given, **asdict(server), **asdict(replicas)}
 
-        if configured.otlp_endpoint is not None:
-            telemetry.check_installed()
-        _start_logs(context, str(args.model), configured, {**engine.given, **asdict(server), **asdict(replicas)}, debug)
-        follow(args)
+        def work(parent: ParentProcess | None = None, listener: socket.socket | None = None) -> int:
+            from specinfer.server import logs, process, telemetry
 
-        def load() -> Any:
-            from specinfer.llm import LLM
+            if configured.otlp_endpoint is not None:
+                telemetry.check_installed()
+            _start_logs(context, str(args.model), configured, settings, debug)
+            follow(args)
+            try:
+                if deployment is not None:
+                    return replica_deployment.serve(context, deployment, replicas)
+                load, names = partial(_load, args, parent), tuple(server.served_model_name or (str(args.model),))
+                service = process.Service(load, str(args.model), names, configured, limits, parent=parent)
+                return process.run(service, listener)
+            finally:
+                logs.flush()
 
-            log = LoadingLog(logger)
-            locate_all(args, log)
-            llm = LLM.from_engine_args(args, log)
-            llm.prepare()
-            return llm
-
-        names = tuple(server.served_model_name or (str(args.model),))
         try:
-            if deployment is None:
-                code = process.run(process.Service(load, str(args.model), names, configured, limits))
+            if deployment is not None or server.single_process or not (is_supported() and _starts_all_ranks(args)):
+                code = work()
             else:
-                code = replica_deployment.serve(context, deployment, replicas)
+                with listening(configured) as listener:
+                    code = supervise(partial(work, listener=listener), listener)
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
-        finally:
-            logs.flush()
     raise typer.Exit(code)
+
+
+def _starts_all_ranks(args: EngineArgs) -> bool:
+    """Return whether the server starts all processes of its engine, and so can start them again."""
+    place = find_place(args.parallel_config)
+    return place.num_started + 1 == place.world_size
+
+
+def _load(args: EngineArgs, parent: ParentProcess | None) -> "LLM":
+    """Return the loaded model; after several failures in a row only after a delay."""
+    from specinfer.llm import LLM
+
+    if parent is not None:
+        time.sleep(parent.delay)
+    log = LoadingLog(logger)
+    locate_all(args, log)
+    llm = LLM.from_engine_args(args, log)
+    llm.prepare()
+    return llm
 
 
 def _start_logs(

@@ -90,6 +90,15 @@ class ServerOptions:
     shutdown_timeout: Annotated[
         float, flag(_LIMITS, "Time for running requests to finish after SIGTERM, in seconds.")
     ] = 20.0
+    single_process: Annotated[
+        bool,
+        flag(
+            _LIMITS,
+            "Serve in one process, which ends with its engine. By default another keeps the port open and starts the "
+            "engine again.",
+            "--single-process",
+        ),
+    ] = False
     ping_seconds: Annotated[
         float, flag(_LIMITS, "Interval of keep-alive comments in a silent stream, in seconds; 0 disables them.")
     ] = 15.0

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_PR_SET_PDEATHSIG = 1
 _UNLIMITED = 1 << 20
 _MOST = 1 << 16  # more than any server needs; some programs walk through all of them
 
@@ -18,6 +19,12 @@ def call_c(name: str, *arguments: int) -> None:
     except (AttributeError, OSError, TypeError):  # TypeError: Windows
         return
     function(*arguments)
+
+
+def die_with_parent() -> None:
+    """Let the system kill this process, even a suspended one, when the thread that started it ends. Linux only."""
+    if sys.platform == "linux":
+        call_c("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def lock_file(handle: int) -> None:

@@ -4,11 +4,7 @@ A process that dies closes its connections, and the system notifies those that w
 machine that is cut off, is found only because its count stops.
 """
 
-import contextlib
-import ctypes
 import logging
-import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +15,6 @@ BEAT_SECONDS = 0.5
 STALE_BEATS = 6  # checks in a row at which a count has not changed: 3 seconds
 LOADING_BEATS = 60  # the limit while models are loaded, when threads may have to wait for native code
 _CUT_OFF_BEATS = 30  # checks in a row without an answer of the store: 15 seconds; rank 0 may only be suspended
-_PR_SET_PDEATHSIG = 1
 
 
 def _beat_key(rank: int) -> str:
@@ -103,10 +98,3 @@ class HeartbeatMonitor:
                 error: bytes = self._store.get(error_key(rank))
                 return f"rank {rank}: {error.decode(errors='replace')}"
         return None
-
-
-def die_with_parent() -> None:
-    """Let the system kill this process, even a suspended one, when the thread that started it ends. Linux only."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,17 +1,23 @@
-"""A client's connection: uvicorn's h11 protocol with timeouts, and with errors in the same format as all others.
+"""The server of a port, and a client's connection: uvicorn's, with timeouts, and with errors in our format.
 
 uvicorn waits without limit for a request to begin, its head to be complete or its response to be read. A few thousand
 idle connections would keep all other clients out.
 """
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
 import sys
 import uuid
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import h11
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specinfer.core.systems import max_descriptors
@@ -29,6 +35,8 @@ _AMBIGUOUS = {
     ),
 }
 _SPARE = 2  # connections per request that may be served at once
+_FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
+_BACKLOG = 256  # that wait to be accepted; the loop tries as often at once when descriptors run out
 _OWN_DESCRIPTORS = 128  # kept for files, pipes and sockets of the server itself
 
 
@@ -145,3 +153,59 @@ def _is_idle(connection: Connection) -> bool:
 def most_connections(limits: ServerConfig) -> int:
     """Return the number of connections that may be open at once: what is configured, or what the system allows."""
     return min(_SPARE * limits.max_connections, max(max_descriptors() - _OWN_DESCRIPTORS, 16))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers, and with a time limit on TLS handshakes.
+
+    Signals are handled by the process. A client that never begins its handshake would be kept for a minute.
+    """
+
+    def __init__(self, config: uvicorn.Config, handshake_timeout: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout = handshake_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.config.is_ssl:
+            return await super().startup(sockets)
+        loop: Any = asyncio.get_running_loop()  # uvicorn has no setting for it
+        loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._handshake_timeout)
+        try:
+            await super().startup(sockets)
+        finally:
+            del loop.create_server
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
+    """Return a uvicorn server for an application, with the configured limits and without signal handlers.
+
+    Raises:
+        OSError: The certificate or its key cannot be used.
+    """
+    # httptools, uvicorn's default, accepts heads of megabytes.
+    connection = partial(Connection, limits=config)
+    settings = uvicorn.Config(
+        app,
+        http=connection,  # type: ignore[arg-type]  # uvicorn only calls it
+        ws="none",
+        backlog=_BACKLOG,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        timeout_keep_alive=max(round(config.keep_alive_timeout), 1),
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+    try:
+        settings.load()
+    except OSError as error:  # includes errors of the ssl module
+        raise OSError(f"ssl_certfile, ssl_keyfile: they cannot be used: {error.strerror or error}") from error
+    return _Server(settings, config.body_timeout)

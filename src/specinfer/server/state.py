@@ -30,6 +30,7 @@ class ServerState:
         engine: The engine, or None while the model is being loaded; `put_engine` then sets it.
         names: The names by which clients may call the model; answers show the first.
         root: The path or name that the model was loaded from.
+        last_end: How the engine before this one ended, such as "ended by SIGSEGV", or "" for the first one.
 
     Attributes:
         is_stopping: True when the server is shutting down and takes no new work.
@@ -37,8 +38,15 @@ class ServerState:
         count_refusal: Called with the error code of every refused request.
     """
 
-    def __init__(self, engine: AsyncLLM | None, config: ServerConfig, names: Sequence[str], root: str = "") -> None:
-        self.config = config
+    def __init__(
+        self,
+        engine: AsyncLLM | None,
+        config: ServerConfig,
+        names: Sequence[str],
+        root: str = "",
+        last_end: str = "",
+    ) -> None:
+        self.config, self.last_end = config, last_end
         self._engine: AsyncLLM | None = None
         if engine is not None:
             self.put_engine(engine)
@@ -68,7 +76,7 @@ class ServerState:
             ApiError: The model is still being loaded.
         """
         if self._engine is None:
-            raise loading()
+            raise loading(f"the engine {self.last_end} and is being loaded again" if self.last_end else None)
         return self._engine
 
     @property
@@ -90,9 +98,9 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def loading() -> ApiError:
+def loading(reason: str | None = None) -> ApiError:
     """Return the error for requests that arrive before the engine is ready."""
-    message = "the model is being loaded; try again in a moment"
+    message = f"{reason or 'the model is being loaded'}; try again in a moment"
     return ApiError(503, message, kind="server_error", code="loading", headers={"Retry-After": "5"})
 
 

@@ -9,6 +9,8 @@ import functools
 import json
 import logging
 import math
+import mmap
+import os
 import queue
 import threading
 import time
@@ -97,11 +99,12 @@ def _rounded(chance: float | None) -> float | None:
 
 
 class TraceFile:
-    """Writes the token trees of all requests to a file, which is overwritten.
+    """Writes the token trees of all requests to a file, which is overwritten or continued.
 
     Args:
         engine: The engine whose requests are traced from now on.
         names: The names of the model; the first is written to the file.
+        continued: Whether an earlier engine of this server, which may have died in a line, has begun the file.
 
     Raises:
         ValueError: The file cannot be written.
@@ -109,8 +112,10 @@ class TraceFile:
 
     reads_logits = True
 
-    def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str]) -> None:
-        self._file = open_private(path, "w")
+    def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str], *, continued: bool = False) -> None:
+        self._file = open_private(path, "a" if continued else "w")
+        if continued:
+            _remove_incomplete_line(path)
         self._path, self._engine = path, engine
         self._model = names[0] if names else ""
         self._texts = TokenDecoder(engine.llm.tokenizer)
@@ -238,6 +243,14 @@ class TraceFile:
     def _write(self, record: dict[str, Any]) -> None:
         if not self._has_failed:
             self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def _remove_incomplete_line(path: str) -> None:
+    with open(path, "r+b") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                end = text.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 def changed_params(params: SamplingParams) -> dict[str, Any]:

@@ -13,12 +13,11 @@ from functools import partial
 from typing import NoReturn
 
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
-from specinfer.core.systems import STOP_SIGNALS
+from specinfer.core.systems import STOP_SIGNALS, die_with_parent
 from specinfer.drafters.remote.host import Host
 from specinfer.drafters.remote.placement import DrafterPlacement
 from specinfer.model.sharding.worker import work
 from specinfer.model.target import TargetConfig, rank_device
-from specinfer.parallel.health import die_with_parent
 from specinfer.parallel.ranks import Ranks
 
 MODULE = "specinfer.drafters.remote.process"

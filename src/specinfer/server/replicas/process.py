@@ -16,7 +16,9 @@ from typing import Any
 
 from specinfer.core.errors import ModelError
 from specinfer.core.systems import STOP_SIGNALS
-from specinfer.server.process import address, leave_at_once, listening, make_server, on_signal
+from specinfer.server.connection import make_server
+from specinfer.server.listening import address, listening
+from specinfer.server.process import leave_at_once, on_signal
 from specinfer.server.replicas.replica_set import Cluster, RayReplicaSet, deploy
 from specinfer.server.replicas.router import RouterState, create_router
 from specinfer.server.replicas.settings import ReplicaDeployment

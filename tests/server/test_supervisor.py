@@ -1,0 +1,379 @@
+"""The parent of the server: engines that die by any signal, at any moment, while the port stays open."""
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from worlds import await_that, children_of, is_alive, listening_places
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+HOME = str(Path(__file__).parents[2] / "src")
+
+# ------------------------------------------------------------------- the parent, with children of a few lines
+
+PROGRAM = """
+import os, signal, socket, sys, time
+from specinfer.server import supervisor
+
+listener = socket.create_server(("127.0.0.1", 0))
+os.environ["WATCHDOG_PID"] = str(os.getpid())  # as systemd does
+stops = []
+
+def show(*words):
+    print(*words, flush=True)
+
+def serve(parent):
+    parent.on_stop(stops.append)
+{body}
+
+show("port", listener.getsockname()[1])
+sys.exit(supervisor.supervise(serve, listener))
+"""
+
+
+@contextlib.contextmanager
+def supervised(body: str, *, program: str = PROGRAM, **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program whose function `serve` has this body; it leads a group of processes, none of which outlives it."""
+    indented = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    environment = os.environ | {"PYTHONPATH": HOME} | settings.pop("env", {})
+    command = [sys.executable, "-c", program.format(body=indented)]
+    process = subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, env=environment, start_new_session=True, **settings
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("port ")
+            yield process
+        finally:
+            process.kill()
+            await_that(lambda: not _group(process.pid), 5)
+
+
+def _group(group: int) -> list[int]:
+    """The living processes of a group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[list[str]]:
+    assert process.stdout is not None
+    return (line.split() for line in process.stdout)
+
+
+def test_a_child_that_dies_is_followed_by_another_until_too_many_have_failed() -> None:
+    body = """
+show(parent.last_end.replace(" ", "_") or "-", parent.delay)
+parent.report("READY=1")
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    with supervised(body, stderr=subprocess.PIPE) as process:
+        seen = list(lines_of(process))
+        assert process.wait(10) == 128 + signal.SIGSEGV
+        assert process.stderr is not None
+        log = process.stderr.read().splitlines()
+    assert [float(delay) for _, delay in seen] == [0, 0, 1, 2, 4, 8, 16, 30]
+    assert [end for end, _ in seen] == ["-"] + 7 * ["ended_by_SIGSEGV"]
+    assert len(log) == 8
+    assert "the engine ended by SIGSEGV; its requests are lost, and the model is loaded again" in log[0]
+    assert log[-1].startswith("CRITICAL ")
+
+
+def test_a_child_that_reports_a_fault_of_the_user_ends_the_command_with_its_code() -> None:
+    with supervised("return 2", stderr=subprocess.PIPE) as process:
+        assert process.wait(10) == 2
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_code_after_a_child_was_ready_is_a_failure_like_others() -> None:
+    body = """
+show("start")
+if not parent.last_end:
+    parent.report("READY=1")
+return 0 if "exit code 7" in parent.last_end else 7
+"""
+    with supervised(body) as process:
+        assert len(list(lines_of(process))) == 2
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_key_at_the_terminal_counts_once_though_both_processes_get_the_signal(count: int) -> None:
+    body = """
+show("up")
+while not stops:
+    time.sleep(0.01)
+show("first")
+time.sleep(0.3)
+return 10 + len(stops)
+"""
+    with supervised(body) as process:
+        lines = lines_of(process)
+        assert next(lines) == ["up"]
+        os.killpg(process.pid, signal.SIGINT)
+        assert next(lines) == ["first"]
+        if count == 2:
+            os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(10) == 10 + count
+
+
+def test_a_signal_before_the_child_serves_ends_both() -> None:
+    program = PROGRAM.replace("    parent.on_stop(stops.append)\n", "")
+    with supervised("show('loading'); time.sleep(60)", program=program) as process:
+        assert next(lines_of(process)) == ["loading"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+
+
+def test_programs_that_the_child_starts_can_be_ended() -> None:
+    """A signal that is ignored stays so in programs that are started."""
+    body = """
+import subprocess
+with subprocess.Popen(["sleep", "60"]) as started:
+    time.sleep(0.2)
+    started.terminate()
+    return started.wait() + 100
+"""
+    with supervised(body) as process:
+        assert process.wait(10) == 100 - signal.SIGTERM
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_child_ends_with_a_parent_that_is_killed(is_stopped: bool) -> None:
+    with supervised("show(os.getpid()); time.sleep(60)") as process:
+        child = int(next(lines_of(process))[0])
+        if is_stopped:
+            os.kill(child, signal.SIGSTOP)
+        process.kill()
+        await_that(lambda: not is_alive(child), 5)
+
+
+def test_connections_made_while_no_child_runs_wait_for_the_next() -> None:
+    body = """
+if not parent.last_end:
+    parent.report("READY=1")
+    show("ready")
+    time.sleep(60)
+time.sleep(0.5)
+connection, _ = listener.accept()
+connection.sendall(b"served")
+show("served")
+time.sleep(60)
+"""
+    with supervised(body) as process:
+        assert next(lines_of(process)) == ["ready"]
+        (child,) = children_of(process.pid)
+        ((_, port),) = listening_places(process.pid)
+        os.kill(child, signal.SIGKILL)
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            assert connection.recv(10) == b"served"
+
+
+def test_the_main_process_speaks_to_systemd_and_keeps_its_watchdog_quiet_while_a_model_loads(tmp_path: Path) -> None:
+    body = """
+if not parent.last_end:
+    parent.report("READY=1")
+    parent.report("STOPPING=1")  # a failed engine ends, but the service does not
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.2)
+parent.report("READY=1")
+while not stops:
+    time.sleep(0.01)
+parent.report("STOPPING=1")
+return 0
+"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        systemd.settimeout(10)
+        with supervised(body, env={"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "100000"}) as process:
+            heard: list[str] = []
+            while heard.count("READY=1") < 2:
+                text, extra, *_ = systemd.recvmsg(200, 100)
+                heard.append(text.decode())
+                assert struct.unpack("3i", extra[0][2])[0] == process.pid, "systemd ignores all others"
+            assert "STOPPING=1" not in heard
+            loading = heard[heard.index("READY=1") + 1 :]
+            assert loading.count("WATCHDOG=1") >= 2
+            reason = "ended by SIGKILL, which the system sends if memory runs out,"
+            assert f"STATUS=the engine {reason} and is being loaded again" in loading
+            process.terminate()
+            assert process.wait(10) == 0
+        while heard[-1] != "STOPPING=1":
+            heard.append(systemd.recv(200).decode())
+
+
+def test_a_log_that_nobody_reads_does_not_keep_the_next_child_waiting() -> None:
+    body = """
+show("up", parent.last_end)
+parent.report("READY=1")
+time.sleep(60)
+"""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(65536))
+    os.set_blocking(write, True)
+    with supervised(body, stderr=write) as process:
+        lines = lines_of(process)
+        assert next(lines) == ["up"]
+        os.kill(*children_of(process.pid), signal.SIGKILL)
+        assert next(lines)[1] == "ended"
+    os.close(read)
+    os.close(write)
+
+
+# ------------------------------------------------------------------------------------------ the whole program
+
+BODY = {"prompt": "the end", "n": 4, "max_tokens": 220, "ignore_eos": True, "temperature": 1.0, "stream": True}
+LOAD_SECONDS = 60.0  # with what else the machine does
+ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)  # per connection: those to a dead engine are of no use
+Served = Callable[..., contextlib.AbstractContextManager[tuple[subprocess.Popen[bytes], httpx.Client, Path]]]
+
+
+@pytest.fixture
+def served(model_folder: Callable[..., Path], tmp_path: Path) -> Served:
+    """Call it for the command, a client, and its log; `engine_of` finds its engine."""
+
+    @contextlib.contextmanager
+    def run(*flags: str, is_ready: bool = True) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, Path]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = ["serve", str(model_folder(tokenizer=True)), "--port", str(port), "--drafter", "ngram", "--tree", "2,1"]
+        environment = os.environ | {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1"}
+        log = tmp_path / "log"
+        command = [sys.executable, "-m", "specinfer", *words, *flags]
+        with (
+            log.open("w") as file,
+            subprocess.Popen(command, env=environment, stderr=file, start_new_session=True) as process,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LOAD_SECONDS, limits=ONE_REQUEST) as client,
+        ):
+            try:
+                await_that(lambda: _status(client) == 200 or (not is_ready and _status(client) == 503), LOAD_SECONDS)
+                yield process, client, log
+                process.terminate()
+                assert process.wait(20) == 0
+                assert not _group(process.pid), "nothing is left"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    return run
+
+
+def _status(client: httpx.Client) -> int:
+    try:
+        return client.get("/health").status_code
+    except httpx.TransportError:
+        return 0
+
+
+def engine_of(process: subprocess.Popen[bytes]) -> int:
+    (child,) = children_of(process.pid)
+    return child
+
+
+def _end(process: subprocess.Popen[bytes], client: httpx.Client, number: signal.Signals) -> None:
+    """End the engine by a signal, and see that the port answers with the reason until the model is loaded again."""
+    os.kill(engine_of(process), number)
+    answer = client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith(f"the engine ended by {number.name}")
+    await_that(lambda: _status(client) == 200, LOAD_SECONDS)
+
+
+def _answers(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "the end", "max_tokens": 3})
+    assert answer.status_code == 200
+
+
+def test_an_engine_that_faults_ends_its_streams_and_another_serves_at_the_same_port(
+    served: Served, tmp_path: Path
+) -> None:
+    with served("--trace", str(tmp_path / "trace.jsonl")) as (process, client, log):
+        _answers(client)
+        with client.stream("POST", "/v1/completions", json=BODY) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            begun = time.monotonic()
+            os.kill(engine_of(process), signal.SIGSEGV)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+            assert time.monotonic() - begun < 5
+        waiting = client.get("/health")  # connected while no engine ran
+        assert waiting.status_code == 503
+        assert "the engine ended by SIGSEGV and is being loaded again" in waiting.json()["error"]["message"]
+        await_that(lambda: _status(client) == 200, LOAD_SECONDS)
+        _answers(client)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert "\nThreads:\t1\n" in status
+        assert int(status.split("VmRSS:")[1].split()[0]) < 48 * 1024  # KiB
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    assert "ended by SIGSEGV" in log.read_text()
+    kinds = [line.split('"')[3] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert kinds.count("trace") == 2, "the file is continued"
+    assert kinds.count("end") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("moment", ["prefill", "verify", "idle", "load"])
+def test_service_is_back_after_any_end_at_any_moment(number: signal.Signals, moment: str, served: Served) -> None:
+    with served("--max-num-batched-tokens", "1", is_ready=moment != "load") as (process, client, _):
+        failures: list[type[Exception]] = []
+        busy = []
+
+        def ask(body: dict[str, Any]) -> None:
+            try:
+                with httpx.Client(base_url=client.base_url, timeout=LOAD_SECONDS) as own:
+                    own.post("/v1/completions", json=body).raise_for_status()
+            except httpx.HTTPError as error:
+                failures.append(type(error))
+
+        if moment in ("prefill", "verify"):
+            prompt = [5] * 230 if moment == "prefill" else [5]
+            body = BODY | {"prompt": prompt, "n": 1, "max_tokens": 240 - len(prompt), "stream": False}
+            busy = [threading.Thread(target=ask, args=(body,)) for _ in range(8)]
+            for thread in busy:
+                thread.start()
+            await_that(lambda: client.get("/load").json()["num_running"] > 0, 10)
+        begun = time.monotonic()
+        _end(process, client, number)
+        took = time.monotonic() - begun
+        for thread in busy:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert len(failures) == len(busy)
+        assert set(failures) <= {httpx.RemoteProtocolError, httpx.ReadError}
+        _answers(client)
+        assert took < LOAD_SECONDS
+
+
+@pytest.mark.slow
+def test_an_engine_of_several_ranks_is_started_again_with_all_of_them(served: Served) -> None:
+    with served("-tp", "2", "--dtype", "float32") as (process, client, _):
+        engine = engine_of(process)
+        ranks = children_of(engine)
+        assert len(ranks) == 1
+        _end(process, client, signal.SIGKILL)
+        assert not any(map(is_alive, (engine, *ranks)))
+        _answers(client)
