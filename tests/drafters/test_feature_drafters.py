@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import reference
 from heads import SlowEagle3, save_cycle, save_eagle3, tensors_of
+from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
@@ -45,20 +45,6 @@ def _drafter(llm: LLM) -> FeatureDrafter:
     assert llm.drafter is not None
     (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
     return one
-
-
-def _hidden(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> list[Tensor]:
-    """Return [tokens, width] hidden states before the last norm after each of these layers."""
-    found: dict[int, Tensor] = {}
-    handles = [
-        layer.register_forward_hook(lambda _, args, output, i=i: found.update({i: args[0][0], i + 1: output[0]}))
-        for i, layer in enumerate(model.model.layers)
-    ]
-    with torch.no_grad():
-        model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return [found[layer] for layer in layers]
 
 
 def _read_prompt(llm: LLM, request: Request) -> None:
@@ -129,7 +115,7 @@ def test_growth_follows_the_formulas(
                 _read_prompt(llm, request)
             span = Span(request, request.num_computed, len(request.token_ids))
             (tree,) = drafter.draft([span], [TreeBudget.expansion(widths)])
-            features = slow.project(_hidden(model, request.token_ids[:-1], reads))
+            features = slow.project(hidden_states(model, request.token_ids[:-1], reads))
             wanted = _slow_tree(slow, features, request.token_ids, widths, 96)
             assert sorted(paths_of(tree)) == sorted(paths_of(wanted))
             llm.engine.step()
@@ -297,31 +283,10 @@ def test_requests_with_another_first_token_share_nothing_of_the_head(cycle: tupl
 def test_every_rule_draws_from_the_targets_distribution(
     verification: str, target: Path, model: Any, head: Path
 ) -> None:
-    """The first two tokens of many requests of one prompt, against their exact distribution."""
-    prompt = random_prompts([6])[0]
-    params = SamplingParams(temperature=0.5, top_k=4, max_tokens=3)
-    with torch.no_grad():
-        first = _top(model(torch.tensor([prompt])).logits[0, -1])
-        pairs = {
-            (a, b): p * q
-            for a, p in first.items()
-            for b, q in _top(model(torch.tensor([[*prompt, a]])).logits[0, -1]).items()
-        }
-    count = 600
     with LLM(
         target, drafters=[str(head)], dtype="float32", tree="3,2", verification=verification, max_num_seqs=64, seed=3
     ) as llm:
-        outputs = llm.generate(_ids([prompt] * count), params, use_tqdm=False)
-    found = Counter(tuple(one.outputs[0].token_ids[:2]) for one in outputs)
-    assert set(found) <= set(pairs)
-    statistic = sum((found[pair] - count * p) ** 2 / (count * p) for pair, p in pairs.items())
-    assert statistic < len(pairs) + 5 * (2 * len(pairs)) ** 0.5
-
-
-def _top(logits: Tensor) -> dict[int, float]:
-    """Return the distribution at temperature 0.5 over the best 4 tokens."""
-    values, ids = logits.topk(4)
-    return dict(zip(ids.tolist(), (values / 0.5).softmax(-1).tolist(), strict=True))
+        assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
 
 
 def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model: Any, head: Path) -> None:
@@ -436,5 +401,7 @@ def test_a_head_is_no_target_and_some_targets_have_none(target: Path, head: Path
     falcon = save_model(tmp_path / "falcon", "falcon")
     with pytest.raises(ModelError, match="hidden states, which targets of family 'falcon' do not show"):
         _llm(falcon, head)
+    with pytest.raises(ValueError, match="select: heads on the target's hidden states are not scored"):
+        _llm(target, head, save_model(tmp_path / "small"), select="hedge:1")
     with pytest.raises(ValueError, match="adapt_drafters: no drafter is a language model"):
         _llm(target, head, adapt_drafters=True)

@@ -194,7 +194,7 @@ def test_the_table_has_small_models_first_and_says_what_is_not_supported() -> No
     drafters = known_drafters(BIG)
     assert (drafters[0].name, drafters[0].parameters, drafters[0].is_supported) == (SMALL, 0.6, True)
     assert {one.kind for one in drafters} == {"small model", "EAGLE-3", "DFlash"}
-    assert {one.kind for one in drafters if one.is_supported} == {"small model", "EAGLE-3"}
+    assert {one.kind for one in drafters if one.is_supported} == {"small model", "EAGLE-3", "DFlash"}
     assert known_drafters(SMALL) == []  # none is small enough
     for same in ("/models/Qwen3-8B-Q4_K_M.gguf", "qwen/qwen3-8b", "cache/models--Qwen--Qwen3-8B/snapshots/0123"):
         assert known_drafters(same) == drafters

@@ -234,3 +234,105 @@ def save_cycle(folder: Path) -> tuple[Path, Path]:
     (head / "config.json").write_text(json.dumps(layer | fields))
     save_file(tensors, head / "model.safetensors")
     return folder / "target", head
+
+
+# ------------------------------------------------------------------------------------------ blocks
+
+
+def save_block(
+    folder: Path,
+    kind: str = "dflash",
+    *,
+    layout: str = "original",
+    block_size: int = 6,
+    num_layers: int = 2,
+    num_taps: int | None = None,
+    draft_ids: Sequence[int] | None = None,
+    rank: int = 4,
+    seed: int = 0,
+    drop: Sequence[str] = (),
+    **fields: Any,
+) -> Path:
+    """Write a block head of the kind "dflash", "jetspec" or "dspark", whose embedding is the target's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    taps = num_taps or num_layers
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (32, 32 * taps),
+        "hidden_norm.weight": (32,),
+        "norm.weight": (32,),
+    }
+    for i in range(num_layers):
+        shapes |= {f"layers.{i}.input_layernorm.weight": (32,)} | layer_shapes(f"layers.{i}.", head_norms=True)
+    if draft_ids is not None:
+        shapes["lm_head.weight"] = (len(draft_ids), 32)
+    if kind == "dspark":
+        shapes |= {
+            "markov_head.markov_w1.weight": (96, rank),
+            "markov_head.markov_w2.weight": (96 if draft_ids is None else len(draft_ids), rank),
+            "confidence_head.proj.weight": (1, 32 + rank),
+        }
+    tensors = random_tensors(shapes, seed)
+    if kind == "dspark":
+        tensors["markov_head.markov_w1.weight"] *= 10
+        tensors["markov_head.markov_w2.weight"] *= 10
+        tensors["confidence_head.proj.bias"] = torch.tensor([0.1])
+    if draft_ids is not None:
+        tensors["d2t"] = torch.tensor(list(draft_ids)) - torch.arange(len(draft_ids))
+    save_file({name: one for name, one in tensors.items() if name not in drop}, folder / "model.safetensors")
+    layer = TINY | {
+        "model_type": "qwen3", "vocab_size": 96, "num_hidden_layers": num_layers, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    config: dict[str, Any] = {"block_size": block_size}
+    if layout == "speculators":
+        config |= {"speculators_model_type": kind, "transformer_layer_config": layer, "mask_token_id": 95}
+    elif kind == "dspark":
+        config |= layer | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 95}
+    else:
+        config |= layer | {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 95}}
+        if kind == "jetspec":
+            config["dflash_config"]["causal_head"] = True
+    if kind == "dspark":
+        config |= {"markov_rank": rank, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+class SlowBlock:
+    """The formulas of a block head, with no cache."""
+
+    def __init__(self, folder: Path, embedding: Tensor, head: Tensor, num_layers: int = 2) -> None:
+        self.w, self.embedding, self.num_layers = tensors_of(folder), embedding, num_layers
+        self.head = self.w.get("lm_head.weight", head)
+
+    def rows(self, taps: Sequence[Tensor], anchor: int, size: int, *, causal: bool = False) -> Tensor:
+        """Return the [size, width] rows of a block after the tokens of these hidden states."""
+        w = self.w
+        context = norm(torch.cat(list(taps), dim=-1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+        x = self.embedding[torch.tensor([anchor] + [95] * (size - 1))]
+        for i in range(self.num_layers):
+            at = f"layers.{i}."
+            x = x + self._attend(f"{at}self_attn.", norm(x, w[f"{at}input_layernorm.weight"]), context, causal=causal)
+            x = x + mlp(w, f"{at}mlp.", norm(x, w[f"{at}post_attention_layernorm.weight"]))
+        return norm(x, w["norm.weight"])
+
+    def _attend(self, at: str, x: Tensor, context: Tensor, *, causal: bool) -> Tensor:
+        w, every = self.w, torch.cat([context, x])
+        q = norm((x @ w[f"{at}q_proj.weight"].T).unflatten(-1, (4, 8)), w[f"{at}q_norm.weight"])
+        k = norm((every @ w[f"{at}k_proj.weight"].T).unflatten(-1, (2, 8)), w[f"{at}k_norm.weight"])
+        v = (every @ w[f"{at}v_proj.weight"].T).unflatten(-1, (2, 8))
+        places = torch.arange(len(every))
+        q, k = rotated(q, places[len(context) :]), rotated(k, places)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, dim=1)) * 8**-0.5
+        if causal:
+            hidden = ~torch.ones(len(x), len(every)).tril(len(context)).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
+        seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, dim=1))
+        return seen.flatten(1) @ w[f"{at}o_proj.weight"].T
+
+    def logits(self, row: Tensor, before: int) -> Tensor:
+        """Return the [vocab] logits of a row for the token after `before`."""
+        logits = self.head @ row
+        if "markov_head.markov_w1.weight" in self.w:
+            logits = logits + self.w["markov_head.markov_w2.weight"] @ self.w["markov_head.markov_w1.weight"][before]
+        return logits

@@ -87,11 +87,9 @@ ENGINE: Mapping[str, VllmName] = {
     "worker_cls": VllmName("there is one kind of rank", ("auto",)),
 }
 
-_HEADS = "heads of this kind cannot be loaded; name an EAGLE-3 head, or a small model with method draft_model"
-METHODS: Mapping[str, str] = dict.fromkeys(
-    ("eagle", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash"), _HEADS
-)
-_OF_MODELS = ("draft_model", "eagle3")  # methods with a model; what kind of drafter it is, its own files say
+_HEADS = "heads of this kind cannot be loaded; name one of another method, or a small model with draft_model"
+METHODS: Mapping[str, str] = dict.fromkeys(("eagle", "medusa", "mlp_speculator", "mtp", "deepseek_mtp"), _HEADS)
+_OF_MODELS = ("draft_model", "eagle3", "dflash", "dspark")  # methods with a model, whose files say its kind
 SPECULATIVE: Mapping[str, VllmName] = {
     "disable_by_batch_size": VllmName('tree="auto" decides by the measured costs of each batch size'),
     "disable_logprobs": VllmName("log-probabilities are returned in any case", _ANY),

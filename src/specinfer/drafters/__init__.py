@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from specinfer.core.lookups import LOOKUPS
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -15,9 +16,11 @@ from specinfer.drafters.merge.selection import Selection
 from specinfer.drafters.remote.drafter import RemoteDrafter, RemoteModel
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.model.heads.block import BlockHead
 from specinfer.model.runner import ModelRunner
 
 __all__ = [
+    "BlockDrafter",
     "Drafter",
     "FeatureDrafter",
     "HeadRunner",
@@ -72,7 +75,9 @@ def make_drafter(
             drafters.append(RemoteDrafter(kind, name, draft_sampling, calibration))
             continue
         vocabulary = vocabularies[i] if vocabularies else None
-        made = FeatureDrafter if isinstance(kind, HeadRunner) else SmallModelDrafter
+        made = SmallModelDrafter
+        if isinstance(kind, HeadRunner):
+            made = BlockDrafter if isinstance(kind.head, BlockHead) else FeatureDrafter
         drafters.append(made(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen))
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:

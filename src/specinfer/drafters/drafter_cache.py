@@ -106,6 +106,17 @@ class DrafterCache:
         start, end = len(self._cache.slots(request.request_id)), len(self.known[request.request_id].ids)
         return min(self._scoring.num_rows(request, start, end, num_requests), MAX_CHUNK)
 
+    def read_all(self, requests: Sequence[Request], num_left: int) -> None:
+        """Compute all known tokens of these requests but the last `num_left`, without logits."""
+        for request in requests:
+            start = len(self._cache.slots(request.request_id))
+            end = len(self.known[request.request_id].ids) - num_left
+            for first in range(start, end, MAX_CHUNK):
+                self._compute(request, first, min(first + MAX_CHUNK, end))
+            if start < len(request.prompt_ids):
+                ids = self.known[request.request_id].ids
+                self._cache.share(request.request_id, self._salts[request.request_id], ids)
+
     def _score(self, requests: Sequence[Request], logits: Tensor, num_rows: Sequence[int]) -> Tensor:
         """Return the last row of each request, [requests, vocab]; the rows before it score what was read."""
         assert self._scoring is not None

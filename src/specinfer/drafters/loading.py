@@ -7,10 +7,11 @@ from typing import Any
 from specinfer.core.config import check_quantization
 from specinfer.core.errors import ModelError
 from specinfer.drafters.feature_drafter import NextTokens
-from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import read_token_map
+from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.load import is_head, load_head
 from specinfer.model.load import LoadedModel, load_model
 
@@ -38,7 +39,8 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
     """
     if is_head(folder):
         loaded = load_head(folder, target, quantization)
-        return SmallModel(loaded, NextTokens(target.vocab_size, target.vocab_size, loaded.token_map))
+        kind = SharedVocabulary if isinstance(loaded.model, BlockHead) else NextTokens
+        return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
     try:
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)

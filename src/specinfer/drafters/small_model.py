@@ -7,6 +7,7 @@ all requests; `draft_sampling` turns the scores into candidates, and `expansion`
 from collections.abc import Sequence
 from functools import partial
 
+from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, LaterDraft
@@ -38,6 +39,7 @@ class SmallModelDrafter:
 
     is_remote = False
     keeps_drafts = True  # what was computed for accepted drafts stays valid
+    max_depth = MAX_TREE_NODES
 
     def __init__(
         self,
@@ -77,7 +79,9 @@ class SmallModelDrafter:
             span.request.begin_draws(self.name)
             known = self._sync(span.request)
             if known is not None:
-                budget = budget.cut(self.runner.loaded.max_position - len(known.ids), budget.max_nodes)
+                budget = budget.cut(
+                    min(self.max_depth, self.runner.loaded.max_position - len(known.ids)), budget.max_nodes
+                )
                 if budget.max_nodes:
                     growing[i] = GrowingTree(span.request, budget, self.name)
         if not growing:

@@ -81,7 +81,7 @@ class Falcon(nn.Module):
     ) -> Tensor:
         q, k, v = _split_falcon(attention, attention.query_key_value(hidden))
         if rotary is not None:
-            q, k = _rotate(q, *rotary), _rotate(k, *rotary)
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         out, _weights = tree_attention(
             layer, q, k, v, None, forward_batch=forward_batch,
             scaling=attention.inv_norm_factor, key_bias=self.key_bias,
@@ -104,7 +104,8 @@ def _split_falcon(attention: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [1, heads, tokens, dim] in halves by [1, tokens, dim] cosines and sines."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)

@@ -1,6 +1,6 @@
 """Loading of a head next to its target."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,17 @@ from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config
 from specinfer.model.families import REPLACED
+from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.linears import QUANTIZE
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
+
+_HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
+    "EAGLE-3": Eagle3Head, "DFlash": BlockHead, "DSpark": BlockHead, "JetSpec": BlockHead,
+}  # fmt: skip
 
 
 def is_head(folder: Path) -> bool:
@@ -46,7 +51,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         )
     shape = TargetShape.of(config)
     checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
-    head = Eagle3Head(checkpoint, shape, TargetEnds.of(target.model))
+    head = _HEADS[str(head_format(checkpoint.fields))](checkpoint, shape, TargetEnds.of(target.model))
     checkpoint.check_all_taken()
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     _quantize(head, quantization)

@@ -1,0 +1,172 @@
+"""Block heads, which score all tokens of a block in one pass: DFlash (arXiv 2602.06036), JetSpec and DSpark.
+
+    C[t]   = hidden_norm(fc(hidden states of token t))        features of the tokens before the anchor
+    block  = embeddings of the anchor (the last known token) and of mask tokens, at consecutive positions
+    layers : ordinary ones over the block; keys and values are those of the block and, made of C, of all tokens before
+    row j  = norm(block)[j]; softmax(lm_head(row j)) is the distribution of the j-th token after the anchor
+
+In DFlash a row sees the whole block, in JetSpec the rows before it. DSpark adds W2 W1[y] to the logits of a token
+after y, which makes rows of a block conditional on the path, and predicts how likely that token is accepted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.definition import make_trunk
+from specinfer.model.families import rotate
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+
+_MAX_BLOCK = 128
+_PAIRS = "markov_head.markov_w1.weight"
+
+
+class BlockHead(FeatureHead):
+    """A head of one pass for each tree.
+
+    Attributes:
+        block_size: Number of rows of a pass.
+        mask_token: Token of the rows after the anchor.
+        from_anchor: True if the anchor's row predicts the next token; else the row after it does.
+        is_causal: True if rows do not see later ones.
+        is_pairwise: True if a token's logits depend on the token before it.
+    """
+
+    def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
+        super().__init__()
+        fields = checkpoint.fields
+        nested = fields.get("dflash_config") or fields.get("dspark_config") or {}
+        fields = {**fields, **nested}
+        self.is_pairwise = _PAIRS in checkpoint
+        self.block_size = _whole(checkpoint, fields, "block_size", 1, _MAX_BLOCK)
+        self.mask_token = _whole(checkpoint, fields, "mask_token_id", 0, target.vocab_size - 1)
+        self.from_anchor = bool(fields.get("sample_from_anchor", self.is_pairwise))
+        self.is_causal = bool(fields.get("causal_head", False))
+        trunk = make_trunk(checkpoint.layer_fields())
+        self.width = width = int(trunk.config.hidden_size)
+        self.reads = _reads(checkpoint, fields, target.num_layers, len(trunk.layers))
+        self.fc = nn.Linear(len(self.reads) * target.width, width, bias=False, device="meta")
+        self.hidden_norm = type(trunk.norm)(width, eps=float(trunk.config.rms_norm_eps))
+        self.layers, self.rotary, self.norm = trunk.layers, trunk.rotary_emb, trunk.norm
+        for name in ("fc", "hidden_norm", "layers", "norm"):
+            checkpoint.fill(getattr(self, name), f"{name}.")
+        self._sliding_is_causal = not bool(fields.get("sliding_window_non_causal", True))
+        self.layer_shapes = shapes_of(trunk)
+        self.take_ends(checkpoint, target, ends)
+        self._take_pairs(checkpoint, target, fields)
+
+    def _take_pairs(self, checkpoint: HeadCheckpoint, target: TargetShape, fields: dict[str, Any]) -> None:
+        """Take DSpark's matrices: [vocab, rank] of tokens before, [draft vocab, rank], and [width (+ rank)]."""
+        if not self.is_pairwise:
+            return
+        kind = fields.get("markov_head_type", "vanilla")
+        if kind != "vanilla":
+            raise ModelError(f"drafters: {checkpoint.folder} has a markov head of type {kind!r}, not vanilla")
+        before = checkpoint.take(_PAIRS, target.vocab_size, None)
+        size = target.vocab_size if self.token_map is None else len(self.token_map)
+        after = checkpoint.take("markov_head.markov_w2.weight", size, before.shape[1])
+        self.pairs = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in (before, after)])
+        with_pairs = bool(fields.get("confidence_head_with_markov", False))
+        width = self.width + (before.shape[1] if with_pairs else 0)
+        weight = checkpoint.get("confidence_head.proj.weight", 1, width)
+        bias = checkpoint.get("confidence_head.proj.bias", 1)
+        self.confidence = None if weight is None else nn.Linear(width, 1, bias=bias is not None, device="meta")
+        if self.confidence is not None:
+            checkpoint.fill(self.confidence, "confidence_head.proj.")
+
+    @property
+    def max_depth(self) -> int:
+        """Largest depth of a tree: the number of rows that predict a token."""
+        return self.block_size - (0 if self.from_anchor else 1)
+
+    def project(self, taps: Sequence[Tensor]) -> Tensor:
+        kind = self.fc.weight.dtype
+        features: Tensor = self.hidden_norm(self.fc(torch.cat([tap.to(kind) for tap in taps], dim=-1)))
+        return features
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return the logits of the rows of blocks; for tokens with features store their keys and values only."""
+        if batch.features is not None:
+            return self._read(batch, batch.features)
+        hidden = self.embedded(batch.token_ids).to(self.hidden_norm.weight.dtype).unsqueeze(0)
+        rotation = self.rotary(hidden, batch.positions.unsqueeze(0))
+        causal = _causal(batch) if self._sliding_is_causal else batch
+        for layer in self.layers:
+            is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=rotation,
+                forward_batch=causal if is_sliding else batch,
+            )
+        last = self.norm(hidden)[0]
+        self.store(batch, last)
+        return self.logits(last[batch.logit_rows])
+
+    def _read(self, batch: ForwardBatch, features: Tensor) -> Tensor:
+        rotation = self.rotary(features.unsqueeze(0), batch.positions.unsqueeze(0))
+        for i, layer in enumerate(self.layers):
+            attention, shape = layer.self_attn, self.layer_shapes[i]
+            key = attention.k_proj(features).view(-1, shape.num_kv_heads, shape.key_dim)
+            if (norm := getattr(attention, "k_norm", None)) is not None:
+                key = norm(key)
+            key = rotate(key.transpose(0, 1).unsqueeze(0), *rotation)[0].transpose(0, 1)
+            value = attention.v_proj(features).view(-1, shape.num_kv_heads, shape.value_dim)
+            batch.store.store(i, batch.slots, key, value)
+        return features.new_empty(0, 0)
+
+    def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return [nodes, vocab] logits after each node's token, and [nodes] probabilities of acceptance if predicted.
+
+        Args:
+            logits: [nodes, vocab] logits of the rows.
+            rows: [nodes, width] rows of the block that predict the nodes' children.
+            before: [nodes] target ids of the nodes' tokens.
+        """
+        first, second = self.pairs
+        pair = first[before]
+        shifted = logits + (pair @ second.T).float()
+        if self.confidence is None:
+            return shifted, None
+        inputs = rows if self.confidence.in_features == self.width else torch.cat([rows, pair.to(rows.dtype)], dim=-1)
+        return shifted, self.confidence(inputs)[:, 0].float().sigmoid()
+
+
+def _whole(checkpoint: HeadCheckpoint, fields: dict[str, Any], name: str, least: int, most: int) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ModelError(
+            f"drafters: {name} in config.json of {checkpoint.folder} is {value!r}, not a number from {least} to {most}"
+        )
+    return value
+
+
+def _reads(checkpoint: HeadCheckpoint, fields: dict[str, Any], num_layers: int, num_own: int) -> tuple[int, ...]:
+    """Return the layers of the target after which hidden states are read.
+
+    The format of the speculators library counts layers before, the others number the layers themselves, from 0.
+    """
+    own = fields.get("aux_hidden_state_layer_ids") if checkpoint.is_speculators else None
+    ids = own or [i + 1 for i in fields.get("target_layer_ids") or ()]
+    if not ids:
+        step = (num_layers - 4) / max(num_own - 1, 1)
+        ids = [num_layers // 2 + 1] if num_own == 1 else [round(1 + j * step) + 1 for j in range(num_own)]
+    if min(ids) < 0 or max(ids) > num_layers:
+        raise ModelError(
+            f"drafters: {checkpoint.folder} reads hidden states after layers {', '.join(map(str, ids))}, and the "
+            f"target has {num_layers} layers; take a drafter that was trained for this target"
+        )
+    return tuple(ids)
+
+
+def _causal(batch: ForwardBatch) -> ForwardBatch:
+    return replace(
+        batch, pieces=tuple(replace(piece, visible=np.tril(piece.visible)) for piece in batch.pieces), windows=set()
+    )
