@@ -12,6 +12,8 @@ import pytest
 
 from specinfer import LLM, AsyncLLM, EngineDeadError, QueueFullError, QueueLimits, RequestError, SamplingParams
 from specinfer.core.outputs import TextChunk
+from specinfer.core.queue_limits import TenantLimits
+from specinfer.quotas import Quotas
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -154,7 +156,7 @@ def test_a_full_queue_refuses_and_recovers(llm: LLM) -> None:
 
 def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
-        engine.tenants = ("greedy", "modest", "late")
+        engine.put_quotas(Quotas(dict.fromkeys(("greedy", "modest", "late"), TenantLimits())))
         many = replace(LONG, n=8)
         running = [await engine.submit("the", many, tenant="greedy")]
         with pytest.raises(QueueFullError):

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
@@ -27,6 +27,7 @@ from specinfer.generation import Generation
 from specinfer.inputs.prompts import Job, Prompt
 from specinfer.inputs.read_pool import ReadPool
 from specinfer.llm import LLM
+from specinfer.quotas import Quotas
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class AsyncLLM:
         llm.reader.has_grammar_trials = True  # callers need not be trusted
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
         self._num_reading: Counter[str] = Counter()  # outputs of prompts that are still being read, by tenant
-        self.tenants: Collection[str] = ()  # each of these keeps a share of the queue
+        self.quotas = Quotas()  # each tenant that it knows keeps a share of the queue
         self._count = itertools.count()
         self._is_draining = False
         self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
@@ -67,6 +68,14 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
+
+    def put_quotas(self, quotas: Quotas) -> None:
+        """Limit tenants from now on; called before the first request."""
+        self.quotas = quotas
+        limits = {tenant: each.max_num_seqs for tenant, each in quotas.limits.items()}
+        self.llm.engine.scheduler.waiting.max_running = {
+            tenant: most for tenant, most in limits.items() if most is not None
+        }
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -115,6 +124,7 @@ class AsyncLLM:
             job = await self.read(lambda: self.llm.job(name, prompt, params, seed), tenant)
             self._check_alive()
             self._check_tokens(job)
+        self.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
             request.priority, request.tenant, request.arrival_time = priority, tenant, arrival_time
@@ -165,14 +175,28 @@ class AsyncLLM:
         else:
             self._idle.set()
 
-    @contextmanager
-    def _seats(self, count: int, tenant: str) -> Iterator[None]:
-        """Reserve places in the queue before any work is done."""
+    def check_seats(self, count: int, tenant: str) -> None:
+        """Check that a tenant may have this many outputs more.
+
+        Raises:
+            EngineDeadError: The engine has failed, or is shutting down.
+            QuotaError: The tenant has reached one of its own limits.
+            QueueFullError: The queue is full. A tenant without any output gets one all the same.
+        """
         self._check_alive()
         if self._is_draining:
             raise EngineDeadError("the server is shutting down; send the request to another or later")
-        if self.num_live + self._num_kept_from(tenant) + count > self.capacity:
+        live = self.num_live_by_tenant()
+        self.quotas.check_tokens(tenant)
+        self.quotas.check_outputs(tenant, live[tenant], count, self.capacity_of(tenant))
+        is_first = tenant in self.quotas.limits and not live[tenant] and count == 1
+        if not is_first and live.total() + self._num_kept_from(tenant, live) + count > self.capacity:
             raise QueueFullError(f"the queue is full ({counted(self.num_waiting, 'request')}); try again later")
+
+    @contextmanager
+    def _seats(self, count: int, tenant: str) -> Iterator[None]:
+        """Reserve places in the queue before any work is done."""
+        self.check_seats(count, tenant)
         self._num_reading[tenant] += count
         self._note_idleness()
         try:
@@ -181,14 +205,10 @@ class AsyncLLM:
             self._num_reading[tenant] -= count
             self._note_idleness()
 
-    def _num_kept_from(self, tenant: str) -> int:
+    def _num_kept_from(self, tenant: str, live: Counter[str]) -> int:
         """Return the number of free places kept for other tenants, who share a quarter of the queue."""
-        others = [other for other in self.tenants if other != tenant]
-        if not others or 2 * len(self.tenants) > self.capacity:
-            return 0
-        share = max(1, self.capacity // (4 * len(self.tenants)))
-        live = self._num_reading.copy()
-        live.update(generation.requests[0].tenant for generation in self._generations.values())
+        others = [other for other in self.quotas.limits if other != tenant]
+        share = self.capacity // (4 * len(self.quotas.limits)) if others else 0
         return sum(max(0, share - live[other]) for other in others)
 
     def _check_tokens(self, job: Job) -> None:
@@ -204,14 +224,31 @@ class AsyncLLM:
         """Largest number of outputs that may be read, wait or run at once."""
         return self.llm.max_num_seqs + self.limits.max_num_queued_reqs
 
+    def capacity_of(self, tenant: str) -> int:
+        """Return the largest number of outputs that one tenant may have at once."""
+        limits = self.quotas.limits_of(tenant)
+        num_running = min(limits.max_num_seqs or self.llm.max_num_seqs, self.llm.max_num_seqs)
+        if limits.max_num_queued_reqs is None:
+            return self.capacity
+        return min(num_running + limits.max_num_queued_reqs, self.capacity)
+
     @property
     def num_live(self) -> int:
         """Number of outputs that are being read, waiting or running."""
         return self._num_reading.total() + len(self._generations)
 
+    def num_live_by_tenant(self) -> Counter[str]:
+        """Return the number of outputs of each tenant that are being read, waiting or running."""
+        live = self._num_reading.copy()
+        live.update(generation.requests[0].tenant for generation in self._generations.values())
+        return live
+
     @property
     def num_running(self) -> int:
         return len(self.llm.engine.scheduler.running)
+
+    def num_running_by_tenant(self) -> Counter[str]:
+        return Counter(request.tenant for request in tuple(self.llm.engine.scheduler.running))
 
     @property
     def num_waiting(self) -> int:
@@ -298,6 +335,7 @@ class AsyncLLM:
         for request, generation, chunk in chunks:
             if request.request_id not in self._generations:
                 continue  # its end was reported before, or it has no reader
+            self.quotas.charge(request.tenant, num_generated_tokens=len(chunk.token_ids))
             if chunk.finish_reason is not None:
                 del self._generations[request.request_id]
             if chunk.text or chunk.token_ids or chunk.steps or chunk.finish_reason is not None:

@@ -16,9 +16,10 @@ from specinfer.cli.commands import flags_of
 from specinfer.cli.options import ServedOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
-from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.queue_limits import QueueLimits, TenantLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
+from specinfer.server.keys import ROLES, KeySettings
 from specinfer.server.listening import listening
 from specinfer.server.process import Service
 
@@ -256,18 +257,63 @@ def test_keys_of_a_file_may_have_roles(served: list[Service], tmp_path: Path) ->
     keys.write_text(f"{KEY}-users generate\n{KEY}-prometheus  metrics\n{KEY}-both generate, metrics\n{KEY}\n")
     start("demo", "--api-key-file", str(keys))
     (service,) = served
-    assert service.config.key_roles == {
+    assert {key: each.roles for key, each in service.config.key_settings.items() if each.roles != ROLES} == {
         f"{KEY}-users": ("generate",),
         f"{KEY}-prometheus": ("metrics",),
         f"{KEY}-both": ("generate", "metrics"),
     }
     assert len(service.config.api_keys) == 4
     keys.write_text(f"{KEY} administer\n")
-    assert "--api-key-file: 'administer' after a key" in refusal("demo", "--api-key-file", str(keys))
+    assert f"--api-key-file: {keys}, line 1: 'administer' after a key" in refusal("demo", "--api-key-file", str(keys))
     keys.write_text(f"# of users\n{KEY}\nshort metrics\n")
     assert f"--api-key-file: {keys}, line 3: a key needs" in refusal("demo", "--api-key-file", str(keys))
     keys.write_text(f"{KEY} metrics\n{KEY} generate\n")
     assert f"{keys}, line 2: the key is in an earlier line too" in refusal("demo", "--api-key-file", str(keys))
+
+
+def test_keys_of_a_file_may_have_names_and_limits(served: list[Service], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(
+        f"{KEY}-a generate name=alice max-num-seqs=4 max_num_queued_reqs=0\n{KEY}-b max-tokens-per-minute=600\n"
+        f"{KEY}-c max-connections=8 generate, metrics max-incoming-bytes=1000000\n"
+    )
+    start("demo", "--api-key-file", str(keys))
+    (service,) = served
+    assert service.config.tenants == {
+        "alice": KeySettings(
+            name="alice", roles=("generate",), limits=TenantLimits(max_num_seqs=4, max_num_queued_reqs=0)
+        ),
+        "key-2": KeySettings(limits=TenantLimits(max_tokens_per_minute=600)),
+        "key-3": KeySettings(
+            roles=("generate", "metrics"), limits=TenantLimits(max_connections=8, max_incoming_bytes=1_000_000)
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("max-num-seqs=0", "max-num-seqs must be at least 1, not 0"),
+        ("max-num-seqs=many", "max-num-seqs must be a whole number, not 'many'"),
+        ("max-num-seqs=-1", "max-num-seqs must be a whole number, not '-1'"),
+        ("max-tokens=5", "'max-tokens' is no setting of a key; use name, max-num-seqs, max-num-queued-reqs, max-tok"),
+        ("max-num-seqs=1 max_num_seqs=2", "max-num-seqs is given twice; give it once"),
+        ("name=", "name: is empty; write a name after ="),
+        ("name=a/b", "name: 'a/b' must be up to 64 letters"),
+    ],
+)
+def test_a_bad_setting_of_a_key_is_named_with_its_line(line: str, part: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# of users\n{KEY} generate {line}\n")
+    shown = refusal("demo", "--api-key-file", str(keys))
+    assert f"--api-key-file: {keys}, line 2: {part}" in shown
+    assert KEY not in shown
+
+
+def test_two_keys_have_different_names(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}-a name=key-2\n{KEY}-b\n")
+    assert "--api-key-file: two keys have the name key-2" in refusal("demo", "--api-key-file", str(keys))
 
 
 def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service], tmp_path: Path) -> None:

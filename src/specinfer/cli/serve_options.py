@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from specinfer.cli.options import flag
 from specinfer.core.queue_limits import QueueLimits
-from specinfer.server.config import ServerConfig, check_key
+from specinfer.server.config import ServerConfig
+from specinfer.server.keys import read_key_file
 
 _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Address", "Access", "Limits", "Watching"
 SECRETS = frozenset({"api_key"})  # never logged
@@ -50,7 +51,7 @@ class ServerOptions:
         str | None,
         flag(
             _ACCESS,
-            "File of API keys, one per line; after a key may stand its roles: generate, metrics, or both with a comma.",
+            "File of API keys, one per line, each with its roles (generate, metrics), name and limits if it has some.",
             metavar="FILE",
         ),
     ] = None
@@ -128,13 +129,13 @@ class ServerOptions:
         Raises:
             ValueError: A setting cannot be used, or a file cannot be read.
         """
-        roles = _keys_in(self.api_key_file)
-        keys = [*(self.api_key or ()), *roles]
+        path = self.api_key_file
+        in_file = {} if path is None else read_key_file(path, _text_of("api_key_file", path))
         names = {field.name for field in fields(self)} & {field.name for field in fields(ServerConfig)}
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         settings |= {
-            "api_keys": tuple(dict.fromkeys(keys)),
-            "key_roles": {key: given for key, given in roles.items() if given is not None},
+            "api_keys": tuple(dict.fromkeys([*(self.api_key or ()), *in_file])),
+            "key_settings": in_file,
             "allowed_origins": tuple(self.allowed_origins or ()),
             "allowed_hosts": tuple(name.lower() for name in self.allowed_hosts or ()),
             "chat_template": None if self.chat_template is None else _text_of("chat_template", self.chat_template),
@@ -158,23 +159,6 @@ class ServerOptions:
             queue_timeout=self.queue_timeout,
             request_timeout=self.request_timeout,
         )
-
-
-def _keys_in(path: str | None) -> dict[str, tuple[str, ...] | None]:
-    """Return the keys of a file, each with the roles that are given for it, or None for all."""
-    if path is None:
-        return {}
-    keys: dict[str, tuple[str, ...] | None] = {}
-    for i, line in enumerate(_text_of("api_key_file", path).splitlines(), 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            key, *rest = line.strip().split(maxsplit=1)
-            check_key(f"api_key_file: {path}, line {i}", key)
-            if key in keys:
-                raise ValueError(f"api_key_file: {path}, line {i}: the key is in an earlier line too; name it once")
-            keys[key] = tuple(role.strip() for role in rest[0].split(",")) if rest else None
-    if not keys:
-        raise ValueError(f"api_key_file: {path} has no key; write one in each line")
-    return keys
 
 
 def _text_of(name: str, path: str) -> str:

@@ -28,6 +28,14 @@ class QueueFullError(Exception):
     """The queue is full; the same request may be served later."""
 
 
+class QuotaError(QueueFullError):
+    """A tenant has reached a limit of its own; the same request may be served after `seconds`."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
 class EngineDeadError(Exception):
     """The engine failed or is shutting down, and serves nothing any more."""
 

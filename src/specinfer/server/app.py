@@ -7,9 +7,10 @@ that cannot be taken, and `Bodies` reads bodies.
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import specinfer
 from specinfer.core.text import counted
@@ -27,7 +28,7 @@ from specinfer.server import (
 )
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error
-from specinfer.server.limits import Bodies, Heads
+from specinfer.server.limits import Bodies, Heads, token_headers
 from specinfer.server.middleware import Refusals, ServingMiddleware, refusal
 from specinfer.server.state import ServerState, Serving, state_of
 
@@ -77,33 +78,36 @@ def checks(state: Serving) -> list[Middleware]:
         Middleware(Heads, config),
         Middleware(Guard, config),
         Middleware(Gate, state),
-        Middleware(Bodies, config),
+        Middleware(Bodies, state),
     ]
 
 
 class Gate:
-    """Middleware that refuses work while the model loads, when the engine is dead or stopping, or at the limit."""
+    """Middleware that refuses work while the model loads, when the engine is dead or stopping, or at a limit."""
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
-        self._num_live = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, quotas, tenant = self._state, self._state.quotas, scope["state"]["tenant"]
         if scope["method"] == "POST" and route_path(scope) not in OPEN_PATHS:
-            self._state.check_ready()
-            if self._num_live >= self._state.config.max_connections:
+            state.check_ready()
+            if not quotas.check_connection(tenant, state.config.max_connections):
                 raise ApiError(
                     503,
-                    f"{counted(self._num_live, 'request')} being served already; try again later",
+                    f"{counted(quotas.num_connections, 'request')} being served already; try again later",
                     kind="server_error",
                     code="too_many_connections",
                     headers={"Retry-After": "1"},
                 )
-        self._num_live += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_live -= 1
+
+        async def limited(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(token_headers(quotas, tenant))
+            await send(message)
+
+        with quotas.connection(tenant):
+            await self._app(scope, receive, send if quotas.tokens_left(tenant) is None else limited)
 
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:

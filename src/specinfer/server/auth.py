@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specinfer.server.config import ROLES, ServerConfig, is_loopback
+from specinfer.server.config import ServerConfig, is_loopback
 from specinfer.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
@@ -26,8 +26,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app, self._config = app, config
-        self._digests = [_digest(key) for key in config.api_keys]
-        self._roles = {_tenant_name(_digest(key)): config.key_roles.get(key, ROLES) for key in config.api_keys}
+        self._tenants = config.tenants
+        self._digests = {_digest(key): name for key, name in zip(config.api_keys, self._tenants, strict=True)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -54,7 +54,7 @@ class Guard:
 
     def _check_role(self, tenant: str, path: str) -> None:
         role = _ROLE_OF.get(path, "generate")
-        if tenant and path not in _ANY_ROLE and role not in self._roles[tenant]:
+        if tenant and path not in _ANY_ROLE and role not in self._tenants[tenant].roles:
             raise ApiError(
                 403,
                 f"this API key is not for {path}: it lacks the role {role}; use another key",
@@ -68,16 +68,16 @@ class Guard:
         return method in ("GET", "HEAD") and self._config.page and (path == "/" or path.startswith(_PAGE_PREFIX))
 
     def _tenant(self, headers: Mapping[bytes, str]) -> str:
-        """Return a short name of the key that was sent, or "" if no key is valid."""
+        """Return the name of the key that was sent, or "" if no key is valid."""
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
         given = [bearer.strip() if scheme.lower() == "bearer" else ""]
         given += [headers.get(b"api-key", ""), headers.get(b"x-api-key", "")]
         found = ""
         for key in filter(None, given):
             digest = _digest(key)
-            for known in self._digests:  # compare with all keys, so that the time reveals nothing
+            for known, name in self._digests.items():  # compare with all, so that the time reveals nothing
                 if hmac.compare_digest(digest, known):
-                    found = _tenant_name(digest)
+                    found = name
         return found
 
     def _check_host(self, host: str) -> None:
@@ -119,17 +119,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _tenant_name(digest: bytes) -> str:
-    return digest.hex()[:12]
-
-
-def tenants(config: ServerConfig) -> tuple[str, ...]:
-    """Return the names of all keys' tenants."""
-    return tuple(_tenant_name(_digest(key)) for key in config.api_keys)
-
-
 def tenant_of(request: Request) -> str:
-    """Return a short name of the key that the request came with, or "" without keys."""
+    """Return the name of the key that the request came with, or "" without keys."""
     return str(getattr(request.state, "tenant", ""))
 
 

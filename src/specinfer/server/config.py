@@ -2,15 +2,14 @@
 
 import ipaddress
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
 from specinfer.core.errors import check_float, check_int
+from specinfer.server.keys import KeySettings, check_key, named
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-ROLES = frozenset({"generate", "metrics"})
-MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,7 @@ class ServerConfig:
         uds: The path of a Unix socket to listen on, instead of host and port.
         root_path: The prefix that a proxy in front of the server strips from paths.
         api_keys: Any of these keys gives access; without keys, everyone who reaches the server may use it.
-        key_roles: What single keys may do, "generate" or "metrics" or both; a key that is not named here may do both.
+        key_settings: Names, roles and limits of single keys; a key that is not named here has the default ones.
         insecure: Whether other machines may be served without a key.
         allowed_origins: Web pages that may call from a browser, such as "https://chat.example.org"; "*" allows all.
         allowed_hosts: Names of this server that requests may have in their Host header. If there are none, loopback
@@ -57,7 +56,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
-    key_roles: Mapping[str, Collection[str]] = field(default_factory=dict)
+    key_settings: Mapping[str, KeySettings] = field(default_factory=dict)
     insecure: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -119,17 +118,17 @@ class ServerConfig:
     def _check_keys(self) -> None:
         for key in self.api_keys:
             check_key("api_key", key)
-        for roles in self.key_roles.values():
-            if not roles or not ROLES.issuperset(roles):
-                raise ValueError(
-                    f"api_key_file: {','.join(roles)!r:.60} after a key; write {' or '.join(sorted(ROLES))}, or both "
-                    "with a comma"
-                )
+        named(self.api_keys, self.key_settings)
         if not (self.api_keys or self.insecure or self.uds or is_loopback(self.host)):
             raise ValueError(
                 f"host: {self.host} lets other machines in, and there is no API key; set SPECINFER_API_KEY or give "
                 "--api-key-file, listen on 127.0.0.1, or say --insecure if the network is trusted"
             )
+
+    @property
+    def tenants(self) -> dict[str, KeySettings]:
+        """The settings of each key by its name, in the order of `api_keys`."""
+        return named(self.api_keys, self.key_settings)
 
 
 def is_loopback(host: str) -> bool:
@@ -155,13 +154,3 @@ def open_private(path: str, mode: Literal["a", "w"]) -> TextIO:
         return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
     except OSError as error:
         raise ValueError(f"trace: {path} cannot be written: {error.strerror}") from error
-
-
-def check_key(name: str, key: str) -> None:
-    """Check that a key is long enough and can be sent in a header.
-
-    Raises:
-        ValueError: It is not. The message begins with the name and does not show the key.
-    """
-    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"{name}: a key needs at least {MIN_KEY_LENGTH} visible ASCII characters without spaces")

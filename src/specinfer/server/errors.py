@@ -1,5 +1,6 @@
 """Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}. Codes are strings."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specinfer.core.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from specinfer.core.errors import ContextLengthError, EngineDeadError, QueueFullError, QuotaError, RequestError
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
 
@@ -64,6 +65,9 @@ def as_api_error(error: Exception) -> ApiError:
     """Return the error that answers a request which raised this exception."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, QuotaError):
+        headers = {"Retry-After": str(math.ceil(error.seconds))}
+        return ApiError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": "1"}
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)

@@ -50,6 +50,7 @@ class Call:
         """
         state = state_of(request)
         state.check_model(fields.model)
+        state.engine.check_seats(1, tenant_of(request))
         name = fields.request_id
         if name is None:
             name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
@@ -77,8 +78,7 @@ class Call:
         Raises:
             RequestError: There are more.
         """
-        engine = self.state.engine
-        capacity = engine.capacity
+        capacity = self.state.engine.capacity_of(self.tenant)
         if num_outputs > capacity:
             field = "n" if num_prompts == 1 else "prompt"
             raise RequestError(

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specinfer.core.errors import QuotaError
+from specinfer.quotas import Quotas
 from specinfer.server.auth import OPEN_PATHS, route_path
 from specinfer.server.config import ServerConfig
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.json_body import check_body
+from specinfer.server.state import Serving
 
 _CLOSE = {"connection": "close"}  # the rest of such a request is not read
 _SMALL = 2**17  # bytes of JSON that are checked in the event loop; larger bodies are checked in a thread
@@ -43,9 +46,8 @@ def head_too_large(config: ServerConfig) -> ApiError:
 class Bodies:
     """Middleware that reads whole bodies, within limits of size and time, and requires a valid JSON object."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
-        self._num_bytes = 0  # bytes of the bodies that are being read
+    def __init__(self, app: ASGIApp, state: Serving) -> None:
+        self._app, self._config, self._quotas = app, state.config, state.quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Open paths need no key, so no body is read for them.
@@ -53,7 +55,7 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        body = await self._read(headers, receive)
+        body = await self._read(headers, receive, scope["state"]["tenant"])
         if body is None:
             return  # the client is gone
         if body:
@@ -64,7 +66,7 @@ class Bodies:
                 check_body(body)
         await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:
+    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive, tenant: str) -> bytes | None:
         limit = self._config.max_body_bytes
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit():
@@ -87,8 +89,7 @@ class Bodies:
                         return None
                     part = message.get("body", b"")
                     size += len(part)
-                    self._num_bytes += len(part)
-                    if self._num_bytes > _MANY * limit:
+                    if not self._quotas.add_bytes(tenant, len(part), _MANY * limit):
                         raise _too_much_at_once()
                     if size > _DISCARDED * limit:
                         raise too_large
@@ -105,11 +106,28 @@ class Bodies:
                 code="request_timeout",
                 headers=_CLOSE | {"x-should-retry": "false"},
             ) from None
+        except QuotaError as error:
+            refused = as_api_error(error)
+            refused.headers |= _CLOSE
+            raise refused from None
         finally:
-            self._num_bytes -= size
+            self._quotas.add_bytes(tenant, -size, 0)
         if size > limit:
             raise too_large
         return b"".join(parts)
+
+
+def token_headers(quotas: Quotas, tenant: str) -> dict[str, str]:
+    """Return OpenAI's headers about the tokens that a key has left; none for a key without a limit."""
+    left, limit = quotas.tokens_left(tenant), quotas.limits_of(tenant).max_tokens_per_minute
+    if left is None or limit is None:
+        return {}
+    seconds = 60 * (limit - left) / limit
+    return {
+        "x-ratelimit-limit-tokens": str(limit),
+        "x-ratelimit-remaining-tokens": str(max(int(left), 0)),
+        "x-ratelimit-reset-tokens": f"{seconds // 60:.0f}m{seconds % 60:.0f}s" if seconds >= 60 else f"{seconds:.1f}s",
+    }
 
 
 def _too_much_at_once() -> ApiError:

@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -46,7 +47,14 @@ REFUSALS = frozenset(
         ),
         *("headers_too_large", "unsupported_media_type", "request_timeout", "queue_full", "engine_unavailable"),
         *("loading", "shutting_down", "too_many_connections", "internal_error"),
-        *("unsupported_parameter", "unknown_field", "client_closed_request", "generation_failed", "timeout"),
+        *(
+            "unsupported_parameter",
+            "rate_limit_exceeded",
+            "unknown_field",
+            "client_closed_request",
+            "generation_failed",
+            "timeout",
+        ),
     }
 )
 
@@ -209,12 +217,49 @@ class Metrics:
         )
         yield self._total("draft_nodes", "Draft tokens, by drafter.", ("drafter", totals.drafted_by))
         yield self._total("accepted_nodes", "Accepted draft tokens, by drafter.", ("drafter", totals.accepted_by))
+        yield from self._by_key()
         drafter = engine.llm.drafter
         if drafter is not None and drafter.selection is not None:
             weights = drafter.selection.weights
             yield self._gauges("drafter_weight", "How far each drafter is favoured of late.", "drafter", weights)
         if engine.llm.adaptation is not None:
             yield from self._adaptation(engine.llm.adaptation.stats)
+
+    def _by_key(self) -> Iterable[Metric]:
+        """Yield what each key uses, by its name, and its limits."""
+        engine, quotas = self._engine, self._engine.quotas
+        live, running, usage = engine.num_live_by_tenant(), engine.num_running_by_tenant(), quotas.usage.items()
+        for name, help, values in (
+            ("key_requests_running", "Outputs of a key in the batch.", {key: running[key] for key in quotas.limits}),
+            (
+                "key_requests_waiting",
+                "Outputs of a key that are read or wait.",
+                {key: max(live[key] - running[key], 0) for key in quotas.limits},
+            ),
+            ("key_connections", "Requests of a key being served.", {key: one.num_connections for key, one in usage}),
+            (
+                "key_incoming_bytes",
+                "Bytes of bodies being read for a key.",
+                {key: one.num_incoming_bytes for key, one in usage},
+            ),
+        ):
+            yield self._gauges(name, help, "key", values)
+        for name, help, values in (
+            ("key_prompt_tokens", "Tokens of a key's prompts.", {key: one.num_prompt_tokens for key, one in usage}),
+            ("key_generation_tokens", "Generated for a key.", {key: one.num_generated_tokens for key, one in usage}),
+        ):
+            yield self._total(name, help, ("key", values))
+        refused = CounterMetricFamily(
+            PREFIX + "key_refused", "Requests over a limit of their key.", labels=["model_name", "key", "limit"]
+        )
+        limits = GaugeMetricFamily(PREFIX + "key_limit", "Limits of a key.", labels=["model_name", "key", "limit"])
+        for key, one in usage:
+            for limit, count in one.num_refused.items():
+                refused.add_metric([self._model_name, key, limit], count)
+            for limit, most in asdict(quotas.limits[key]).items():
+                if most is not None:
+                    limits.add_metric([self._model_name, key, limit], most)
+        yield from (refused, limits)
 
     def _adaptation(self, stats: Mapping[str, AdaptationStats]) -> Iterable[Metric]:
         """Yield the metrics of drafters that learn online."""
@@ -242,7 +287,7 @@ class Metrics:
         family.add_metric([self._model_name], value)
         return family
 
-    def _gauges(self, name: str, help: str, label: str, values: dict[str, float]) -> Metric:
+    def _gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", label])
         for key, value in values.items():
             family.add_metric([self._model_name, key], value)

@@ -7,7 +7,7 @@ from typing import Protocol
 from fastapi import Request
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.server.auth import tenants
+from specinfer.quotas import Quotas
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 
@@ -16,6 +16,7 @@ class Serving(Protocol):
     """The part of the server's state that the middleware uses."""
 
     config: ServerConfig
+    quotas: Quotas
     is_stopping: bool
     count_refusal: Callable[[str], None] | None
 
@@ -46,7 +47,7 @@ class ServerState:
         root: str = "",
         last_end: str = "",
     ) -> None:
-        self.config, self.last_end = config, last_end
+        self.config, self.last_end, self.quotas = config, last_end, quotas_of(config)
         self._engine: AsyncLLM | None = None
         if engine is not None:
             self.put_engine(engine)
@@ -65,7 +66,7 @@ class ServerState:
         """
         if self.config.chat_template is not None:
             engine.llm.reader.chat_template = self.config.chat_template
-        engine.tenants = tenants(self.config)
+        engine.put_quotas(self.quotas)
         self._engine = engine
 
     @property
@@ -96,6 +97,11 @@ class ServerState:
             known = ", ".join(self.names)
             message = f"model: {name!r:.80} is not served here; use {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def quotas_of(config: ServerConfig) -> Quotas:
+    """Return the limits of each key, and nothing counted yet."""
+    return Quotas({name: each.limits for name, each in config.tenants.items()})
 
 
 def loading(reason: str | None = None) -> ApiError:

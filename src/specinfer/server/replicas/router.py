@@ -22,7 +22,7 @@ from specinfer.server.errors import ApiError
 from specinfer.server.replicas.messages import ResponseHead, pack_request, unpack_response
 from specinfer.server.replicas.numbers import PORT, RouterMetrics, merged
 from specinfer.server.replicas.prefixes import prefix_digests
-from specinfer.server.state import loading, shutting_down
+from specinfer.server.state import loading, quotas_of, shutting_down
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
@@ -70,7 +70,7 @@ class RouterState:
     """
 
     def __init__(self, config: ServerConfig, name: str) -> None:
-        self.config = config
+        self.config, self.quotas = config, quotas_of(config)
         self.metrics = RouterMetrics(name, config.metrics_prefix)
         self.count_refusal: Callable[[str], None] | None = self.metrics.count_refusal
         self.is_stopping = False
