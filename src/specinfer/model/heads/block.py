@@ -1,4 +1,4 @@
-"""Block heads, which score all tokens of a block in one pass: DFlash (arXiv 2602.06036), JetSpec and DSpark.
+"""Block heads, which score all tokens of a block in one pass: DFlash, JetSpec and DSpark (arXiv 2607.05147).
 
     C[t]   = hidden_norm(fc(hidden states of token t))        features of the tokens before the anchor
     block  = embeddings of the anchor (the last known token) and of mask tokens, at consecutive positions
