@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from specinfer.core.parallel_config import Place
+from specinfer.parallel.host_group import HostGroup
 from specinfer.parallel.rendezvous import join_rendezvous
-from specinfer.parallel.torch_group import TorchGroup
 
 _WARMUP, _COUNT = 20, 200
 _NUM_VALUES = 1024
@@ -22,12 +22,12 @@ def create(num_threads: int) -> None:
 def answer(_: None, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the median seconds of one sum. Both ranks must receive this message at the same time."""
     meeting = join_rendezvous(Place(message["rank"], 2, 0, 1, message["host"], message["port"]))
-    group = TorchGroup(meeting.connect(), [0, 1], message["rank"], 1)
+    group = HostGroup(meeting.links, [0, 1], message["rank"], 1)
     tensor, seconds = torch.ones(_NUM_VALUES), []
     for i in range(_WARMUP + _COUNT):
         before = time.perf_counter()
         group.all_reduce(tensor)
         if i >= _WARMUP:
             seconds.append(time.perf_counter() - before)
-    group.close()
+    meeting.links.close()
     return {"seconds": sorted(seconds)[len(seconds) // 2]}

@@ -65,7 +65,12 @@ class Engine:
                 options |= {"tensor_parallel_size": setting.tensor, "pipeline_parallel_size": setting.pipeline}
             if is_spread:
                 port = _FIRST_PORT + where.number
-                options |= {"nnodes": NUM_HOSTS, "master_addr": ADDRESSES[0], "master_port": port}
+                options |= {
+                    "nnodes": NUM_HOSTS,
+                    "master_addr": ADDRESSES[0],
+                    "master_port": port,
+                    "insecure_cluster": True,
+                }
                 self._follow(job.target, options)
             reply = self._ask(
                 {"do": "load", "job": asdict(job) | {"options": options, "device": device}}, LOADING_TIMEOUT

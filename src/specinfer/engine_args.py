@@ -84,6 +84,13 @@ class EngineArgs:
     node_rank: int = setting(0, _RANKS, "Rank of this node, from 0. Node 0 runs the engine.")
     master_addr: str | None = setting(None, _RANKS, "Address of node 0, reachable from all nodes.", metavar="HOST")
     master_port: int | None = setting(None, _RANKS, "Port of node 0 for the rendezvous of ranks. (default: 29500)")
+    cluster_cert: str | Path | None = setting(
+        None,
+        _RANKS,
+        "File with the private key and certificate, the same on all nodes, by which ranks accept and encrypt messages.",
+        metavar="FILE",
+    )
+    insecure_cluster: bool = setting(False, _RANKS, "Allow several nodes without --cluster-cert.")
     drafter_placement: str = setting(
         "auto",
         _RANKS,
@@ -196,7 +203,8 @@ class EngineArgs:
         """Ranks of the target."""
         return ParallelConfig(
             self.tensor_parallel_size, self.pipeline_parallel_size, self.nnodes, self.node_rank, self.master_addr,
-            self.master_port, self.drafter_placement,
+            self.master_port, self.drafter_placement, None if self.cluster_cert is None else str(self.cluster_cert),
+            self.insecure_cluster,
         )  # fmt: skip
 
     @property

@@ -3,6 +3,7 @@
 The code that runs between GPUs is run here, but for NCCL itself: that needs two of them.
 """
 
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,9 +22,10 @@ from specinfer.model.sharding.shard_runner import ShardRunner
 from specinfer.parallel import ranks
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
 from specinfer.parallel.group import Group
+from specinfer.parallel.host_group import HostGroup
 from specinfer.parallel.ranks import Connections
-from specinfer.parallel.rendezvous import Rendezvous, join_rendezvous, listen
-from specinfer.parallel.torch_group import TorchGroup
+from specinfer.parallel.rendezvous import Rendezvous, join_rendezvous
+from specinfer.parallel.store import as_torch_store
 from thread_group import Ranks as ThreadRanks
 from thread_group import at_once, passes
 from tiny import save_model
@@ -38,7 +40,7 @@ def _gloo_instead(meeting: Rendezvous, name: str, rank: int, size: int) -> Any:
     options = gloo._Options()
     options._devices, options._threads = [gloo.create_device(hostname="127.0.0.1")], 1
     options._timeout = _MOMENT
-    return gloo(_dist.PrefixStore(f"nccl/{name}", meeting.another()), rank, size, options)
+    return gloo(as_torch_store(meeting.another(), f"nccl/{name}/"), rank, size, options)
 
 
 @pytest.fixture
@@ -50,13 +52,12 @@ def as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def _run(config: ParallelConfig, work: Callable[[Connections], Any], name: str = "cuda") -> list[Any]:
     """What each rank, a thread, makes of its connections."""
     size = config.world_size
-    listener = listen(Place(0, size, 0, size))
-    port = listener.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="specinfer-threads-")
     all_done = threading.Barrier(size)
 
     def run(rank: int) -> Any:
         try:
-            meeting = join_rendezvous(Place(rank, size, rank, size, port=port), 20.0, listener if rank == 0 else None)
+            meeting = join_rendezvous(Place(rank, size, rank, size, folder=folder), 20.0)
             meeting.check_settings({})
             with ExitStack() as undo:
                 connections = Connections(meeting, config, torch.device(name, rank) if name == "cuda" else _CPU)
@@ -98,7 +99,7 @@ def test_what_is_handed_on_comes_in_order_and_is_counted(as_gpus: None) -> None:
     def work(connections: Connections) -> list[Any]:
         stages, found = connections.stages, []
         assert isinstance(stages, DeviceGroup)
-        assert isinstance(connections.shard.tensor, TorchGroup), "alone it needs no connection"
+        assert isinstance(connections.shard.tensor, HostGroup), "alone it needs no connection"
         before = connections.traffic.num_bytes, connections.traffic.num_bytes_received
         for i in range(30):
             if stages.rank == 1:
@@ -116,7 +117,7 @@ def test_what_is_handed_on_comes_in_order_and_is_counted(as_gpus: None) -> None:
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 3), (2, 2)], ids=["tp2", "pp3", "tp2-pp2"])
-def test_a_split_model_generates_what_it_does_over_gloo_to_the_bit(
+def test_a_split_model_generates_what_it_does_over_sockets_to_the_bit(
     split: tuple[int, int], tmp_path: Path, as_gpus: None
 ) -> None:
     folder = save_model(tmp_path, "llama", num_hidden_layers=3)
@@ -133,12 +134,12 @@ def test_a_split_model_generates_what_it_does_over_gloo_to_the_bit(
     assert all(map(torch.equal, found, wanted))
 
 
-def test_ranks_without_a_gpu_each_stay_with_gloo(as_gpus: None) -> None:
+def test_ranks_without_a_gpu_each_use_sockets(as_gpus: None) -> None:
     def work(connections: Connections) -> list[type]:
         return [type(connections.shard.tensor), type(connections.stages)]
 
     assert _run(ParallelConfig(2, 2), work) == [[DeviceGroup, DeviceGroup]] * 4
-    assert _run(ParallelConfig(2, 2), work, "cpu") == [[TorchGroup, TorchGroup]] * 4
+    assert _run(ParallelConfig(2, 2), work, "cpu") == [[HostGroup, HostGroup]] * 4
 
 
 class _Asked:

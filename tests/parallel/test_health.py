@@ -19,8 +19,11 @@ class Store:
         self.counts[key] = self.counts.get(key, 0) + amount
         return self.counts[key]
 
-    def check(self, keys: list[str]) -> bool:
-        return False
+    def set(self, key: str, value: str) -> None:
+        raise AssertionError("nothing is to be set")
+
+    def get(self, key: str) -> str | None:
+        return None
 
 
 def _watch(store: Store, limit: int = 3) -> HeartbeatMonitor:

@@ -1,7 +1,6 @@
 """A target split over several processes generates the tokens that one process generates."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from tiny import random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, await_that, is_alive, workers
+from worlds import SETTINGS, await_that, free_port, is_alive, make_cluster_cert, workers
 
 _PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([3, 50, 17, 1, 40])]
 _PARAMS = [
@@ -80,9 +79,10 @@ def test_a_model_that_cannot_be_split_so_is_refused_before_anybody_is_started(
 def test_two_machines_serve_one_target_and_end_together(tmp_path: Path) -> None:
     """Both are this one; the second is only informed where the first is."""
     folder = _folder(tmp_path, "llama")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
+    cert = make_cluster_cert(tmp_path)
     flags = ["--dtype", "float32", "--drafter", "ngram", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
+    flags += ["--cluster-cert", cert]
     command = [sys.executable, "-m", "specinfer", "generate", folder, "x", *flags, "--master-addr", "127.0.0.1"]
     home = str(Path(__file__).parents[2] / "src")
     environment = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"}
@@ -91,7 +91,7 @@ def test_two_machines_serve_one_target_and_end_together(tmp_path: Path) -> None:
     with subprocess.Popen([*command, "--master-port", port], env=environment) as follower:
         try:
             settings: dict[str, Any] = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
-            settings["max_num_batched_tokens"] = 512
+            settings |= {"max_num_batched_tokens": 512, "cluster_cert": cert}
             with LLM(folder, **(SETTINGS | settings), master_port=int(port)) as llm:
                 assert workers(llm) == []
                 assert _say(llm) == expected

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +13,9 @@ from typing import Any
 
 from specinfer import LLM
 from specinfer.core.parallel_config import Place
-from specinfer.parallel.messages import Broadcast
-from specinfer.parallel.rendezvous import join_rendezvous, listen
-from specinfer.parallel.torch_group import TorchGroup
+from specinfer.parallel.host_group import HostGroup
+from specinfer.parallel.messages import Channel
+from specinfer.parallel.rendezvous import join_rendezvous
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "drafters": ["ngram"], "tree": "best-first:8", "max_num_seqs": 8, "max_model_len": 160,
@@ -56,6 +58,21 @@ def await_that(what: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - start
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def make_cluster_cert(folder: Path) -> str:
+    """A key and its certificate in one file, as docs/distributed.md makes it."""
+    file = folder / "cluster.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-days", "3650", "-subj", "/CN=specinfer", "-keyout", str(file), "-out", str(file)]
+    subprocess.run(words, check=True, capture_output=True)
+    file.chmod(0o600)
+    return str(file)
+
+
 def listening_places(process_id: int) -> list[tuple[str, int]]:
     """Addresses that a process listens on, over IPv4 and IPv6."""
     sockets = set()
@@ -76,24 +93,26 @@ def listening_places(process_id: int) -> list[tuple[str, int]]:
 
 
 @contextmanager
-def threads_of_ranks(size: int, work: Callable[[int, TorchGroup, Broadcast], None]) -> Iterator[None]:
-    """Runs ranks that are threads, over real connections; their errors are raised at the end."""
-    start = Place(0, size, 0, size)
-    listener = listen(start)
-    place = Place(0, size, 0, size, port=listener.getsockname()[1])
+def threads_of_ranks(
+    size: int, work: Callable[[int, HostGroup, Channel], None], cert: str | None = None
+) -> Iterator[None]:
+    """Runs ranks that are threads, over real connections; their errors are raised at the end.
+
+    Args:
+        cert: With it, the ranks connect as those of several machines.
+    """
+    local, port = (size, 0) if cert is None else (1, free_port())
+    folder = tempfile.mkdtemp(prefix="specinfer-threads-") if cert is None else ""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            own = Place(rank, size, rank, size, port=place.port)
-            meeting = join_rendezvous(own, 20.0, listener if rank == 0 else None)
+            meeting = join_rendezvous(Place(rank, size, rank, local, port=port, folder=folder, cluster_cert=cert), 20.0)
             meeting.check_settings({})
-            backend = meeting.connect()
-            group, commands = TorchGroup(backend, range(size), rank, 1), Broadcast(backend, rank, size, 2)
-            work(rank, group, commands)
+            others = range(1, size) if rank == 0 else range(1)
+            work(rank, HostGroup(meeting.links, range(size), rank, 1), Channel(meeting.links, others, 2))
             all_done.wait(60)  # whoever closes first breaks connections that others still use
-            group.close()
-            commands.close()
+            meeting.links.close()
         except BaseException as error:
             errors.append(error)
             all_done.abort()

@@ -3,9 +3,12 @@
 import ipaddress
 import os
 import re
+import ssl
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from specinfer.core.errors import check_int
 
@@ -24,9 +27,12 @@ class ParallelConfig:
         nnodes: Machines; each has the same number of ranks, and runs the same command.
         node_rank: Number of this machine; the engine is on machine 0.
         master_addr: Address of machine 0, as all machines reach it.
-        master_port: Port there, or None for any free one on a single machine and 29500 otherwise.
+        master_port: Port there, or None for 29500. Ranks on one machine use no ports.
         drafter_placement: "first": all model drafters are on the engine's rank. "spread": each rank runs a different
             drafter. "auto": "spread" if all ranks are on one machine.
+        cluster_cert: PEM file with a private key and its certificate, the same on all machines. Ranks on several
+            machines accept each other by it, and encrypt their messages with it.
+        insecure_cluster: Whether ranks on several machines may do without it.
 
     Raises:
         ValueError: A field is out of range, or contradicts the others; the message names it.
@@ -39,6 +45,8 @@ class ParallelConfig:
     master_addr: str | None = None
     master_port: int | None = None
     drafter_placement: str = "auto"
+    cluster_cert: str | None = None
+    insecure_cluster: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "nnodes"):
@@ -70,6 +78,17 @@ class ParallelConfig:
                 raise ValueError("master_addr: several machines need the address of machine 0; name it")
         elif not _is_host(self.master_addr):
             raise ValueError(f"master_addr: {self.master_addr!r:.60} is no host name and no address")
+        if self.cluster_cert is not None:
+            make_tls(self.cluster_cert)
+        self.check_cluster("nnodes", self.nnodes)
+
+    def check_cluster(self, name: str, num_machines: int) -> None:
+        """Raise `ValueError`, with this name, if ranks on so many machines would have to trust every network."""
+        if num_machines > 1 and self.cluster_cert is None and not self.insecure_cluster:
+            raise ValueError(
+                f"{name}: ranks on several machines need cluster_cert, a file with a key that only they have "
+                "(docs/distributed.md says how to make it); or set insecure_cluster if nobody else reaches their ports"
+            )
 
     @property
     def world_size(self) -> int:
@@ -88,6 +107,31 @@ class ParallelConfig:
         }
 
 
+def make_tls(file: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the TLS settings of listening and of connecting ranks; both sides need the file's key and certificate.
+
+    Raises:
+        ValueError: The file cannot be used.
+    """
+    contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if Path(file).stat().st_mode & 0o007:
+            raise ValueError(f"cluster_cert: {file} can be read by other users of this machine; chmod 600 it")
+        for context in contexts:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False  # whoever has the key may be on any machine
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_cert_chain(file, password=lambda: "")  # instead of asking for the password of a key
+            context.load_verify_locations(file)
+    except OSError as error:  # of ssl, too
+        raise ValueError(
+            f"cluster_cert: {file} cannot be used ({error.strerror or error}); it must hold a private key and its "
+            "certificate, in PEM format"
+        ) from error
+    contexts[0].num_tickets = 0  # nothing is sent to a rank that only sends
+    return contexts
+
+
 def _is_host(name: object) -> bool:
     if not isinstance(name, str):
         return False
@@ -104,9 +148,11 @@ class Place:
 
     Attributes:
         host: Address of rank 0.
-        port: Port there. If it is 0, rank 0 chooses one, which only processes that it starts itself can know.
-        is_hosted: True if another program, such as torchrun, runs the store.
+        port: Port there. Ranks on one machine use no port.
+        is_hosted: True if torchrun listens at that port itself.
         num_started: Number of ranks that this one starts on its machine; they have the next rank numbers.
+        folder: Private folder for the sockets of ranks on one machine, or "" if rank 0 is to create one.
+        cluster_cert: See `ParallelConfig`; used if the ranks are on several machines.
     """
 
     rank: int
@@ -117,6 +163,12 @@ class Place:
     port: int = 0
     is_hosted: bool = False
     num_started: int = 0
+    folder: str = ""
+    cluster_cert: str | None = None
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        return self.local_size == self.world_size
 
 
 def find_place(config: ParallelConfig, environment: Mapping[str, str] | None = None) -> Place:
@@ -129,9 +181,12 @@ def find_place(config: ParallelConfig, environment: Mapping[str, str] | None = N
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
         return _started_by_torchrun(config, environment)
     host = config.master_addr or "127.0.0.1"
-    port = config.master_port or (DEFAULT_PORT if config.nnodes > 1 else 0)
+    port = config.master_port or DEFAULT_PORT
     local = config.local_size
-    return Place(config.node_rank * local, config.world_size, 0, local, host, port, num_started=local - 1)
+    return Place(
+        config.node_rank * local, config.world_size, 0, local, host, port, num_started=local - 1,
+        cluster_cert=config.cluster_cert,
+    )  # fmt: skip
 
 
 def _started_by_torchrun(config: ParallelConfig, environment: Mapping[str, str]) -> Place:
@@ -156,4 +211,9 @@ def _started_by_torchrun(config: ParallelConfig, environment: Mapping[str, str])
     port = number("MASTER_PORT", DEFAULT_PORT)
     is_hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     local = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
-    return Place(rank, world_size, *local, host, port, is_hosted)
+    config.check_cluster("LOCAL_WORLD_SIZE", world_size // max(local[1], 1))
+    # All ranks have to find it; whoever creates it first is checked to be this user.
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    user = getattr(os, "getuid", int)()
+    folder = str(Path(tempfile.gettempdir()) / f"specinfer-{user}-ranks-{port}-{restart}")
+    return Place(rank, world_size, *local, host, port, is_hosted, folder=folder, cluster_cert=config.cluster_cert)

@@ -1,10 +1,12 @@
 """Groups whose tensors stay on their devices: NCCL between GPUs, if each rank has its own.
 
-For a sum all parts are gathered and added on every rank in the order of ranks, as over gloo. So the bits are the same
-everywhere, however the library would have added. Messages, commands and heartbeats always use gloo and the store.
+For a sum all parts are gathered and added on every rank in the order of ranks, as in a `HostGroup`. So the bits are the
+same everywhere, however the library would have added. Messages, commands and heartbeats never use it.
 """
 
 import contextlib
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +14,21 @@ from torch import Tensor
 
 from specinfer.core.parallel_config import Place
 from specinfer.parallel.group import Group
-from specinfer.parallel.torch_group import Outbox, Traffic, sum_in_order
+from specinfer.parallel.host_group import Traffic, sum_in_order
+
+_MAX_PENDING = 8  # messages to one rank that may be in transfer
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Messages in transfer to one rank: a tensor must live until it has been sent."""
+
+    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        self.pending.append((work, tensor))
+        if len(self.pending) > _MAX_PENDING:
+            self.pending.popleft()[0].wait()
 
 
 class DeviceGroup:
@@ -29,7 +45,7 @@ class DeviceGroup:
         self._backend = backend
         self.rank, self.size = rank, size
         self.traffic = traffic or Traffic()
-        self._outboxes = [Outbox() for _ in range(size)]
+        self._outboxes = [_Outbox() for _ in range(size)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return sum_in_order(self.all_gather(tensor))

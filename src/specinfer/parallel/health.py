@@ -7,7 +7,8 @@ machine that is cut off, is found only because its count stops.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from specinfer.parallel.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Heartbeat:
         lost: Function called once, in a thread, when the store cannot be reached any more because rank 0 is lost.
     """
 
-    def __init__(self, store: Any, rank: int, lost: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, rank: int, lost: Callable[[str], None]) -> None:
         self._store, self._rank, self._lost = store, rank, lost
         self._num_beats = 0
         self._stopped = threading.Event()
@@ -72,7 +73,7 @@ class Heartbeat:
 class HeartbeatMonitor:
     """A monitor of the other ranks' counts. It counts checks, not seconds, in case its own process was suspended."""
 
-    def __init__(self, store: Any, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         self._store = store
         self._counts = dict.fromkeys(ranks, 0)
         self._still = dict.fromkeys(ranks, 0)
@@ -94,7 +95,6 @@ class HeartbeatMonitor:
     def reported_error(self) -> str | None:
         """Return the error that a failed rank has left, or None. Ranks that only noticed another's end leave none."""
         for rank in self._counts:
-            if self._store.check([error_key(rank)]):
-                error: bytes = self._store.get(error_key(rank))
-                return f"rank {rank}: {error.decode(errors='replace')}"
+            if (error := self._store.get(error_key(rank))) is not None:
+                return f"rank {rank}: {error}"
         return None

@@ -17,11 +17,11 @@ from specinfer.core.errors import RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, HeartbeatMonitor
-from specinfer.parallel.messages import Broadcast, Channel
+from specinfer.parallel.host_group import HostGroup, Traffic
+from specinfer.parallel.messages import Channel
 from specinfer.parallel.processes import Processes, share_cores
-from specinfer.parallel.rendezvous import Rendezvous, has_nccl, join_rendezvous, listen
+from specinfer.parallel.rendezvous import Rendezvous, has_nccl, join_rendezvous
 from specinfer.parallel.shard_spec import ShardSpec
-from specinfer.parallel.torch_group import TorchGroup, Traffic
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ _TENSOR, _STAGES, _WORLD, _COMMANDS, _MESSAGES = range(1, 6)  # numbers of the g
 
 
 class Connections:
-    """The groups of one rank, over the same connections.
+    """The groups of one rank.
 
-    If each rank has its own GPU, tensors use separate connections.
+    If each rank has its own GPU, tensors use connections between GPUs.
 
     Attributes:
         shard: Shard of the target that this rank computes.
@@ -46,17 +46,17 @@ class Connections:
 
     def __init__(self, rendezvous: Rendezvous, config: ParallelConfig, device: torch.device) -> None:
         self.traffic = Traffic()
-        backend, rank = rendezvous.connect(), rendezvous.place.rank
+        self._links, rank = rendezvous.links, rendezvous.place.rank
         width, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         behind, tensor_rank = divmod(rank, width)  # stages between this one and the last
 
-        def group(ranks: range, number: int) -> TorchGroup:
-            return TorchGroup(backend, ranks, rank, number, self.traffic)
+        def group(ranks: range, number: int) -> HostGroup:
+            return HostGroup(self._links, ranks, rank, number, self.traffic)
 
         self.world = group(range(config.world_size), _WORLD)
         self._is_direct = each_has_a_gpu(self.world, rendezvous.place, device, is_available=has_nccl())
 
-        def tensor_group(ranks: range, number: int) -> TorchGroup | DeviceGroup:
+        def tensor_group(ranks: range, number: int) -> HostGroup | DeviceGroup:
             if not self._is_direct or len(ranks) == 1:
                 return group(ranks, number)
             own, size = ranks.index(rank), len(ranks)
@@ -66,21 +66,21 @@ class Connections:
         tensor = tensor_group(range(first, first + width), _TENSOR)
         self.shard = ShardSpec(tensor, num_stages - 1 - behind, num_stages)
         self.stages = tensor_group(range(tensor_rank, config.world_size, width), _STAGES)
-        self.commands = Broadcast(backend, rank, config.world_size, _COMMANDS, self.traffic)
         others = range(1, config.world_size) if rank == 0 else range(1)
-        self.messages = Channel(backend, rank, others, _MESSAGES, self.traffic)
-        self._all = (tensor, self.stages, self.world, self.commands, self.messages)
+        self.commands = Channel(self._links, others, _COMMANDS, self.traffic)
+        self.messages = Channel(self._links, others, _MESSAGES, self.traffic)
+        self._device_groups = [each for each in (tensor, self.stages) if isinstance(each, DeviceGroup)]
 
     def abort(self) -> None:
-        """End waits for other GPUs, from any thread: only gloo connections break by themselves."""
-        for each in self._all:
-            if isinstance(each, DeviceGroup):
-                each.abort()
+        """End waits for other GPUs, from any thread; they would last forever."""
+        for each in self._device_groups:
+            each.abort()
 
     def close(self) -> None:
-        """Close the groups; they cannot be used any more."""
-        for each in self._all:
+        """Close the groups and all connections, in the thread that uses GPUs; they cannot be used any more."""
+        for each in self._device_groups:
             each.close()
+        self._links.close()
 
 
 class Ranks:
@@ -120,8 +120,7 @@ class Ranks:
         self._is_closed = threading.Event()
         self._were_notified = False
         self._children: Processes | None = None
-        listener = None if place.is_hosted else listen(place)
-        self._rendezvous = join_rendezvous(place, listener=listener)
+        self._rendezvous = join_rendezvous(place)
         self.place = self._rendezvous.place
         self._threads_before = share_cores(place.local_size)
         self._tasks, self._messages = _WorkerThread("specinfer-rank"), _WorkerThread("specinfer-messages")
@@ -242,18 +241,20 @@ class Ranks:
         self._messages.end(_SHUTDOWN_SECONDS)
         self._tasks.add(self._disconnect)
         self._tasks.end(_SHUTDOWN_SECONDS)
+        self._rendezvous.links.close()  # if that thread hangs
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
     def _abort(self) -> None:
-        """End waits between GPUs, which would last forever and keep this process from ending."""
+        """End all waiting for other ranks, which might last forever and keep this process from ending."""
         connections: Connections | None = getattr(self, "connections", None)
         if connections is not None:
             with contextlib.suppress(RuntimeError):
                 connections.abort()
+        self._rendezvous.links.close()
 
     def _disconnect(self) -> None:
-        """Close the connections in the thread that uses them; closed at process exit they would cause an error."""
+        """Close the connections in the thread that uses them: those between GPUs need it."""
         connections: Connections | None = getattr(self, "connections", None)
         if connections is not None:
             connections.close()

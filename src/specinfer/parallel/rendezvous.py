@@ -1,14 +1,8 @@
-"""Rendezvous of ranks: a torch.distributed store on rank 0, the check of equal settings, and the connections.
+"""Rendezvous of ranks: their connections, the store on rank 0, and the check of equal settings."""
 
-Rank 0 listens on one address only, for the store and for the ranks' own connections alike. There are no keys and no
-encryption: everyone who can reach these ports is trusted.
-"""
-
-import contextlib
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,31 +13,33 @@ import torch.distributed
 
 from specinfer.core.errors import RanksError
 from specinfer.core.parallel_config import Place
+from specinfer.parallel.links import CONNECT_SECONDS, Address, Links
+from specinfer.parallel.sender import LinkError
+from specinfer.parallel.store import LocalStore, RemoteStore, Store, as_torch_store, await_value
 
 logger = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # torch.distributed is only partly annotated
-RENDEZVOUS_SECONDS = 300.0  # limit until all ranks have connected
 _FOREVER = timedelta(days=3650)  # an idle rank waits for the next pass
-_BACKLOG = 256
-_RETRY_SECONDS = 0.25
 _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The store that all ranks of one start share.
+    """The connections and the store that all ranks of one start share.
 
     Attributes:
-        place: Place of this rank, with the port that was chosen.
-        store: Store of torch.distributed, with small values by name.
+        place: Place of this rank, with the folder or port that was chosen.
+        links: Connections to the other ranks.
+        store: Small values by name.
     """
 
     place: Place
-    store: Any
+    links: Links
+    store: Store
 
-    def another(self) -> Any:
-        """Return one more connection to the store, for another thread: a waiting call blocks its connection."""
-        return _as_client(self.place, RENDEZVOUS_SECONDS)
+    def another(self) -> Store:
+        """Return one more connection to the store, for another thread."""
+        return self.store if self.place.rank == 0 else RemoteStore(self.links, CONNECT_SECONDS)
 
     def check_settings(self, wanted: Mapping[str, str], look: Callable[[], None] = lambda: None) -> None:
         """Check that every rank has the same settings as rank 0.
@@ -69,39 +65,18 @@ class Rendezvous:
                     )
 
     def _awaited(self, key: str, rank: int, look: Callable[[], None]) -> str:
-        end = time.monotonic() + RENDEZVOUS_SECONDS
-        if rank >= self.place.local_size and not self.store.check([key]):
+        end = time.monotonic() + CONNECT_SECONDS
+        if rank >= self.place.local_size and self.store.get(key) is None:
             logger.info("waiting for rank %d, which another machine is to start", rank)
-        while not self.store.check([key]):
+        while (value := self.store.get(key)) is None:
             look()
             if time.monotonic() > end:
                 raise RanksError(
-                    f"rank {rank} of {self.place.world_size} did not connect within {RENDEZVOUS_SECONDS:.0f} seconds; "
+                    f"rank {rank} of {self.place.world_size} did not connect within {CONNECT_SECONDS:.0f} seconds; "
                     "start it with the same command, and see its log"
                 )
             time.sleep(_LOOK_SECONDS)
-        value: bytes = self.store.get(key)
-        return value.decode()
-
-    def connect(self) -> Any:
-        """Return a gloo backend with connections to all other ranks.
-
-        Raises:
-            RanksError: Some cannot be reached.
-        """
-        gloo = _dist.ProcessGroupGloo
-        options = gloo._Options()
-        # Bound to the address by which this machine reaches rank 0, not to all of its addresses.
-        options._devices = [gloo.create_device(hostname=own_address(self.place))]
-        options._threads = 1
-        options._timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
-        place = self.place
-        try:
-            backend = gloo(_dist.PrefixStore("gloo", self.store), place.rank, place.world_size, options)
-        except RuntimeError as error:
-            raise RanksError(f"rank {place.rank} cannot reach all others: {_first_line(error)}") from error
-        backend._set_default_timeout(_FOREVER)
-        return backend
+        return value
 
     def connect_devices(self, name: str, rank: int, size: int) -> Any:
         """Return an NCCL backend for the GPUs of a group of ranks, which connects when it is first used.
@@ -113,8 +88,7 @@ class Rendezvous:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
-        store = _dist.PrefixStore(f"nccl/{name}", self.another())
-        return _dist.ProcessGroupNCCL(store, rank, size, options)
+        return _dist.ProcessGroupNCCL(as_torch_store(self.another(), f"nccl/{name}/"), rank, size, options)
 
 
 def has_nccl() -> bool:
@@ -122,90 +96,69 @@ def has_nccl() -> bool:
     return bool(_dist.is_available() and _dist.is_nccl_available())
 
 
-def join_rendezvous(
-    place: Place, seconds: float = RENDEZVOUS_SECONDS, listener: socket.socket | None = None
-) -> Rendezvous:
+def join_rendezvous(place: Place, seconds: float = CONNECT_SECONDS) -> Rendezvous:
     """Open the store on rank 0, or connect to it.
 
     Args:
         seconds: Time limit.
-        listener: Socket of rank 0 if it is bound already, see `listen`.
 
     Raises:
         ValueError: The address cannot be listened on, or rank 0 cannot be reached in time.
     """
-    if place.rank > 0 or place.is_hosted:
-        return Rendezvous(place, _as_client(place, seconds))
-    with contextlib.ExitStack() as undo:
-        if listener is None:
-            listener = listen(place)
-            undo.callback(listener.close)
-        place = replace(place, port=listener.getsockname()[1])
-        store = _dist.TCPStore(
-            place.host, place.port, None, True, timedelta(seconds=seconds),
-            wait_for_workers=False, master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        return Rendezvous(place, store)
-
-
-def listen(place: Place) -> socket.socket:
-    """Return a socket for the store, on one address.
-
-    Raises:
-        ValueError: The address cannot be listened on.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), place.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ValueError(
-            f"master_addr, master_port: {place.host}:{place.port} cannot be listened on: {error.strerror or error}; "
-            "name an address of this machine and a free port"
-        ) from error
-
-
-def _as_client(place: Place, seconds: float) -> Any:
-    _await_listener(place, seconds)  # torch.distributed's own waiting fills the log with traces
-    try:
-        store = _dist.TCPStore(place.host, place.port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
-    except RuntimeError as error:
-        raise ValueError(_unreached(place, seconds, _first_line(error))) from error
-    # torchrun keeps one store over all its restarts, with its own values in it.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _dist.PrefixStore(f"specinfer/{start}", store) if place.is_hosted else store
-
-
-def _await_listener(place: Place, seconds: float) -> None:
-    end, is_logged = time.monotonic() + seconds, False
-    while True:
-        try:
-            with socket.create_connection((place.host, place.port), timeout=max(end - time.monotonic(), 0.1)):
-                return
-        except OSError as error:
-            if time.monotonic() + _RETRY_SECONDS > end:
-                raise ValueError(_unreached(place, seconds, error.strerror or str(error))) from error
-            if not is_logged:
-                logger.info("rank 0 is not at %s:%d yet (%s); waiting for it", place.host, place.port, error.strerror)
-            is_logged = True
-        time.sleep(_RETRY_SECONDS)
-
-
-def _unreached(place: Place, seconds: float, reason: str) -> str:
-    return (
-        f"master_addr, master_port: rank 0 was not reached at {place.host}:{place.port} within {seconds:.0f} seconds "
-        f"({reason}); check both, that machine 0 runs, and what firewalls let through"
-    )
-
-
-def own_address(place: Place) -> str:
-    """Return the address of this machine, as others reach it."""
+    hosted = _Torchrun(place, seconds) if place.is_hosted and not place.is_on_one_machine else None
     if place.rank == 0:
-        return place.host
-    family, *_, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+        store = LocalStore()
+        links = Links(place if hosted is None else replace(place, port=0), _finder(store), store.serve)
+        if hosted is not None:
+            hosted.set_port(links.address)
+        return Rendezvous(links.place, links, store)
+    if hosted is not None:
+        place = replace(place, port=hosted.port())
+    found: list[Store] = []
+    links = Links(place, lambda rank: _finder(found[0])(rank))
+    try:
+        found.append(RemoteStore(links, seconds))
+    except LinkError as error:
+        links.close()
+        raise ValueError(
+            f"master_addr, master_port: rank 0 was not reached at {place.host}:{place.port} within {seconds:.0f} "
+            f"seconds ({error}); check both, that machine 0 runs, and what firewalls let through"
+        ) from error
+    except ValueError:
+        links.close()
+        raise
+    if not place.is_on_one_machine:
+        found[0].set(_address_key(place.rank), json.dumps(links.address))
+    return Rendezvous(links.place, links, found[0])
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+def _address_key(rank: int) -> str:
+    return f"address/{rank}"
+
+
+def _finder(store: Store) -> Callable[[int], Address]:
+    def find(rank: int) -> Address:
+        host, port = json.loads(await_value(store, _address_key(rank)))
+        return host, port
+
+    return find
+
+
+class _Torchrun:
+    """The store of torchrun, from which ranks on several machines learn the port of rank 0, and nothing else."""
+
+    def __init__(self, place: Place, seconds: float) -> None:
+        try:
+            store = _dist.TCPStore(
+                place.host, place.port, None, False, timedelta(seconds=seconds), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise ValueError(f"MASTER_ADDR, MASTER_PORT: torchrun's store cannot be reached: {error}") from error
+        # torchrun keeps one store over all its restarts, with its own values in it.
+        self._store = _dist.PrefixStore(f"specinfer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def set_port(self, address: Address) -> None:
+        self._store.set("port", str(address[1]))
+
+    def port(self) -> int:
+        return int(self._store.get("port"))

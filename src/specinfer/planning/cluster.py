@@ -19,7 +19,6 @@ import numpy.typing as npt
 from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
 from specinfer.parallel.shard_spec import ShardSpec
-from specinfer.parallel.torch_group import SMALL_BYTES
 from specinfer.planning.network import Floats, Link
 from specinfer.policy.cost_model import CostModel, Curve
 
@@ -184,12 +183,11 @@ class Split:
         here = min(self.tensor, self.cluster.per_machine)  # ranks of the stage on one machine
         away = self.tensor - here
         sending = self.costs.message * (self.tensor - 1)
-        delays = np.where(num_bytes > SMALL_BYTES, 2, 1)  # for larger ones the receiver first sends their destination
         seconds = np.zeros(np.shape(num_rows))
         if here > 1:
-            seconds = self.cluster.inner.seconds((here - 1) * num_bytes, delays)
+            seconds = self.cluster.inner.seconds((here - 1) * num_bytes)
         if away:  # all ranks of a machine share its link to others
-            seconds = np.maximum(seconds, self.cluster.link.seconds(here * away * num_bytes, delays))
+            seconds = np.maximum(seconds, self.cluster.link.seconds(here * away * num_bytes))
         return np.asarray(_REDUCTIONS * self.shape.layers_of(stage, self.pipeline) * (sending + seconds))
 
     def handing(self, stage: int, num_rows: npt.ArrayLike) -> Floats:

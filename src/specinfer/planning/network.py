@@ -28,9 +28,9 @@ class Link:
     latency: float
     bandwidth: float
 
-    def seconds(self, num_bytes: npt.ArrayLike, num_delays: npt.ArrayLike = 1) -> Floats:
-        """Return the seconds until a whole message arrives, whose first byte takes `num_delays` crossings."""
-        return np.asarray(np.asarray(num_delays) * self.latency + np.asarray(num_bytes) / self.bandwidth)
+    def seconds(self, num_bytes: npt.ArrayLike) -> Floats:
+        """Return the seconds until a whole message arrives."""
+        return np.asarray(self.latency + np.asarray(num_bytes) / self.bandwidth)
 
     def as_dict(self) -> dict[str, float]:
         return {"latency_ms": 1000 * self.latency, "bytes_per_second": self.bandwidth}

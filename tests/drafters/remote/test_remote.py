@@ -398,7 +398,7 @@ def test_each_rank_gets_a_drafter_in_turn_the_engines_first(monkeypatch: pytest.
     assert _place(3, must_be_here=True, tensor_parallel_size=2) == [0, 0, 0]
     assert _place(3, tensor_parallel_size=8) == [0, 0, 0], "they would take each other's cores"
     assert _place(3, tensor_parallel_size=8, drafter_placement="spread") == [0, 1, 2]
-    two = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "a"}
+    two = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "a", "insecure_cluster": True}
     assert _place(2, **two) == [0, 0], "another machine may not have them"
     assert _place(2, **two, drafter_placement="spread") == [0, 1]
 

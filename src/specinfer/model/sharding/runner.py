@@ -19,8 +19,8 @@ from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard
 from specinfer.model.sharding.wire import PieceWriter
 from specinfer.model.sharding.worker import Command, is_broken
 from specinfer.model.target import TargetConfig, load_shard
+from specinfer.parallel.host_group import Traffic
 from specinfer.parallel.ranks import Ranks
-from specinfer.parallel.torch_group import Traffic
 
 
 def load_first_shard(ranks: Ranks, settings: TargetConfig, progress: ProgressCallback | None) -> LoadedModel:
@@ -123,7 +123,7 @@ class DistributedRunner:
 
     def _send(self, command: Command, numbers: Tensor) -> None:
         kind = torch.tensor([command], dtype=torch.int32)
-        self._ranks.connections.commands.send(torch.cat([kind, numbers]))
+        self._ranks.connections.commands.send_all(torch.cat([kind, numbers]))
 
 
 @dataclass(frozen=True, slots=True)

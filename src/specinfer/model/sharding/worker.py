@@ -20,6 +20,7 @@ from specinfer.parallel.health import Heartbeat, error_key
 from specinfer.parallel.messages import Channel
 from specinfer.parallel.ranks import Connections
 from specinfer.parallel.rendezvous import join_rendezvous
+from specinfer.parallel.sender import LinkError
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Worker:
         models = (loaded, *service_models)
         fitting = fitting_slots(settings.limits, models, most, num_sharing(loaded.device, self._place))
         descriptions = connections.world.all_gather(describe_shard(loaded, fitting))
-        command = connections.commands.receive().tolist()
+        command = connections.commands.receive(0).tolist()
         if command[0] == Command.STOP:
             return None
         assert command[0] == Command.SLOTS
@@ -123,7 +124,7 @@ class Worker:
     def _serve(self, runner: ShardRunner) -> None:
         reader = PieceReader()
         while True:
-            command = self._connections.commands.receive()
+            command = self._connections.commands.receive(0)
             if command[0] == Command.STOP:
                 return
             assert command[0] == Command.PASS
@@ -155,7 +156,7 @@ def work(
 
 def is_broken(error: Exception) -> bool:
     """Return whether an error is a broken connection, in which case another rank is the cause."""
-    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+    return isinstance(error, LinkError) or (isinstance(error, RuntimeError) and "NCCL" in str(error))
 
 
 def _leave(rank: int, reason: str) -> None:
