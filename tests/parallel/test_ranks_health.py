@@ -237,7 +237,7 @@ def _status(client: httpx.Client) -> int:
 def test_clients_of_a_server_get_an_error_and_it_exits(
     ranks: list[str], rank: int, number: signal.Signals, folder: str
 ) -> None:
-    with _server(folder, *ranks) as (process, client):
+    with _server(folder, "--single-process", *ranks) as (process, client):
         others = sorted(children_of(process.pid))
         with client.stream("POST", "/v1/completions", json=_BODY) as answer:
             lines = answer.iter_lines()
@@ -256,15 +256,16 @@ def test_clients_of_a_server_get_an_error_and_it_exits(
 @pytest.mark.distributed
 def test_all_ranks_end_with_a_server_that_is_killed(folder: str) -> None:
     with _server(folder, "-tp", "2", "-pp", "2") as (process, client):
-        others = children_of(process.pid)
-        assert len(others) == 3
+        (engine,) = children_of(process.pid)
+        ranks = children_of(engine)
+        assert len(ranks) == 3
         with client.stream("POST", "/v1/completions", json=_BODY) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
             process.kill()
             with pytest.raises(httpx.TransportError):
                 list(lines)
-        await_that(lambda: not any(map(is_alive, others)), _LIMIT)
+        await_that(lambda: not any(map(is_alive, [engine, *ranks])), _LIMIT)
 
 
 _FOLLOWER = """

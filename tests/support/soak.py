@@ -309,9 +309,8 @@ def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0) -> Repor
     # A small cache and a short queue: prefixes are given up, requests put back, and some refused.
     options = ("--kv-cache-memory-bytes", "24M", "--max-num-queued-reqs", "16", "--log-level", "warning")
     with serving(*options, port=port) as process:
-        return asyncio.run(
-            Soak(f"http://127.0.0.1:{port}", process.pid, asked, answers, seed).run(seconds, num_clients)
-        )
+        engine = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        return asyncio.run(Soak(f"http://127.0.0.1:{port}", engine, asked, answers, seed).run(seconds, num_clients))
 
 
 def main() -> None:
