@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +94,26 @@ def test_a_trial_at_its_limit_does_not_delay_another(compiler: GrammarCompiler) 
     assert attacker.is_alive(), "it was answered while the other was still being tried"
     attacker.join()
     assert refused
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no signals")
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("moment", ["start", "idle", "trial"])
+def test_a_process_that_is_killed_is_replaced_and_its_trial_done_again(
+    number: str, moment: str, compiler: GrammarCompiler
+) -> None:
+    if moment != "start":
+        compiler.compile(StructuredOutputsParams(regex="warm"))
+    (process,) = compiler._trials._idle  # type: ignore[union-attr]
+    kill = threading.Timer(0.1 if moment == "trial" else 0, process._child.send_signal, [getattr(signal, number)])
+    kill.start()
+    if moment == "trial":
+        with pytest.raises(RequestError, match="takes more than"):
+            compiler.compile(StructuredOutputsParams(json=patterns(200)))
+    else:
+        kill.join()
+    assert compiler.compile(StructuredOutputsParams(regex="[ab]+")).mask(()).any()
+    assert process._child.poll() == -getattr(signal, number)
 
 
 def test_processes_that_cannot_start_are_an_error_and_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ MEMORY_BYTES = 512 << 20  # that one trial may add
 COMMAND = ("-m", "specinfer.core.grammar.trial")
 _WALL_SECONDS = 20.0  # where processor time is not limited, and on a machine that is overloaded
 _MAX_PROCESSES = 2  # a trial at its limit does not delay another
+# Ends that a limit does not cause, though a grammar may: another process tries it once more.
+_FOREIGN_SIGNALS = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSEGV", "SIGTERM")} - {None}
 
 
 class GrammarTrials:
@@ -43,19 +45,21 @@ class GrammarTrials:
             RuntimeError: No process for trials can be started.
         """
         with self._free:
-            process = self._idle.pop() if self._idle else _Process(self._job)
-            try:
-                process.wait_until_ready()
-                answer = process.ask([kind, text])
-            except BaseException:
+            for _ in range(2):
+                process = self._idle.pop() if self._idle else _Process(self._job)
+                try:
+                    answer = process.ask([kind, text])
+                except BaseException:
+                    process.kill()
+                    raise
+                if answer is not None:
+                    self._idle.append(process)
+                    found: str | None = answer[0]
+                    return found
                 process.kill()
-                raise
-            if answer is not None:
-                self._idle.append(process)
-                found: str | None = answer[0]
-                return found
-            process.kill()
-            self._idle.append(_Process(self._job))  # reads the tokenizer before it is needed
+                self._idle.append(_Process(self._job))  # reads the tokenizer before it is needed
+                if not process.was_killed:
+                    break
         return (
             f"takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to compile; have fewer patterns, "
             "repetitions and alternatives"
@@ -81,27 +85,32 @@ class _Process:
             env=os.environ | {"PYTHONPATH": path},
         )
         self._job: str | None = job
-
-    def wait_until_ready(self) -> None:
-        """Wait until the process has read the tokenizer; the first call sends it.
-
-        Raises:
-            RuntimeError: It has ended.
-        """
-        if self._job is None:
-            return
-        if self._exchange(self._job) is None:
-            raise RuntimeError(f"a process for trials of grammars ended with code {self._child.wait()} at its start")
-        self._job = None
+        self._is_late = False
 
     def ask(self, question: list[str]) -> list[str | None] | None:
-        """Return the answer, or None if the process has ended."""
+        """Return the answer, or None if the process has ended. The first call waits until it has read the tokenizer.
+
+        Raises:
+            RuntimeError: It cannot read the tokenizer.
+        """
+        if self._job is not None:
+            if self._exchange(self._job) is None:
+                if self.was_killed:
+                    return None
+                code = self._child.returncode
+                raise RuntimeError(f"a process for trials of grammars ended with code {code} at its start")
+            self._job = None
         return self._exchange(json.dumps(question))
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the process, which has ended, was killed by something else than one of its limits."""
+        return -self._child.wait() in _FOREIGN_SIGNALS and not self._is_late
 
     def _exchange(self, line: str) -> list[str | None] | None:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        timer = threading.Timer(_WALL_SECONDS, self._child.kill)
+        timer = threading.Timer(_WALL_SECONDS, self._end_late)
         timer.start()
         try:
             self._child.stdin.write(line.encode() + b"\n")
@@ -112,6 +121,10 @@ class _Process:
         finally:
             timer.cancel()
         return json.loads(answer) if answer.endswith(b"\n") else None
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._child.kill()
 
     def kill(self) -> None:
         self._child.kill()
