@@ -104,7 +104,7 @@ class _Process:
 
     @property
     def was_killed(self) -> bool:
-        """Whether the process, which has ended, was killed by something else than one of its limits."""
+        """True if something else than a limit killed the process, which has ended."""
         return -self._child.wait() in _FOREIGN_SIGNALS and not self._is_late
 
     def _exchange(self, line: str) -> list[str | None] | None:
