@@ -219,6 +219,9 @@ def test_the_unit_starts_a_command_that_there_is() -> None:
     assert {word for word in words if word.startswith("--")} <= flags()
     assert unit["Service"]["NoNewPrivileges"] == unit["Service"]["DynamicUser"] == "yes"
     assert float(unit["Service"]["TimeoutStopSec"]) > load("config.yaml")["shutdown-timeout"]
+    # An engine for which memory runs out is started again by the main process, which alone speaks to systemd.
+    assert (unit["Service"]["OOMPolicy"], unit["Service"]["Type"]) == ("continue", "notify")
+    assert unit["Service"].get("NotifyAccess", "main") == "main"
 
 
 def test_the_example_settings_are_settings() -> None:
