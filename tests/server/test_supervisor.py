@@ -135,6 +135,19 @@ return 10 + len(stops)
         assert process.wait(10) == 10 + count
 
 
+def test_a_terminal_that_closes_ends_no_server_that_was_started_to_outlive_it() -> None:
+    body = """
+show("up")
+time.sleep(0.3)
+return 10 + len(stops)
+"""
+    program = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + PROGRAM  # as nohup does
+    with supervised(body, program=program) as process:
+        assert next(lines_of(process)) == ["up"]
+        os.killpg(process.pid, signal.SIGHUP)
+        assert process.wait(10) == 10
+
+
 def test_a_signal_before_the_child_serves_ends_both() -> None:
     program = PROGRAM.replace("    parent.on_stop(stops.append)\n", "")
     with supervised("show('loading'); time.sleep(60)", program=program) as process:

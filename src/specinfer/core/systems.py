@@ -12,6 +12,12 @@ _UNLIMITED = 1 << 20
 _MOST = 1 << 16  # more than any server needs; some programs walk through all of them
 
 
+def stop_signals() -> tuple[int, ...]:
+    """Return the signals that stop a server: not those of a closed terminal if they are ignored, as under nohup."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return tuple(each for each in STOP_SIGNALS if each != hangup or signal.getsignal(each) != signal.SIG_IGN)
+
+
 def call_c(name: str, *arguments: int) -> None:
     """Call a function of the C library or of another library of this process; do nothing where there is none."""
     try:

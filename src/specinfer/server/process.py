@@ -18,7 +18,7 @@ from typing import Any
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.queue_limits import QueueLimits
-from specinfer.core.systems import STOP_SIGNALS, raise_max_descriptors
+from specinfer.core.systems import raise_max_descriptors, stop_signals
 from specinfer.llm import LLM
 from specinfer.server import logs
 from specinfer.server.app import create_app
@@ -111,7 +111,7 @@ class _Process:
         if self._service.parent is not None:
             self._service.parent.on_stop(lambda number: loop.call_soon_threadsafe(self._stop, number))
         else:
-            for number in STOP_SIGNALS:
+            for number in stop_signals():
                 on_signal(loop, number, self._stop)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from specinfer.core.systems import STOP_SIGNALS, die_with_parent
+from specinfer.core.systems import die_with_parent, stop_signals
 from specinfer.server.systemd import notify, watchdog_seconds
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class _Supervisor:
         for end in (self._woken, self._waking):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        self._stop_signals = stop_signals()
+        for number in (*self._stop_signals, signal.SIGCHLD):
             signal.signal(number, _ignore)  # its number arrives in the pipe
         self._child = self._signals = self._states = -1
         self._ready_since: float | None = None
@@ -115,13 +116,13 @@ class _Supervisor:
         self._ready_since = None
         with contextlib.suppress(OSError):
             sys.stdout.flush()  # what stays in the buffer would be written twice
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._stop_signals)
         try:
             self._child = os.fork()
         except OSError as error:
             raise RuntimeError(f"no process can be started for the engine: {error.strerror}") from error
         if self._child:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._stop_signals)
             os.close(signals)
             os.close(states)
             return None
@@ -129,7 +130,7 @@ class _Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._woken, self._waking, self._signals, self._states):
             os.close(end)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._stop_signals)
         os.environ.pop("WATCHDOG_PID", None)  # the watchdog's messages come from here
         die_with_parent()  # the pipe ends then, too; but native code may keep the thread that reads it waiting
         return ParentProcess(signals, states, last_end, delay)
@@ -142,7 +143,7 @@ class _Supervisor:
             readable, _, _ = select.select(pipes, (), (), seconds)
             if self._woken in readable:
                 for number in os.read(self._woken, 256):
-                    if number in STOP_SIGNALS:
+                    if number in self._stop_signals:
                         self._pass_on(number)
             if self._states in readable and not self._take_states():
                 pipes.discard(self._states)

@@ -246,8 +246,8 @@ class TraceFile:
 
 
 def _remove_incomplete_line(path: str) -> None:
-    with open(path, "r+b") as file:
-        if os.fstat(file.fileno()).st_size:
+    if os.path.isfile(path) and os.path.getsize(path):  # and not a pipe
+        with open(path, "r+b") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 end = text.rfind(b"\n") + 1
             file.truncate(end)

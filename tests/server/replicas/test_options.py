@@ -41,11 +41,18 @@ def test_options_of_replicas_need_replicas(flag: str) -> None:
     assert "works with --replicas" in refused(flag)
 
 
-@pytest.mark.parametrize("words", [["--nnodes", "2", "--master-addr", "a"], ["--master-port", "29500"]])
+@pytest.mark.parametrize(
+    "words", [["--nnodes", "2", "--master-addr", "a", "--insecure-cluster"], ["--master-port", "29500"]]
+)
 def test_a_replica_is_on_one_machine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
     assert "--nnodes, --node-rank, --master-addr, --master-port: " in refused("--replicas", "2", "-tp", "2", *words)
     assert "-tp must be" in refused("--replicas", "2", "-tp", "0")
+
+
+def test_replicas_are_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
+    assert "--single-process: each replica is a process of its own" in refused("--replicas", "2", "--single-process")
 
 
 def test_ranks_of_a_replica_share_what_it_is_given() -> None:
