@@ -51,7 +51,11 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "is_supervised"),
-    [((), True), (("--single-process",), False), (("--nnodes", "2", "-pp", "2", "--insecure-cluster"), False)],
+    [
+        ((), True),
+        (("--single-process",), False),
+        (("--nnodes", "2", "-pp", "2", "--master-addr", "127.0.0.1", "--insecure-cluster"), False),
+    ],
 )
 def test_the_server_has_a_parent_unless_it_is_one_process_by_request_or_one_rank_of_several_machines(
     words: tuple[str, ...], is_supervised: bool, served: list[Service], monkeypatch: pytest.MonkeyPatch
