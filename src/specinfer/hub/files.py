@@ -78,6 +78,11 @@ def head_format(config: Mapping[str, Any]) -> str | None:
     return next((label for word, label in _HEADS.items() if word in kind), None)
 
 
+def folder_head_format(folder: Path) -> str | None:
+    """Return `head_format` of the model in a folder."""
+    return head_format(read_object(folder / "config.json") or {})
+
+
 def already_quantized(method: str) -> str:
     """Return why a quantized checkpoint is refused."""
     return (

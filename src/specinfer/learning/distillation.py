@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.training_examples import Batch
 
+_LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
 _LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0
 
 
@@ -47,6 +48,25 @@ class DraftLogits(nn.Module):
         if self.token_map is None:
             return logits
         return TokenMap(self.token_map, self.model.config.get_text_config().vocab_size).expand(logits)
+
+
+def draft_logits_of(model: Any, token_map: Tensor | None) -> DraftLogits:
+    """Return the module that computes a drafter's logits; a head in training is such a module itself."""
+    return model if isinstance(model, DraftLogits) else DraftLogits(model, token_map)
+
+
+def level_loss(logits: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
+    """Return `distillation_loss`, of heads [levels, outputs, vocab] over all levels, of which later ones count less.
+
+    A head predicts no second token of a text, which has no pair before it.
+    """
+    if logits.dim() == 2:
+        return distillation_loss(logits, batch.top_ids, batch.top_logprobs, weights)
+    has_pair = (batch.places > 0).float()
+    weights = has_pair if weights is None else weights * has_pair
+    losses = [distillation_loss(one, batch.top_ids, batch.top_logprobs, weights) for one in logits]
+    shares = [_LEVEL_SHARE**level for level in range(len(losses))]
+    return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum() / sum(shares)
 
 
 def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:

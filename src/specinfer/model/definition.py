@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from specinfer.core.errors import ModelError, first_line
 from specinfer.hub.files import already_quantized
 from specinfer.hub.locate import TOKENIZERS
-from specinfer.model.attention import ATTENTION_NAME
+from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.checkpoint import is_finite
@@ -105,6 +105,7 @@ def make_trunk(fields: Mapping[str, Any]) -> Any:
     Raises:
         ModelError: The fields are not those of a configuration of the family.
     """
+    register()
     try:
         config = AutoConfig.for_model(**fields)
         with quietly(), torch.device("meta"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
-from specinfer.learning.distillation import DraftLogits
+from specinfer.learning.distillation import draft_logits_of
 from specinfer.learning.training_examples import Source, TrainingExample, collate
 
 Floats = npt.NDArray[np.float32]
@@ -59,7 +59,7 @@ def predict(
     token_map: Tensor | None = None,
 ) -> list[Predictions]:
     """Return the model's predictions on each example; with a token map it predicts only these tokens."""
-    drafter = DraftLogits(model.eval(), None if token_map is None else token_map.to(device))
+    drafter = draft_logits_of(model.eval(), None if token_map is None else token_map.to(device))
     predictions: list[Predictions] = []
     for start in range(0, len(examples), rows):
         group = examples[start : start + rows]

@@ -15,11 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
+from specinfer.hub.files import folder_head_format
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.setup.model_names import find_drafter
+from specinfer.tuning.head_training import TrainableHead, export_head, new_head, read_head
 
-_FORMS = 'a folder or hub name, "layers:N" cut out of the target, or "new:N" or "new:NxHIDDEN" from nothing'
+_FORMS = (
+    'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or "new:eagle3", '
+    "a head on the target's hidden states"
+)
+EAGLE3 = "new:eagle3"
 _CUT = re.compile(r"layers:(\d+)")
 _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
@@ -54,6 +60,11 @@ class InitialWeights:
     hidden_size: int | None = None
     is_cut: bool = False
 
+    @property
+    def is_head(self) -> bool:
+        """True for a head on the target's hidden states."""
+        return self.name == EAGLE3 if self.folder is None else folder_head_format(self.folder) is not None
+
 
 def parse_initial_weights(name: str) -> InitialWeights:
     """Return the initial weights that a `--drafter` option of `specinfer tune` names.
@@ -61,6 +72,8 @@ def parse_initial_weights(name: str) -> InitialWeights:
     Raises:
         ValueError: The name has none of the forms, or there is no such folder.
     """
+    if name == EAGLE3:
+        return InitialWeights(name)
     if cut := _CUT.fullmatch(name):
         return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
     if new := _NEW.fullmatch(name):
@@ -88,7 +101,7 @@ def check_vocabulary(start: InitialWeights, target: Path) -> None:
     Raises:
         ValueError: Its tokens are not the target's; the message says what to do.
     """
-    if start.folder is None:
+    if start.folder is None or start.is_head:
         return
     wanted, given = (load_config(folder).get_text_config().vocab_size for folder in (target, start.folder))
     of_target, of_drafter = (_token_ids(folder) for folder in (target, start.folder))
@@ -113,13 +126,18 @@ def _num_used(token_ids: dict[str, int] | None, vocab_size: int) -> int:
     return vocab_size if not token_ids else min(max(token_ids.values()) + 1, vocab_size)
 
 
-def build(start: InitialWeights, target: Path, seed: int) -> Any:
+def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[int] | None = None) -> Any:
     """Return the drafter before tuning, in float32.
+
+    Args:
+        token_map: The only tokens that a new head predicts, or None for all. Other drafters keep their heads whole.
 
     Raises:
         ValueError: It cannot be made from this target.
     """
     torch.manual_seed(seed)
+    if start.is_head:
+        return new_head(target, seed, token_map) if start.folder is None else read_head(start.folder, target)
     if start.folder is not None:
         model = _load_checkpoint(start.folder, target)
     else:
@@ -214,9 +232,13 @@ def _make(start: InitialWeights, target: Path) -> Any:
 def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | None = None) -> None:
     """Write an ordinary Hugging Face folder with the target's tokenizer and a token map, if any, atomically.
 
+    A head is written in the format of the speculators library.
+
     Raises:
         OSError: The folder cannot be written.
     """
+    if isinstance(model, TrainableHead):
+        return export_head(model, target, folder)
     partial = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

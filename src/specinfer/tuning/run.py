@@ -25,6 +25,7 @@ from specinfer.tuning.boosting import Predictions, is_predicted, predict
 from specinfer.tuning.collection import collect, load, read
 from specinfer.tuning.config import check_disk_space, find_models, open_run
 from specinfer.tuning.corpus import Prompts, read_prompts
+from specinfer.tuning.head_training import TrainableHead
 from specinfer.tuning.initial_weights import InitialWeights, build, export
 from specinfer.tuning.options import TuneConfig
 from specinfer.tuning.prediction_files import load_predictions, save_predictions
@@ -74,7 +75,8 @@ class Run:
 
     def _read_prompts(self) -> Prompts:
         config = self.config
-        folders = [self.target, *(start.folder for start in (*self.starts, *self.beside) if start.folder is not None)]
+        models = [start.folder for start in (*self.starts, *self.beside) if not start.is_head]
+        folders = [self.target, *(folder for folder in models if folder is not None)]
         context = min(known_positions(folder) or 2**30 for folder in folders)
         most = context - config.max_tokens
         if most < 1:
@@ -221,11 +223,14 @@ class Run:
     ) -> TunedDrafter:
         """Train the i-th drafter on the chosen examples, write its folder and measure it."""
         config, folder = self.config, self.folder / name
-        model = build(self.starts[i], self.target, config.seed + i)
-        num_parameters = _count(model)
-        if config.freeze_embeddings:
-            model.get_input_embeddings().requires_grad_(False)
         token_map = self._token_map(examples)
+        kept = None if token_map is None else token_map.tolist()
+        model = build(self.starts[i], self.target, config.seed + i, kept)
+        num_parameters = _count(model)
+        if isinstance(model, TrainableHead):
+            token_map = model.token_map  # a head that was made before keeps its own vocabulary
+        elif config.freeze_embeddings:
+            model.get_input_embeddings().requires_grad_(False)
         training = self._training_config(model, i, sum(len(example.tokens) for example in examples))
         self.observer.stage(f"{name}: tuning", training.num_steps)
         progress = Progress()
@@ -239,7 +244,7 @@ class Run:
                     log.note(progress)
         path = self.folder / f"{name}.held-out.safetensors"
         if self.accelerator.is_main_process and not (path.exists() and folder.is_dir()):
-            export(model, self.target, folder, None if token_map is None else token_map.tolist())
+            export(model, self.target, folder, kept)
             # Loaded again: the model just tuned still runs in the precision of its training.
             tuned = build(InitialWeights(name, folder), self.target, 0)
             save_predictions(self._predict(f"{name}: measuring", tuned, folder, held_out), path)

@@ -21,7 +21,7 @@ from torch import nn
 
 from specinfer.core.errors import first_line
 from specinfer.core.noise import derive_seed
-from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
+from specinfer.learning.distillation import draft_logits_of, level_loss, restrict
 from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate, write_atomically
 from specinfer.tuning.boosting import Predictions, residual_logprobs, token_weights
 
@@ -108,7 +108,7 @@ def fit(
     """
     optimizers = _optimizers(model, config.learning_rate)
     progress = _restore(checkpoint, model, optimizers, config) if checkpoint.exists() else Progress()
-    prepared, *optimizers = accelerator.prepare(DraftLogits(model, token_map), *optimizers)
+    prepared, *optimizers = accelerator.prepare(draft_logits_of(model, token_map), *optimizers)
     order = _Order(examples, config)
     last_save = time.monotonic()
     yield replace(progress)
@@ -159,7 +159,7 @@ def _optimize(
             group["lr"] = rate
     with accelerator.autocast():
         logits = model(batch)
-    loss = distillation_loss(logits, batch.top_ids, batch.top_logprobs, weights)
+    loss = level_loss(logits, batch, weights)
     accelerator.backward(loss)
     norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
     mean = float(accelerator.reduce(loss.detach(), reduction="mean"))

@@ -121,6 +121,11 @@ def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight.to(hidden.dtype), eps)
 
 
+def usual_reads(num_layers: int) -> tuple[int, ...]:
+    """Return the layers of a target after which hidden states are read where a configuration names none."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def _dialects(checkpoint: HeadCheckpoint, num_layers: int, *, is_speculators: bool) -> list[Dialect]:
     """Return all readings of a configuration, the most likely one first.
 
@@ -130,9 +135,8 @@ def _dialects(checkpoint: HeadCheckpoint, num_layers: int, *, is_speculators: bo
     fields = checkpoint.fields
     nested = fields.get("eagle_config") or {}
     ids = fields.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    usual = (2, num_layers // 2, num_layers - 3)
     if ids is None:
-        reads = [usual]
+        reads = [usual_reads(num_layers)]
     elif not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ModelError(f"drafters: eagle_aux_hidden_state_layer_ids of {checkpoint.folder} is {ids!r}, not a list")
     else:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import head_format, read_object
+from specinfer.hub.files import folder_head_format, head_format
 from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config
@@ -28,7 +28,7 @@ _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHea
 
 def is_head(folder: Path) -> bool:
     """Return whether a folder has a head on a target's hidden states rather than a model of its own."""
-    return head_format(read_object(folder / "config.json") or {}) is not None
+    return folder_head_format(folder) is not None
 
 
 def load_head(folder: Path, target: LoadedModel, quantization: str | None = None) -> LoadedModel:
