@@ -18,14 +18,14 @@ from attacked_port import BODY, Port, read_all, request, statuses
 from specinfer import LLM
 from specinfer.core.systems import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens
+from specinfer.server.clients import most_connections, network_of
 from specinfer.server.config import ServerConfig
-from specinfer.server.connection import most_connections
 
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"
 CONFIG = ServerConfig(
-    port=0, body_timeout=0.5, keep_alive_timeout=1.0, shutdown_timeout=1.0, max_connections=40, access_log=False,
-    log_stats_interval=0,
+    port=0, body_timeout=0.5, keep_alive_timeout=1.0, shutdown_timeout=1.0, max_connections=40,
+    max_connections_per_address=80, access_log=False, log_stats_interval=0,
 )  # fmt: skip
 
 
@@ -237,10 +237,46 @@ def test_a_request_being_served_does_not_make_room_for_idle_clients(port: Port) 
 def test_the_limit_on_connections_is_below_that_on_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = ServerConfig(max_connections=1024)
     assert most_connections(limits) == min(2048, max_descriptors() - 128)
-    monkeypatch.setattr("specinfer.server.connection.max_descriptors", lambda: 256)
+    monkeypatch.setattr("specinfer.server.clients.max_descriptors", lambda: 256)
     assert most_connections(limits) == 128
-    monkeypatch.setattr("specinfer.server.connection.max_descriptors", lambda: 64)
+    monkeypatch.setattr("specinfer.server.clients.max_descriptors", lambda: 64)
     assert most_connections(limits) == 16
+
+
+def test_one_address_cannot_have_all_connections(port: Port) -> None:
+    with Port(port.llm, replace(CONFIG, max_connections_per_address=8)) as limited, ExitStack() as stack:
+        first = [stack.enter_context(limited.connect()) for _ in range(8)]
+        for _ in range(8):
+            stack.enter_context(limited.connect())
+        for connection in first:
+            assert not read_all(connection), "the longest silent ones were closed"
+        neighbour = stack.enter_context(socket.create_connection(limited.place, 20, ("127.0.0.2", 0)))
+        limited.until(lambda: limited.num_connections == 9)
+        neighbour.sendall(request(None, "Connection: close", path="/health", method="GET"))
+        assert statuses(read_all(neighbour)) == [200]
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        (("192.0.2.1", 1), "192.0.2.1"),
+        (("::ffff:192.0.2.1", 1, 0, 0), "192.0.2.1"),
+        (("2001:db8:1:2:3::4", 1, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_network_counts_as_one_address(address: object, network: str) -> None:
+    assert network_of(address) == network
+
+
+def test_bodies_that_do_not_come_make_way_for_others(port: Port) -> None:
+    with ExitStack() as stack:
+        for _ in range(2 * most_connections(port.config)):
+            stack.enter_context(port.connect()).sendall(request(BODY, length="5000"))
+        with port.connect() as connection:
+            connection.sendall(request(None, "Connection: close", path="/health", method="GET"))
+            assert statuses(read_all(connection)) == [200]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="a certificate cannot be made")

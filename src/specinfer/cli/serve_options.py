@@ -72,6 +72,10 @@ class ServerOptions:
     max_connections: Annotated[
         int, flag(_LIMITS, "Maximum number of concurrent HTTP requests; more are answered with 503.")
     ] = 1024
+    max_connections_per_address: Annotated[
+        int | None,
+        flag(_LIMITS, "Maximum number of open connections from one address. (default: half of all that may be open)"),
+    ] = None
     body_timeout: Annotated[
         float, flag(_LIMITS, "Time limit for receiving headers, and again for a body, in seconds.")
     ] = 30.0

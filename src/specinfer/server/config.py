@@ -26,6 +26,8 @@ class ServerConfig:
         allowed_hosts: Names of this server that requests may have in their Host header. If there are none, loopback
             names and IP addresses are allowed, or any name with keys.
         max_connections: Requests that are served at once; further requests are refused.
+        max_connections_per_address: Connections that one address may have open, or None for half of those that may be
+            open at all. The IPv6 addresses of one network of 64 bits count as one.
         max_tree_nodes: Tree nodes per step that a request may ask for: the whole batch pays for them. None for 64, or
             256 if the target is streamed.
         body_timeout: Seconds for a request's head to arrive, and the same again for its body. A client that reads
@@ -64,6 +66,7 @@ class ServerConfig:
     max_header_bytes: int = 16 * 2**10
     max_headers: int = 100
     max_connections: int = 1024
+    max_connections_per_address: int | None = None
     max_tree_nodes: int | None = None
     body_timeout: float = 30.0
     keep_alive_timeout: float = 10.0
@@ -92,8 +95,9 @@ class ServerConfig:
             "stream_interval",
         ):
             check_int(name, getattr(self, name), 1)
-        if self.max_tree_nodes is not None:
-            check_int("max_tree_nodes", self.max_tree_nodes, 1)
+        for name in ("max_tree_nodes", "max_connections_per_address"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         for name in ("body_timeout", "keep_alive_timeout"):
             check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
         for name in ("shutdown_timeout", "ping_seconds", "log_stats_interval"):

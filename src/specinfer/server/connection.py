@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specinfer.core.systems import max_descriptors
+from specinfer.server.clients import Clients, Listener
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
@@ -34,34 +35,40 @@ _AMBIGUOUS = {
         rb"(?is)\n(content-length[ \t]*:.*\ntransfer-encoding|transfer-encoding[ \t]*:.*\ncontent-length)[ \t]*:"
     ),
 }
-_SPARE = 2  # connections per request that may be served at once
 _FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
-_BACKLOG = 256  # that wait to be accepted; the loop tries as often at once when descriptors run out
-_OWN_DESCRIPTORS = 128  # kept for files, pipes and sockets of the server itself
+_AT_ONCE = 16  # connections accepted between two rounds of the loop, in which others are closed for them
 
 
 class Connection(H11Protocol):
     """uvicorn's protocol with timeouts; a subclass, because uvicorn takes a protocol class and has no other hook."""
 
-    def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ServerConfig, clients: Clients, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limits = limits
-        self._idle_since = 0.0  # of the loop's clock
+        self._limits, self._clients = limits, clients
+        self._idle_since = 0.0  # when it was made, or its last response was complete
+        self._paused_at: float | None = None  # since when its response is not read fast enough
         self._patience: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None  # checks whether the client still reads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self._idle_since = self.loop.time()
+        self._idle_since = time.monotonic()
         self._await_head()
-        if len(self.connections) > (most := most_connections(self._limits)):
-            # Whoever has been silent longest makes way, so that idle clients lock nobody out.
-            alive = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
-            if len(alive) > most:
-                min(filter(_is_idle, alive), key=lambda one: one._idle_since).transport.abort()
+        self._clients.begin(transport.get_extra_info("socket").fileno(), self)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """The time since which the client has not completed its request or read its response; None if it has."""
+        if self._paused_at is not None:
+            return self._paused_at
+        is_served = self.cycle is not None and not self.cycle.response_complete
+        return None if is_served and self.conn.their_state is not h11.SEND_BODY else self._idle_since
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def on_response_complete(self) -> None:
-        self._idle_since = self.loop.time()
+        self._idle_since = time.monotonic()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -71,10 +78,12 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._paused_at = time.monotonic()
         self._look_later()
 
     def resume_writing(self) -> None:
         self._stop_looking()
+        self._paused_at = None
         super().resume_writing()
 
     def handle_events(self) -> None:
@@ -145,27 +154,18 @@ def _ambiguity(data: bytes) -> str | None:
     return next((wrong for wrong, pattern in _AMBIGUOUS.items() if pattern.search(head)), None)
 
 
-def _is_idle(connection: Connection) -> bool:
-    """Return whether no request of this connection is being served."""
-    return connection.cycle is None or connection.cycle.response_complete
-
-
-def most_connections(limits: ServerConfig) -> int:
-    """Return the number of connections that may be open at once: what is configured, or what the system allows."""
-    return min(_SPARE * limits.max_connections, max(max_descriptors() - _OWN_DESCRIPTORS, 16))
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers, and with a time limit on TLS handshakes.
 
     Signals are handled by the process. A client that never begins its handshake would be kept for a minute.
     """
 
-    def __init__(self, config: uvicorn.Config, handshake_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, handshake_timeout: float, clients: Clients) -> None:
         super().__init__(config)
-        self._handshake_timeout = handshake_timeout
+        self._handshake_timeout, self._clients = handshake_timeout, clients
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        sockets = [Listener(each, self._clients) for each in sockets or ()]
         if not self.config.is_ssl:
             return await super().startup(sockets)
         loop: Any = asyncio.get_running_loop()  # uvicorn has no setting for it
@@ -187,12 +187,13 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
         OSError: The certificate or its key cannot be used.
     """
     # httptools, uvicorn's default, accepts heads of megabytes.
-    connection = partial(Connection, limits=config)
+    clients = Clients(config)
+    connection = partial(Connection, limits=config, clients=clients)
     settings = uvicorn.Config(
         app,
         http=connection,  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
-        backlog=_BACKLOG,
+        backlog=_AT_ONCE,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -208,4 +209,4 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
         settings.load()
     except OSError as error:  # includes errors of the ssl module
         raise OSError(f"ssl_certfile, ssl_keyfile: they cannot be used: {error.strerror or error}") from error
-    return _Server(settings, config.body_timeout)
+    return _Server(settings, config.body_timeout, clients)
