@@ -229,15 +229,67 @@ def test_the_example_settings_are_settings() -> None:
     assert {name.replace("-", "_") for name in load("config.yaml")} <= settings()
 
 
+def _kuberay() -> tuple[Any, Any]:
+    """The service and the policy of the network."""
+    service, policy = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    return service["spec"], policy["spec"]
+
+
+def _pod_templates(service: Any) -> list[Any]:
+    cluster = service["rayClusterConfig"]
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
 def test_kuberay_names_flags_and_a_builder_that_there_are() -> None:
-    service = load("kuberay.yaml")["spec"]
+    service, _ = _kuberay()
     (application,) = yaml.safe_load(service["serveConfigV2"])["applications"]
     assert {f"--{name}" for name in application["args"]} <= flags()
     module, _, name = application["import_path"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
-    for group in (service["rayClusterConfig"]["headGroupSpec"], *service["rayClusterConfig"]["workerGroupSpecs"]):
-        grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
-        assert grace > float(application["args"]["shutdown-timeout"])
+    for template in _pod_templates(service):
+        assert template["spec"]["terminationGracePeriodSeconds"] > float(application["args"]["shutdown-timeout"])
+
+
+def test_pods_of_kuberay_have_no_privileges() -> None:
+    for template in _pod_templates(_kuberay()[0]):
+        pod = template["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert f"USER {context['runAsUser']}" in (DEPLOY / "Dockerfile.cpu").read_text()
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        writable = {volume["name"] for volume in pod["volumes"] if volume["emptyDir"] == {}}
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert not security.get("privileged")
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            assert mounts.keys() == {"/tmp", "/cache"}
+            assert set(mounts.values()) <= writable
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_only_pods_of_the_cluster_reach_rays_ports() -> None:
+    service, policy = _kuberay()
+    assert policy["policyTypes"] == ["Ingress"]
+    labels = policy["podSelector"]["matchLabels"]
+    assert labels  # no labels would select the pods of others, too
+    for template in _pod_templates(service):
+        assert labels.items() <= template["metadata"]["labels"].items()
+    everywhere, operator, ingress = policy["ingress"]
+    assert everywhere == {"from": [{"podSelector": {"matchLabels": labels}}]}
+    ports = {port["name"]: port["containerPort"] for port in _head_ports(service)}
+    assert {entry["port"] for entry in operator["ports"]} == {ports["dashboard"], ports["serve"]}
+    assert {entry["port"] for entry in ingress["ports"]} == {ports["serve"]}
+    for rule in (operator, ingress):
+        for origin in rule["from"]:
+            assert origin["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+
+
+def _head_ports(service: Any) -> Any:
+    return service["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"]
 
 
 def test_what_health_checks_ask_for_exists() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_an_application_for_rays_own_ports_leaves_them_to_ray() -> None:
 def test_ray_is_started_on_purpose_only() -> None:
     """What asks for it once it has been left must not get another, open one."""
     program = """
-from specinfer.server.replicas import fleet
+from specinfer.server.replicas import replica_set
 import ray
 try:
     ray.put(1)
@@ -100,6 +101,34 @@ except Exception as error:
     environment = os.environ | {"PYTHONPATH": str(Path(replica_deployment.__file__).parents[2])}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["RaySystemError", "False"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")
+@pytest.mark.filterwarnings("ignore:Using extra keyword:DeprecationWarning")  # of Ray with newer versions of pydantic
+def test_our_own_ray_is_for_this_user_and_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import ray_constants
+
+    from specinfer.server.replicas import replica_set
+
+    settings: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(replica_set.ray, "init", lambda **given: settings.update(given))
+    monkeypatch.setattr(replica_set.serve, "start", lambda **_: None)
+    cluster = replica_set.Cluster()
+    cluster.join()
+    folder = Path(settings["_temp_dir"])
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    assert settings["include_dashboard"] is False
+    assert not ray_constants.ENABLE_RAY_CLUSTER  # its address is that of loopback then
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    cluster.leave()
+    assert not folder.parent.exists()
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    settings.clear()
+    replica_set.Cluster("auto").join()
+    assert "_temp_dir" not in settings
+    assert ray_constants.ENABLE_RAY_CLUSTER
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 
 from serving import events_of
 from specinfer import LLM, SamplingParams
-from worlds import children_of, is_alive
+from worlds import children_of, is_alive, listening_places
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs specinfer[ray]"),
@@ -83,14 +84,20 @@ class Server:
 
     def replica_pids(self) -> list[int]:
         """Processes of replicas that descend from this one."""
-        parents, found = {}, []
+        found = []
+        for pid in self.process_ids():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE.encode()):
+                    found.append(pid)
+        return found
+
+    def process_ids(self) -> list[int]:
+        """This one and all that descend from it."""
+        parents = {}
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                pid = int(folder.name)
-                parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if (folder / "cmdline").read_bytes().startswith(TITLE.encode()):
-                    found.append(pid)
-        return [pid for pid in found if self._descends(pid, parents)]
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        return [pid for pid in parents if self._descends(pid, parents)]
 
     def _descends(self, pid: int, parents: dict[int, int]) -> bool:
         while pid in parents and pid != self.process.pid:
@@ -144,16 +151,23 @@ def at_once(server: Server, work: Callable[[httpx.AsyncClient], Awaitable[Any]])
 
 
 @pytest.mark.distributed
-def test_one_replica_serves_as_one_process_does(llm: LLM, tmp_path: Path) -> None:
+def test_one_replica_serves_as_one_process_does(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command to its end."""
-    with serving(tmp_path, "1") as server:
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # the paths of sockets must be short
+    monkeypatch.setenv("TMPDIR", str(place))
+    with serving(place, "1") as server:
         for number in range(4):
             answer = server.client.post("/v1/completions", json=body(number, stream=number % 2 == 1))
             assert _how(answer, told(llm, number), stream=number % 2 == 1) == "right"
         (replica,) = server.replica_pids()
+        processes = server.process_ids()
+        assert len(processes) > 5  # Ray's own, too
+        hosts = {host.removeprefix("::ffff:") for pid in processes for host, _ in listening_places(pid)}
+        assert hosts == {"127.0.0.1"}
         server.process.terminate()
         assert server.process.wait(PATIENCE) == 0
         assert not is_alive(replica)
+        assert not list(place.glob("specinfer-ray-*"))
 
 
 @pytest.mark.distributed

@@ -27,6 +27,7 @@ from specinfer.server.state import ServerState
 
 _RECENT_SECONDS = 30.0  # first tokens that are older than this do not count for scaling
 _MAX_RECENT = 1000
+_LOOPBACK = "127.0.0.1"
 
 
 class EngineReplica:
@@ -37,7 +38,9 @@ class EngineReplica:
     """
 
     def __init__(self, settings: ReplicaSettings, name: str = "") -> None:
-        name = name or _name_of_ray()
+        if not name:
+            name = _name_of_ray()
+            _stay_on_loopback()
         sys.setswitchinterval(SWITCH_SECONDS)
         logs.configure(settings.server.log_level)
         settings = settings.of_replica(name)
@@ -123,6 +126,16 @@ def _name_of_ray() -> str:
 
     name: str = serve.get_replica_context().replica_id.unique_id
     return name
+
+
+def _stay_on_loopback() -> None:
+    """Let Ray Serve open its port of this replica on loopback if all of Ray is there; it would listen everywhere."""
+    import ray
+    from ray.serve._private import replica
+
+    add_port = getattr(replica, "add_port_to_grpc_server", None)
+    if add_port is not None and ray.util.get_node_ip_address() == _LOOPBACK:
+        replica.add_port_to_grpc_server = lambda server, _: add_port(server, f"{_LOOPBACK}:0")
 
 
 class _Exchange:

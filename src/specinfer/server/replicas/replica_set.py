@@ -5,10 +5,13 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Ray reads these variables when it is imported.
@@ -19,6 +22,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # Ray would drop lines about speed
 
 import ray
 from ray import serve
+from ray._private import ray_constants
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
@@ -46,6 +50,7 @@ class Cluster:
     """
 
     address: str | None = None
+    _folders: list[str] = field(default_factory=list)  # of our own Ray
 
     def join(self) -> None:
         """Start Ray or connect to it, and start Serve without ports of its own.
@@ -56,7 +61,9 @@ class Cluster:
         settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True, "namespace": APPLICATION}
         if self.address is None:
             settings |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-            # Ray's own ports are open to other machines: the token keeps others out.
+            settings["_temp_dir"] = self._private_folder()
+            ray_constants.ENABLE_RAY_CLUSTER = False  # Ray then listens on loopback only, for its metrics, too
+            # Other users of this machine can reach these ports: the token keeps them out.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         else:
             settings["address"] = self.address
@@ -80,6 +87,13 @@ class Cluster:
         with contextlib.suppress(Exception):  # Ray may have ended before
             serve.delete(APPLICATION)
         ray.shutdown()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _private_folder(self) -> str:
+        """Return a folder for Ray's sockets and logs. Ray lets everyone write to it, but its parent is private."""
+        self._folders.append(tempfile.mkdtemp(prefix="specinfer-ray-"))
+        return str(Path(self._folders[-1]) / "ray")
 
 
 def application(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> Any:
