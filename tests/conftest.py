@@ -1,5 +1,6 @@
 """What every test shares: small models made once, and a look at all caches after each test."""
 
+import gc
 import logging
 import os
 import weakref
@@ -43,6 +44,15 @@ settings.register_profile(
 settings.load_profile("suite")
 
 _RUNNERS: "weakref.WeakSet[ModelRunner]" = weakref.WeakSet()
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which stay, out of every later collection of garbage."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries report what is left as leaks
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -96,8 +96,9 @@ def _tokens_per_pass(llm: LLM, prompts: Sequence[Any]) -> float:
 # ------------------------------------------------------------------------------------- what it does
 
 
-@pytest.mark.parametrize("verification", ["coupled", "target-only"])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("params", "verification"), [(GREEDY, "coupled"), (SAMPLED, "target-only")], ids=["greedy", "sampled"]
+)
 def test_outputs_stay_while_drafters_learn_and_are_replaced(
     loaded: Callable[..., LLM], params: SamplingParams, verification: str
 ) -> None:

@@ -33,7 +33,7 @@ TEXT = (
 )
 # Perplexity over that of float32: what rounding costs at most, with room for another machine's sums.
 COSTS = {"float32": 1.001, "bfloat16": 1.02, "float16": 1.005, "int8": 1.03, "int4": 1.2}
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 
 
 def prompts_of(folder: Path) -> list[list[int]]:
@@ -59,7 +59,8 @@ def test_guesses_of_all_drafters_and_trees_leave_greedy_text_as_it_is(
     assert all(plain)
     bound = 0.0 if is_exact(opened) else LOSSLESS.get(precision, 0.5)
     kinds: list[tuple[str, ...]] = [(str(smollm2_layers),), ("ngram",), ("suffix",)]
-    for tree, drafters in [*((tree, ()) for tree in TREES), *(("1,1,1,1", kind) for kind in kinds)]:
+    alone = [("1,1,1,1", kind) for kind in kinds] if precision == "float32" else []
+    for tree, drafters in [*((tree, ()) for tree in TREES), *alone]:
         guess(opened, tree, *drafters)
         assert_same(smollm2_reference, prompts, greedy(opened, prompts, NUM_TOKENS), plain, bound)
     if precision == "float32":
@@ -106,6 +107,7 @@ def test_tokens_are_those_of_llama_cpp(smollm2_folder: Path) -> None:
         assert tokenizer.decode(wanted) == text
 
 
+@pytest.mark.real  # transformers takes long to read it; test_gguf has the same of small files
 def test_weights_are_those_that_transformers_reads(smollm2_file: Path, smollm2_reference: Any) -> None:
     folder, name = smollm2_file.parent, smollm2_file.name
     theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).state_dict()

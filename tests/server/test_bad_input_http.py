@@ -24,7 +24,7 @@ from specinfer.server.config import ServerConfig
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"
 CONFIG = ServerConfig(
-    port=0, body_timeout=0.5, keep_alive_timeout=1.0, shutdown_timeout=1.0, max_connections=40,
+    port=0, body_timeout=0.25, keep_alive_timeout=0.5, shutdown_timeout=1.0, max_connections=40,
     max_connections_per_address=80, access_log=False, log_stats_interval=0,
 )  # fmt: skip
 

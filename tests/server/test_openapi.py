@@ -48,7 +48,7 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Attacked]:
-    with Attacked(LLM("demo", tree="2,1"), QueueLimits(request_timeout=20)) as attacked:
+    with Attacked(LLM("demo", tree="2,1", max_model_len=256), QueueLimits(request_timeout=20)) as attacked:
         yield attacked
 
 
@@ -84,7 +84,7 @@ def examples(count: int) -> Any:
 @pytest.mark.parametrize("mode", MODES, ids=[mode.value for mode in MODES])
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_by_the_schema_and_against_it(server: Attacked, path: str, mode: GenerationMode) -> None:
-    @examples(8 if path in (RESPONSES, *OTHERS) else 20)
+    @examples(6 if path in (RESPONSES, *OTHERS) else 12)
     @given(operation(path).as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
         check(send(server, case))
@@ -109,7 +109,7 @@ def test_bodies_that_mean_something(server: Attacked, path: str) -> None:
     """As the schema has it, but with prompts and limits that are served; so that fields meet each other."""
     served = []
 
-    @examples(20 if path in OTHERS else 40)
+    @examples(12 if path in OTHERS else 24)
     @given(operation(path).as_strategy(), st.data())
     def run(case: schemathesis.Case, data: st.DataObject) -> None:
         if not isinstance(case.body, dict):

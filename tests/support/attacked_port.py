@@ -27,6 +27,7 @@ class Port:
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self._service = process.Service(lambda: llm, "demo", ("demo",), config, QueueLimits())
         self.llm, self.config = llm, config
+        self._alone = ""
 
     def __enter__(self) -> "Port":
         self._stack = ExitStack()
@@ -87,7 +88,7 @@ class Port:
     def well(self) -> Iterator[None]:
         """While this goes on a neighbour streams; it says what it says alone, and nothing is left behind."""
         body = BODY | {"max_tokens": 60, "ignore_eos": True, "stream": True}
-        alone = streamed(self.client, body)
+        self._alone = alone = self._alone or streamed(self.client, body)
         found: list[str] = []
         neighbour = threading.Thread(target=lambda: found.append(streamed(self.client, body)))
         neighbour.start()

@@ -42,8 +42,8 @@ _SCHEMA = {
 _TOOL = {"type": "function", "function": {"name": "make", "parameters": _SCHEMA}}
 
 
-def cases() -> list[tuple[str, Body]]:
-    """Paths and bodies; all of them have one right answer."""
+def cases(num_each: int = 4) -> list[tuple[str, Body]]:
+    """Paths and bodies; all of them have one right answer. Of those that differ by a number there are `num_each`."""
     made: list[tuple[str, Body]] = []
 
     def complete(prompt: Any, **body: Any) -> None:
@@ -53,7 +53,7 @@ def cases() -> list[tuple[str, Body]]:
         messages = [{"role": "system", "content": _HEADER[:400]}, {"role": "user", "content": text}]
         made.append(("/v1/chat/completions", {"messages": messages, **body}))
 
-    for i in range(4):
+    for i in range(num_each):
         complete("def main(", max_tokens=8 + 40 * i, temperature=0)
         complete("import os\n", max_tokens=60, temperature=0.8, top_p=0.9, seed=i)
         complete(_HEADER + f"\n\nclass Extra{i}:", max_tokens=30 + 10 * i, temperature=i % 2, seed=i)
@@ -302,9 +302,9 @@ def serving(*options: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0) -> Report:
+def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0, num_each: int = 4) -> Report:
     """All of it: what is expected, the server, the clients."""
-    asked = cases()
+    asked = cases(num_each)
     answers = asyncio.run(expected_answers(asked))
     # A small cache and a short queue: prefixes are given up, requests put back, and some refused.
     options = ("--kv-cache-memory-bytes", "24M", "--max-num-queued-reqs", "16", "--log-level", "warning")

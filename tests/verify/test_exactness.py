@@ -76,8 +76,11 @@ def test_fixed_expansions(drawing: str, widths: tuple[int, ...], seeds: range) -
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 3), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("limits", [(0.0, 0.0), (0.15, 0.0), (0.0, 0.3)], ids=str)
-@pytest.mark.parametrize("max_nodes", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize(
+    ("max_nodes", "limits"),
+    [(n, (0.0, 0.0)) for n in range(1, 7)] + [(n, limits) for n in (3, 5) for limits in ((0.15, 0.0), (0.0, 0.3))],
+    ids=str,
+)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float], seeds: range) -> None:
     budget = TreeBudget(max_nodes, 3, min_path_prob=limits[0], min_gain=limits[1])

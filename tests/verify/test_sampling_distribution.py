@@ -6,6 +6,7 @@ slow` the same arms are run often enough to see a total variation of about one i
 one core).
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -162,8 +163,9 @@ def _check(arm: Arm, num_runs: int, counts_of: Any, joint_of: Any) -> None:
 QUICK = [
     arm
     for arm in ARMS
-    if (arm.tree, arm.drawing) in (("2,2,1", "without-replacement"), ("2,2,1", "shared-noise"), ("2,1", "iid"))
-    or (arm.tree.startswith("best-first") and arm.drawing != "without-replacement")
+    if (arm.tree, arm.drawing, arm.params) in (("2,2,1", "without-replacement", WARM), ("2,2,1", "shared-noise", WARM))
+    or (arm.tree.startswith("best-first") and arm.drawing != "without-replacement" and arm.params is WARM)
+    or (arm.params is COOL and arm.select != "all")
 ]
 
 
@@ -239,6 +241,7 @@ Q = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
 NUM_DRAWS = 20_000
 
 
+@functools.cache
 def _pairs(drawing: str) -> Counter[tuple[int, ...]]:
     """First and second sibling, of requests with seeds in a row, some of which have drawn before."""
     nodes = []

@@ -344,7 +344,7 @@ def _paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tree.path_tokens(node) for node in range(len(tree))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(TOKENIZERS)),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -492,7 +492,7 @@ def test_a_batch_generates_the_same_tokens(
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 100, "it is of some use"
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(TOKENIZERS)),
     st.lists(st.sampled_from(JOBS), min_size=1, max_size=7, unique=True),
@@ -576,8 +576,9 @@ def test_a_choice_among_them_changes_nothing(
     assert not merged.num_failures
 
 
-@pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid"])
-@pytest.mark.parametrize("kind", ["merges", "metaspace", "characters"])
+@pytest.mark.parametrize(
+    ("kind", "drawing"), [("merges", "without-replacement"), ("metaspace", "iid"), ("characters", "hybrid")]
+)
 def test_recorded_distributions_are_over_target_tokens(
     kind: str, drawing: str, runner_of: Callable[..., ModelRunner]
 ) -> None:

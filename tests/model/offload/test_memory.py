@@ -20,7 +20,7 @@ _SIZES = {
     "intermediate_size": 3072,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 8,
     "max_position_embeddings": 2048,
 }
 _CHILD = """
@@ -44,7 +44,7 @@ llm.shutdown()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """290 MB of weights."""
+    """190 MB of weights."""
     folder = tmp_path_factory.mktemp("wide")
     config = AutoConfig.for_model("llama", **(FAMILIES["llama"] | _SIZES))
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
