@@ -325,10 +325,20 @@ def test_a_streamed_target_has_a_head_too(target: Path, model: Any, head: Path, 
 
 
 @pytest.mark.distributed
-def test_a_target_on_two_ranks_has_a_head_too(target: Path, model: Any, head: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 3), (2, 2)], ids=str)
+def test_a_target_on_several_ranks_has_a_head_too(sizes: tuple[int, int], target: Path, model: Any, head: Path) -> None:
     prompts = random_prompts([8, 20])
-    with _llm(target, head, tree="2,2,1", tensor_parallel_size=2) as llm:
+    ranks = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    with _llm(target, head, tree="2,2,1", **ranks) as llm:
         found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+        request = Request("one", random_prompts([30])[0], GREEDY, seed=0, cache_salt=None)
+        llm.engine.add(request)
+        while request.num_output < 12:
+            llm.engine.step()
+        count = len(llm.target.cache.slots("one"))
+        taps = llm.target.read_taps((2, 4, 5), "one", 0, count)
+    for tap, wanted in zip(taps, hidden_states(model, request.token_ids[:count], (2, 4, 5)), strict=True):
+        torch.testing.assert_close(tap, wanted, rtol=2e-4, atol=2e-4)
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specinfer.core.errors import ModelError
+from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.sampling import SamplingParams
 from specinfer.hub.locate import locate
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
@@ -39,6 +39,23 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a folder's weights, read from the headers of its files; a tied matrix is listed once."""
     with Shards(folder) as shards:
         return {name: source.shape for name, source in shards.sources.items()}
+
+
+def read_weight(folder: Path, *endings: str) -> Tensor:
+    """Read the first weight of a folder whose name ends with one of these, by their order, in float32.
+
+    Raises:
+        ModelError: There is none, or it cannot be read.
+    """
+    try:
+        with Shards(folder, torch.float32) as shards:
+            for ending in endings:
+                for name, source in shards.sources.items():
+                    if name.endswith(ending):
+                        return source.read().float()
+    except WeightsError as error:
+        raise ModelError(str(error)) from error
+    raise ModelError(f"model: {folder} has no weight {endings[0]}")
 
 
 def count_parameters(folder: Path) -> int:

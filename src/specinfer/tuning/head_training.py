@@ -16,21 +16,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specinfer.core.errors import first_line
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.distillation import DraftLogits
 from specinfer.learning.training_examples import Batch
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.families import rotate
+from specinfer.model.folder import read_weight
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.eagle3 import Eagle3Head, usual_reads
 from specinfer.model.heads.head import TargetEnds, TargetShape
-from specinfer.model.offload.shards import Shards
 
 NUM_LEVELS = 4  # levels of training-time test; each costs a pass
 _SPREAD = 0.02  # of random weights
 _FORMAT_VERSION = "0.9.0"  # of the speculators library whose format is written
-_HEADS, _EMBEDDINGS = ("lm_head.weight", "output.weight"), ("embed_tokens.weight",)
+_EMBEDDING = "embed_tokens.weight"
+_HEADS = ("lm_head.weight", _EMBEDDING)  # the second one if they are tied
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")  # of a Llama-like target
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of each level, [rows, heads, pairs, dim]
 
@@ -172,7 +172,7 @@ def new_head(target: Path, seed: int, token_map: Sequence[int] | None = None) ->
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source) * _SPREAD
 
-    head, norm = _read(target, _HEADS + _EMBEDDINGS), _read(target, ("model.norm.weight",), torch.ones(width))
+    head, norm = read_weight(target, *_HEADS), read_weight(target, "model.norm.weight")
     reads = usual_reads(int(config.num_hidden_layers))
     first = "layers.0."
     tensors = {
@@ -261,31 +261,12 @@ def _fields(config: Any, target: Path, reads: Iterable[int]) -> dict[str, Any]:
 
 
 def _read_ends(target: Path, device: torch.device) -> TargetEnds:
-    table, head = _read(target, _EMBEDDINGS).to(device), None
+    table, head = read_weight(target, _EMBEDDING).to(device), None
 
     def logits(hidden: Tensor) -> Tensor:
         nonlocal head
-        head = _read(target, _HEADS + _EMBEDDINGS).to(device) if head is None else head
+        head = read_weight(target, *_HEADS).to(device) if head is None else head
         product: Tensor = hidden @ head.T
         return product
 
     return TargetEnds(lambda ids: table[ids.cpu()].to(ids.device), logits)
-
-
-def _read(folder: Path, endings: Sequence[str], default: Tensor | None = None) -> Tensor:
-    """Return the first weight of a model folder whose name ends so, in float32.
-
-    Raises:
-        ValueError: There is none, and no default.
-    """
-    try:
-        with Shards(folder, torch.float32) as shards:
-            for ending in endings:
-                for name, source in shards.sources.items():
-                    if name.endswith(ending):
-                        return source.read().float()
-    except Exception as error:  # a damaged file may raise anything
-        raise ValueError(f"drafter: the weights of {folder} cannot be read: {first_line(error)}") from error
-    if default is None:
-        raise ValueError(f"drafter: {folder} has no weight {endings[0]}; new:eagle3 needs a Llama-like target")
-    return default

@@ -45,7 +45,7 @@ class TargetEnds(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "TargetEnds":
-        """Return those of a target in this process that is not split into stages."""
+        """Return those of a target, or of its last pipeline stage, whose embedding cannot be used."""
         if isinstance(model, FusedDecoder):
             assert model.head is not None
             call = model.head.call
@@ -53,9 +53,9 @@ class TargetEnds(NamedTuple):
         if isinstance(model, DeviceDecoder):
             return cls(lambda ids: functional.embedding(ids, model.embedding), model.head)
         trunk: Any = model
-        weight, head = trunk.get_input_embeddings().weight, output_head(model)
+        head = output_head(model)
         assert head is not None
-        return cls(lambda ids: functional.embedding(ids, weight), head)
+        return cls(lambda ids: functional.embedding(ids, trunk.get_input_embeddings().weight), head)
 
 
 class FeatureHead(nn.Module):

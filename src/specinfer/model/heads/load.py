@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.hub.files import folder_head_format, head_format
@@ -13,6 +14,7 @@ from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config
 from specinfer.model.families import REPLACED
+from specinfer.model.folder import read_weight
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.eagle3 import Eagle3Head
@@ -38,11 +40,6 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         ModelError: The files are damaged, the head was made for another target, or its format is not supported.
     """
     register()
-    if target.shard.num_stages > 1:
-        raise ModelError(
-            f"drafters: {folder} reads the target's hidden states, which pipeline stages have on several ranks; use "
-            "tensor_parallel_size in place of pipeline_parallel_size, or name a small model"
-        )
     config = load_config(target.folder)
     if config.model_type in REPLACED:
         raise ModelError(
@@ -51,7 +48,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         )
     shape = TargetShape.of(config)
     checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
-    head = _HEADS[str(head_format(checkpoint.fields))](checkpoint, shape, TargetEnds.of(target.model))
+    head = _HEADS[str(head_format(checkpoint.fields))](checkpoint, shape, _ends_of(target))
     checkpoint.check_all_taken()
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     _quantize(head, quantization)
@@ -71,6 +68,14 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         token_map=head.token_map,
         taps=TapShape((0,), head.width),
     )
+
+
+def _ends_of(target: LoadedModel) -> TargetEnds:
+    ends = TargetEnds.of(target.model)
+    if target.shard.is_first:
+        return ends
+    table = read_weight(target.folder, "embed_tokens.weight").to(target.device, target.dtype)  # in another stage
+    return ends._replace(embed=lambda ids: functional.embedding(ids, table))
 
 
 def taps_of(target: LoadedModel, drafters: Iterable[LoadedModel]) -> TapShape | None:

@@ -58,10 +58,10 @@ class DistributedRunner:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
-        self.shard_runner = ShardRunner(
-            loaded, num_slots, ranks.connections.stages, torch.float32
-        )  # rank 0 sends no hidden states
-        self._send(Command.SLOTS, torch.tensor([num_slots], dtype=torch.int32))
+        # Rank 0 sends no hidden states.
+        self.shard_runner = ShardRunner(loaded, num_slots, ranks.connections.stages, torch.float32, loaded.taps)
+        taps = () if loaded.taps is None else (loaded.taps.width, *loaded.taps.layers)
+        self._send(Command.SLOTS, torch.tensor([num_slots, *taps], dtype=torch.int32))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()
 
@@ -93,10 +93,10 @@ class DistributedRunner:
             raise
 
     def keep_taps(self, layers: Collection[int]) -> None:
-        self.shard_runner.tensors.keep_taps(layers)
+        """Do nothing: all ranks have agreed on the layers."""
 
     def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
-        return self.shard_runner.tensors.read_taps(layers, self.cache.slots(request_id)[start:end])
+        return self.shard_runner.read_taps(layers, self.cache.slots(request_id)[start:end])
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Run a pass as `ModelRunner.forward` does; raises as `begin` does."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.model.batch import Piece
-from specinfer.model.kv_cache import KVTensors
+from specinfer.model.definition import load_config
+from specinfer.model.kv_cache import KVTensors, Slots, TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import compute
 from specinfer.model.sharding.stage import received
@@ -41,11 +43,28 @@ class ShardRunner:
     Args:
         stages: The ranks that pass hidden states on to each other, from the last stage to the first.
         next_dtype: Type that the next stage takes, see `next_dtype`.
+        taps: Hidden states to store, by layers of the whole target, or None. Each stage hands on those up to its end.
     """
 
-    def __init__(self, loaded: LoadedModel, num_slots: int, stages: Group, next_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_slots: int,
+        stages: Group,
+        next_dtype: torch.dtype,
+        taps: TapShape | None = None,
+    ) -> None:
         self._loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
-        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps)
+        self._width = 0 if taps is None else taps.width
+        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, taps)
+        # A pass counts the layers of its stage only; what later stages compute is not stored here.
+        self._stored, self._received = self.tensors.taps, tuple[int, ...]()
+        if taps is not None:
+            layers = loaded.shard.layers(int(load_config(loaded.folder).get_text_config().num_hidden_layers))
+            self._stored = {i: rows for i, rows in self._stored.items() if i <= layers.stop}
+            self._received = tuple(i for i in self._stored if i <= layers.start and not loaded.shard.is_first)
+            own = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
+            self.tensors.taps = own
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
@@ -55,11 +74,28 @@ class ShardRunner:
         """
         loaded, stages = self._loaded, self._stages
         hidden = None
+        slots = torch.from_numpy(np.concatenate([piece.slots for piece in pieces])).to(loaded.device)
         if not loaded.shard.is_first:
-            num_tokens = sum(len(piece.tokens) for piece in pieces)
-            hidden = received(loaded.model, num_tokens, loaded.dtype, loaded.device)
+            hidden = received(loaded.model, len(slots), loaded.dtype, loaded.device)
             stages.recv(hidden, stages.rank + 1)
+            self._receive_taps(slots)
         out = compute(loaded, self.tensors, pieces, hidden)
         if not loaded.shard.is_last:
             stages.send(out.to(self._next_dtype), stages.rank - 1)
+            if self._stored:
+                stages.send(torch.cat([rows[slots] for rows in self._stored.values()], dim=-1), stages.rank - 1)
         return out
+
+    def _receive_taps(self, slots: Tensor) -> None:
+        if not self._received:
+            return
+        count = len(self._received)
+        taken = torch.empty(len(slots), count * self._width, dtype=self._loaded.dtype, device=self._loaded.device)
+        self._stages.recv(taken, self._stages.rank + 1)
+        for layer, rows in zip(self._received, taken.chunk(count, dim=-1), strict=True):
+            self._stored[layer][slots] = rows
+
+    def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
+        """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
+        index = torch.from_numpy(slots).to(self._loaded.device)
+        return [self._stored[layer][index] for layer in layers]

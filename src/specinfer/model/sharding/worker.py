@@ -11,6 +11,7 @@ import torch
 from specinfer.core.errors import ModelError, RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place
 from specinfer.model.capacity import bytes_per_token, fitting_slots
+from specinfer.model.kv_cache import TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
 from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, next_dtype
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Command(IntEnum):
     """The kind of a message from rank 0; numbers follow it."""
 
-    SLOTS = 1  # number of slots of the caches
+    SLOTS = 1  # number of slots of the caches, and the width and the layers of hidden states to store, if any
     PASS = 2  # pieces
     STOP = 3
 
@@ -109,7 +110,8 @@ class Worker:
         if budget is not None:
             settle_shard(loaded, budget, command[1] * bytes_per_token(models), settings.limits)
         taken = next_dtype(descriptions, self._place.rank, loaded.shard.tensor.size)
-        runner = ShardRunner(loaded, command[1], connections.stages, taken)
+        taps = TapShape(tuple(command[3:]), command[2]) if command[2:] else None
+        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps)
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
