@@ -12,7 +12,7 @@ from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder, Watch
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.linears import layer_lists
-from specinfer.model.sharding.placeholder import StageEnd
+from specinfer.model.sharding.placeholder import Placeholder, StageEnd
 
 
 def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
@@ -72,7 +72,8 @@ def _watched(model: nn.Module, watch: Watch | None) -> Iterator[None]:
         yield
         return
     config: Any = model.config
-    layers = next(iter(layer_lists(model, config.get_text_config().num_hidden_layers).values()))
+    modules = next(iter(layer_lists(model, config.get_text_config().num_hidden_layers).values()))
+    layers = [layer for layer in modules if not isinstance(layer, Placeholder)]  # those of the stage
 
     def before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watch(0, (args[0] if args else kwargs["hidden_states"])[0])
