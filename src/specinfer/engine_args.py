@@ -27,6 +27,8 @@ from specinfer.core.lookups import LOOKUPS
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sizes import parse_bytes
+from specinfer.demo.chat_model import CHAT, CODE
+from specinfer.hub.locate import at_revision
 
 P = ParamSpec("P")
 _MODEL, _RANKS, _SPECULATION = "Model", "Ranks", "Speculation"
@@ -48,6 +50,12 @@ class EngineArgs:
         _MODEL,
         "Tokenizer to use instead of that of the model: a folder, a GGUF file or a Hugging Face model ID.",
         metavar="NAME",
+    )
+    revision: str | None = setting(
+        None, _MODEL, "Branch, tag or commit of a model of the hub; the same as MODEL@REVISION."
+    )
+    tokenizer_revision: str | None = setting(
+        None, _MODEL, "Branch, tag or commit of the tokenizer. (default: that of the model)"
     )
     dtype: str = setting(
         "auto",
@@ -176,11 +184,25 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        self._name_revisions()
         # Each of them checks its fields.
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config
         check_device(self.device)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
+
+    def _name_revisions(self) -> None:
+        """Make the revisions part of the names, which is how everything else has them."""
+        model = self.model
+        for field_name, value, revision in (
+            ("tokenizer", self.tokenizer if self.tokenizer is not None else model, "tokenizer_revision"),
+            ("model", model, "revision"),
+        ):
+            if (given := getattr(self, revision)) is not None:
+                if given != "main" and str(value) in (CODE, CHAT):
+                    raise ValueError(f"{revision}: {value} is part of the package; leave {revision} out")
+                object.__setattr__(self, field_name, at_revision(revision, value, given))
+                object.__setattr__(self, revision, None)
 
     @property
     def engine_config(self) -> EngineConfig:

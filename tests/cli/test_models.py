@@ -88,3 +88,17 @@ def test_drafters_of_a_target_are_listed_with_what_is_known_of_them(hub: FakeHub
     assert found[-2:] == ["suffix lookup built in", "ngram lookup built in"]
     assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1].endswith("MTP layers of the target not supported yet")
     assert "did you mean Qwen/Qwen3-8B" in refusal("list", "--drafters", "Qwen/Qwen3-8")
+
+
+def test_a_revision_is_pulled_and_damage_is_listed(hub: FakeHub) -> None:
+    save_tokenizer(save_model(hub.root / f"{MODEL}@v2", seed=1))
+    commit = Path(run("pull", MODEL, "--revision", "v2").stderr.rpartition(" in ")[2].replace("\n", ""))
+    assert (commit / "model.safetensors").read_bytes() == (hub.root / f"{MODEL}@v2/model.safetensors").read_bytes()
+    assert "has no revision 'v3'" in refusal("pull", f"{MODEL}@v3")
+    assert "names a revision already" in refusal("pull", f"{MODEL}@v2", "--revision", "v3")
+    assert rows("--verify")[-1].endswith("can be loaded")
+    file = (commit / "model.safetensors").resolve()
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert rows()[-1].endswith("can be loaded"), "not every file is read each time"
+    assert "damaged: model.safetensors; remove it" in run("list", "--verify", code=1).stdout
+    assert "is damaged: model.safetensors; remove it with specinfer rm" in refusal("pull", f"{MODEL}@v2")

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 
 from fake_hub import FakeHub, fake_hub
 from specinfer.core.errors import ModelError
+from specinfer.core.vllm_names import from_speculative_config
+from specinfer.engine_args import EngineArgs
 from specinfer.hub.auto_drafter import auto_drafters
 from specinfer.hub.files import choose_gguf, refusal
 from specinfer.hub.known_models import known_drafters, known_names, near_names
-from specinfer.hub.locate import hub_name, locate, locate_tokenizer
-from specinfer.hub.store import cached_models, download, find_cached, remove
+from specinfer.hub.locate import hub_name, locate, locate_tokenizer, without_revision
+from specinfer.hub.store import cached_models, damaged_files, download, find_cached, remove
 from specinfer.llm import LLM
 from tiny import save_model, save_tokenizer
 
@@ -201,7 +205,7 @@ def test_the_table_has_small_models_first_and_says_what_is_not_supported() -> No
     assert [one.kind for one in known_drafters("deepseek-ai/DeepSeek-V3")] == ["MTP"]
     names = known_names()
     assert len(names) == len(set(names)) > 100
-    assert all(hub_name(name) == (name, None) for name in names)
+    assert all(hub_name(name) == (name, None, None) for name in names)
 
 
 def test_near_names_are_not_far() -> None:
@@ -211,7 +215,7 @@ def test_near_names_are_not_far() -> None:
 
 
 def test_names_of_the_hub_and_paths() -> None:
-    assert hub_name("hf.co/a/b:Q4_K_M") == ("a/b", "Q4_K_M")
+    assert hub_name("hf.co/a/b:Q4_K_M") == ("a/b", "Q4_K_M", None)
     for path in ("/a/b", "./a", "a/b/c", "C:\\models\\a", ""):
         assert hub_name(path) is None
     assert refusal(["m.safetensors"], {"architectures": ["LlamaForCausalLM"]}, None) is None
@@ -240,3 +244,75 @@ def test_a_tokenizer_from_elsewhere(
     number = len(small["model"]["vocab"])
     with pytest.raises(ModelError, match=rf"^tokenizer: it has {number} tokens and the model 64"):
         LLM(str(save_model(tmp_path / "small", vocab_size=64)), tokenizer=tokenizer, **options)
+
+
+# ------------------------------------------------------------------------------ revisions and checksums
+
+
+def test_a_revision_is_downloaded_kept_apart_and_found_again(
+    hub: FakeHub, offer: Callable[..., Path], model_folder: Callable[..., Path]
+) -> None:
+    offer("me/model")
+    offer("me/model@v2", {"config.json": (model_folder() / "config.json").read_text()})
+    (hub.root / "me/model@v2/model.safetensors").write_bytes((model_folder(seed=1) / "model.safetensors").read_bytes())
+    main, second = locate("me/model"), locate("me/model@v2")
+    assert main != second
+    assert (main / "model.safetensors").read_bytes() != (second / "model.safetensors").read_bytes()
+    hub.requested.clear()
+    assert locate(f"me/model@{second.name}") == second, "by its commit"
+    assert locate("me/model@v2") == second
+    assert locate("me/model@main") == locate("me/model") == main
+    assert hub.requested == []
+    with pytest.raises(ModelError, match=r"me/model has no revision 'v3'; .*/me/model/commits/main has its commits"):
+        locate("me/model@v3")
+    assert locate_tokenizer("me/model@main") == main
+
+
+def test_revisions_are_part_of_names() -> None:
+    assert hub_name("org/name:Q4_K_M@refs/pr/1") == ("org/name", "Q4_K_M", "refs/pr/1")
+    assert hub_name("name@a/../b") is None
+    assert without_revision("org/name:Q8_0@v1") == "org/name:Q8_0"
+    assert without_revision("/a/folder@home") == "/a/folder@home"
+    args = EngineArgs("org/name", revision="v1", tokenizer_revision="v2")
+    assert (args.model, args.tokenizer, args.revision) == ("org/name@v1", "org/name@v2", None)
+    assert replace(args, seed=1).model == "org/name@v1"
+    assert EngineArgs("demo", revision="main").model == "demo"
+    assert known_drafters(f"{BIG}@v1") == known_drafters(BIG) != []
+    config = from_speculative_config({"model": "a/b", "revision": "v1"})
+    assert config == {"drafters": ["a/b@v1"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("demo", {"revision": "v1"}, "revision: demo is part of the package; leave revision out"),
+        ("demo-chat", {"tokenizer_revision": "v1"}, "tokenizer_revision: demo-chat is part of the package"),
+        ("/", {"revision": "v1"}, "revision: '/' is not a model of the hub; leave revision out"),
+        ("a/b@v1", {"revision": "v2"}, "revision: 'a/b@v1' names a revision already; leave one out"),
+        ("a/b", {"revision": "../../etc"}, "revision: '../../etc' is not a branch, tag or commit"),
+        ("a/b", {"revision": ""}, "revision: '' is not a branch, tag or commit"),
+    ],
+)
+def test_revisions_that_cannot_be_are_refused(model: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EngineArgs(model, **options)
+
+
+def test_a_revision_of_several_drafters_is_refused() -> None:
+    with pytest.raises(ValueError, match="revision is for one model of the hub; of several, name NAME@REVISION"):
+        from_speculative_config({"model": ["a/b", "c/d"], "revision": "v1"})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_byte_that_changes_in_the_cache_is_found(hub: FakeHub, offer: Callable[..., Path], name: str) -> None:
+    offer("me/model")
+    path = locate("me/model")
+    assert damaged_files(path) == []
+    assert cached_models(verify=True)[0].refusal is None
+    file = (path / name).resolve()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert damaged_files(path) == [name]
+    assert cached_models(verify=True)[0].refusal == f"damaged: {name}; remove it, and pull it again"
+    assert locate(path) == path

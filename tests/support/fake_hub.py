@@ -13,7 +13,7 @@ import pytest
 
 
 class FakeHub:
-    """A server of the model folders `root/org/name`.
+    """A server of the model folders `root/org/name`, and `root/org/name@revision` for revisions that are not main.
 
     Attributes:
         requested: Paths of the files that were sent.
@@ -24,6 +24,7 @@ class FakeHub:
         self.root = root
         self.requested: list[str] = []
         self.gated: set[str] = set()
+        self._commits: dict[str, str] = {}
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,13 +44,16 @@ class FakeHub:
         parts = [unquote(part) for part in urlparse(handler.path).path.strip("/").split("/")]
         is_api = parts[:2] == ["api", "models"]
         name = "/".join(parts[2:4] if is_api else parts[:2])
-        folder = self.root / name
-        commit = hashlib.sha1(name.encode()).hexdigest()
+        revision = (parts[5:6] if is_api else parts[3:4] if parts[2:3] == ["resolve"] else []) or ["main"]
+        at = self._commits.get(revision[0], name if revision[0] == "main" else f"{name}@{revision[0]}")
+        folder, commit = self.root / at, hashlib.sha1(at.encode()).hexdigest()
+        self._commits[commit] = at
         headers = {"X-Repo-Commit": commit}
         if name in self.gated:
             return _send(handler, 403, b"{}", {"X-Error-Code": "GatedRepo"}, with_body)
         if not folder.is_dir():
-            return _send(handler, 404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
+            missing = "RevisionNotFound" if (self.root / name).is_dir() else "RepoNotFound"
+            return _send(handler, 404, b"{}", {"X-Error-Code": missing}, with_body)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         if is_api and "tree" in parts:
             entries = [{"type": "file", "path": str(file.relative_to(folder)), "size": file.stat().st_size,
@@ -77,7 +81,11 @@ def _send(handler: BaseHTTPRequestHandler, code: int, body: bytes, headers: dict
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """As the hub has it: SHA-256 of weights, git's SHA-1 of other files."""
+    data = file.read_bytes()
+    if file.suffix in (".safetensors", ".gguf"):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 @contextmanager

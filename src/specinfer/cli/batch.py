@@ -14,6 +14,7 @@ from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag, load
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
+from specinfer.hub.locate import without_revision
 
 if TYPE_CHECKING:  # importing these imports torch and FastAPI
     from specinfer.llm import LLM
@@ -56,7 +57,7 @@ def run_batch(
         llm = load(args, screen)
         kept = files.pop_all()
     with kept, _progress(screen.err, total) as advance:
-        names = tuple(served_model_name or [str(args.model)])
+        names = tuple(served_model_name or [without_revision(args.model)])
         concurrency = max_concurrency or 2 * llm.max_num_seqs
         try:
             counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, advance))

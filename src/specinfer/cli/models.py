@@ -14,7 +14,7 @@ from specinfer.cli.screen import Screen
 from specinfer.core.errors import ModelError
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, INSTALL, find_chat_model
 from specinfer.hub.known_models import did_you_mean, known_drafters, known_names
-from specinfer.hub.locate import hub_name, is_on_hub
+from specinfer.hub.locate import at_revision, hub_name, is_on_hub
 
 _EMBEDDED = (*DRAFTER_NAMES, CHAT)
 _DAY = 24 * 3600
@@ -23,10 +23,14 @@ _DAY = 24 * 3600
 def pull(
     model: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL", help="Hugging Face model ID, or ID:Q4_K_M for a GGUF file of that type."),
+        typer.Argument(metavar="MODEL", help="Hugging Face model ID; ID:Q4_K_M for a GGUF file; ID@REVISION."),
     ],
+    *,
+    revision: Annotated[
+        str | None, flag("Model", "Branch, tag or commit of the models, as in MODEL@REVISION.", "--revision")
+    ] = None,
 ) -> None:
-    """Download models from the Hugging Face Hub into its cache, or update them."""
+    """Download models from the Hugging Face Hub into its cache, or update them, and compare their checksums."""
     screen = Screen()
     for each in model:
         name = hub_name(each)
@@ -34,10 +38,15 @@ def pull(
             raise ModelError(f"model: {each} is part of the package; there is nothing to download")
         if name is None or not is_on_hub(each):
             raise ModelError(f"model: {each!r} is not the name of a model on the hub, such as Qwen/Qwen3-0.6B")
-        from specinfer.hub.store import download
+        from specinfer.hub.store import damaged_files, download
 
-        with checking(), loading_bar(screen.err, f"pulling {each} ...") as progress:
-            path = download(*name, progress)
+        with checking():
+            if revision is not None:
+                name = hub_name(at_revision("revision", each, revision)) or name
+            with loading_bar(screen.err, f"pulling {each} ...") as progress:
+                path = download(*name, progress=progress)
+        if damaged := damaged_files(path):
+            raise ModelError(f"model: {each} is damaged: {', '.join(damaged)}; remove it with specinfer rm, pull again")
         files = [path] if path.is_file() else list(path.iterdir())
         screen.note(f"{each}: {_size(sum(file.stat().st_size for file in files))} in {path}")
 
@@ -47,16 +56,21 @@ def list_models(
     drafters: Annotated[
         str | None, flag("Output", "List the drafters known for this target instead.", "--drafters", metavar="MODEL")
     ] = None,
+    verify: Annotated[
+        bool, flag("Output", "Read all files in the cache and compare them with the checksums of the Hub.", "--verify")
+    ] = False,
 ) -> None:
     """List the models in the cache of the Hugging Face Hub, and the embedded ones."""
     screen = Screen()
-    rows = _models() if drafters is None else _drafters(drafters)
+    rows = _models(verify=verify) if drafters is None else _drafters(drafters)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NAME", "FORMAT", "SIZE", "MODIFIED", "STATE") if drafters is None else ("NAME", "KIND", "STATE"):
         table.add_column(title, overflow="fold", justify="right" if title == "SIZE" else "left")
     for row in rows:
         table.add_row(*map(Text, row))
     screen.out.print(table, soft_wrap=False)
+    if verify and any("damaged: " in row[-1] for row in rows):
+        raise typer.Exit(1)
 
 
 def rm(
@@ -72,7 +86,7 @@ def rm(
         screen.note(f"{name}: removed, {_size(remove(name))} freed")
 
 
-def _models() -> list[tuple[str, ...]]:
+def _models(*, verify: bool) -> list[tuple[str, ...]]:
     from specinfer.hub.store import cached_models
 
     chat = find_chat_model()
@@ -81,7 +95,7 @@ def _models() -> list[tuple[str, ...]]:
         rows.append((CHAT, "GGUF", "", "", f"not installed; {INSTALL}"))
     else:
         rows.append((CHAT, "GGUF", _size(chat.stat().st_size), _age(chat.stat().st_mtime), "can be loaded"))
-    for one in cached_models():
+    for one in cached_models(verify=verify):
         state = "can be loaded" if one.refusal is None else f"cannot be loaded: {one.refusal}"
         rows.append((one.name, one.format, _size(one.num_bytes), _age(one.modified), state))
     return rows

@@ -9,6 +9,7 @@ from specinfer.cli.options import ServedOptions
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.engine_args import EngineArgs
+from specinfer.hub.locate import without_revision
 from specinfer.server.replicas.settings import ReplicaDeployment, ReplicaSettings
 
 
@@ -41,7 +42,7 @@ def replica_deployment(args: EngineArgs, server: ServerOptions, replicas: Replic
         )
     if server.single_process:
         raise ValueError("single_process: each replica is a process of its own; leave it out, or --replicas")
-    names = tuple(server.served_model_name or (str(args.model),))
+    names = tuple(server.served_model_name or (without_revision(args.model),))
     settings = ReplicaSettings(args, names, server.config(), server.limits())
     num_ranks = args.parallel_config.world_size
     return ReplicaDeployment(settings, replicas.scaling(), replicas.resources(args.device, num_ranks))

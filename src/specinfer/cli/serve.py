@@ -21,6 +21,7 @@ from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_options import ServerOptions, shown
 from specinfer.core.parallel_config import find_place
 from specinfer.engine_args import EngineArgs
+from specinfer.hub.locate import without_revision
 from specinfer.server.config import ServerConfig, check_writable, is_loopback
 from specinfer.server.listening import listening
 from specinfer.server.supervisor import ParentProcess, is_supported, supervise
@@ -88,7 +89,10 @@ def serve(
             try:
                 if deployment is not None:
                     return replica_deployment.serve(context, deployment, replicas)
-                load, names = partial(_load, args, parent), tuple(server.served_model_name or (str(args.model),))
+                load, names = (
+                    partial(_load, args, parent),
+                    tuple(server.served_model_name or (without_revision(args.model),)),
+                )
                 service = process.Service(load, str(args.model), names, configured, limits, parent=parent)
                 return process.run(service, listener)
             finally:

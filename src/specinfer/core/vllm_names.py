@@ -26,7 +26,6 @@ class VllmName(NamedTuple):
 _ANY = None
 _MEDIA = "models read text only"
 _ADAPTERS = "adapters are not applied at run time; merge the adapter into the model"
-_HUB = "the main revision of a model is used; download another one and name its folder"
 _POOLING = "for models that are made for embeddings; see embed"
 ENGINE: Mapping[str, VllmName] = {
     "allowed_local_media_path": VllmName(_MEDIA, ("", None)),
@@ -70,7 +69,6 @@ ENGINE: Mapping[str, VllmName] = {
     "override_pooler_config": VllmName(_POOLING),
     "pooler_config": VllmName(_POOLING),
     "preemption_mode": VllmName("preempted requests are computed again", (None, "recompute")),
-    "revision": VllmName(_HUB, (None, "main")),
     "rope_scaling": VllmName("edit config.json in a copy of the model"),
     "rope_theta": VllmName("edit config.json in a copy of the model"),
     "runner": VllmName(_POOLING, ("auto", "generate")),
@@ -81,7 +79,6 @@ ENGINE: Mapping[str, VllmName] = {
     "swap_space": VllmName("preempted requests are computed again, not swapped", _ANY),
     "task": VllmName(_POOLING, ("auto", "generate")),
     "tokenizer_mode": VllmName("the kind of a tokenizer follows from its files", ("auto", "hf")),
-    "tokenizer_revision": VllmName(_HUB, (None, "main")),
     "trust_remote_code": VllmName("code of a checkpoint is never run: definitions are those of transformers", _ANY),
     "use_v2_block_manager": VllmName("there is one scheduler", _ANY),
     "worker_cls": VllmName("there is one kind of rank", ("auto",)),
@@ -99,7 +96,6 @@ SPECULATIVE: Mapping[str, VllmName] = {
     "max_model_len": VllmName("a drafter stops at the end of its own context", _ANY),
     "parallel_drafting": VllmName("whether a drafter drafts in one pass is in its own files", _ANY),
     "rejection_sample_method": VllmName("use verification", (None, "standard", "strict")),
-    "revision": VllmName(_HUB, (None, "main")),
     "spec_token_tree": VllmName("use tree"),
     "speculative_token_tree": VllmName("use tree"),
 }
@@ -165,14 +161,14 @@ def from_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: A key or a value is not known, or two contradict each other.
     """
-    keys = ("method", "model", "quantization", "num_speculative_tokens", *_SAME)
+    keys = ("method", "model", "revision", "quantization", "num_speculative_tokens", *_SAME)
     config = without_vllm_names(given, SPECULATIVE, keys, "speculative_config: ")
     if unknown := sorted(config.keys() - set(keys)):
         raise ValueError(f"speculative_config: key {unknown[0]!r} is not known; use {', '.join(keys)}")
     chosen: dict[str, Any] = {name: config[name] for name in _SAME if config.get(name) is not None}
     if config.get("quantization") is not None:
         chosen["drafter_quantization"] = config["quantization"]
-    if (drafters := _drafters(config.get("method"), config.get("model"))) is not None:
+    if (drafters := _drafters(config.get("method"), config.get("model"), config.get("revision"))) is not None:
         chosen["drafters"] = drafters
     _choose_sizes(chosen)
     if (count := config.get("num_speculative_tokens")) is not None:
@@ -186,7 +182,11 @@ def from_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _drafters(method: object, model: object) -> list[str] | None:
+def _drafters(method: object, model: object, revision: object) -> list[str] | None:
+    if revision not in (None, "main"):
+        if not isinstance(model, str) or not isinstance(revision, str):
+            raise ValueError("speculative_config: revision is for one model of the hub; of several, name NAME@REVISION")
+        model = f"{model}@{revision}"
     if method is None and model is None:
         return None
     if method in LOOKUPS:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.hub.files import SUPPORTED_HEADS
+from specinfer.hub.locate import without_revision
 
 SMALL_MODEL = "small model"
 _LARGEST_SHARE = 0.4  # of the target's parameters; a larger drafter takes more time than it saves
@@ -82,8 +83,9 @@ def did_you_mean(name: str, others: Iterable[str]) -> str:
 
 def _key(model: str | Path) -> str:
     """Return the part of a name that quantized copies, files and cached folders of a model share."""
-    parts = [match for part in _parts(str(model)) if (match := _CACHED.fullmatch(part))]
-    name = parts[-1][2] if parts else [*_parts(str(model)), ""][0]
+    whole = without_revision(model)
+    parts = [match for part in _parts(whole) if (match := _CACHED.fullmatch(part))]
+    name = parts[-1][2] if parts else [*_parts(whole), ""][0]
     name = name.partition(":")[0].lower().removesuffix(".gguf")
     while (shorter := _QUANTIZED.sub("", name)) != name:
         name = shorter

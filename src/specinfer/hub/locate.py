@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
@@ -9,15 +10,53 @@ from specinfer.hub.files import check_gguf_name, folder_refusal
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SITE = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
-_NAME = re.compile(r"(([\w-][\w.-]*/)?[\w-][\w.-]*)(:([\w.-]+))?", re.ASCII)
+_NAME = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?::([\w.-]+))?(?:@(\w[\w./-]*))?", re.ASCII)
 
 
-def hub_name(model: str | Path) -> tuple[str, str | None] | None:
-    """Return a model's name on the hub and the type of its GGUF file, as in org/name:Q4_K_M; None for a path."""
+class HubName(NamedTuple):
+    """A model of the hub, as in org/name:Q4_K_M@main.
+
+    Attributes:
+        gguf_type: Type of its GGUF file, or None.
+        revision: Branch, tag or commit, or None for the main branch.
+    """
+
+    name: str
+    gguf_type: str | None = None
+    revision: str | None = None
+
+
+def hub_name(model: str | Path) -> HubName | None:
+    """Return a model's name on the hub, or None for a path."""
     if not isinstance(model, (str, Path)):
         raise ModelError(f"model: give a folder or a hub name, not {model!r}")
     match = _NAME.fullmatch(_SITE.sub("", str(model)))
-    return None if match is None else (match[1], match[4])
+    return None if match is None or ".." in (match[3] or "") else HubName(*match.groups())
+
+
+def at_revision(field: str, model: str | Path, revision: str) -> str:
+    """Return the name of a model of the hub at a revision.
+
+    Raises:
+        ValueError: The model is not named as one of the hub, or names a revision already; the message has the field.
+    """
+    if revision == "main":  # as without one
+        return str(model)
+    name = hub_name(model)
+    if name is None or Path(model).expanduser().exists():
+        raise ValueError(f"{field}: {str(model)!r} is not a model of the hub; leave {field} out")
+    if name.revision is not None:
+        raise ValueError(f"{field}: {str(model)!r} names a revision already; leave one out")
+    named = f"{model}@{revision}"
+    if hub_name(named) is None:
+        raise ValueError(f"{field}: {revision!r:.60} is not a branch, tag or commit")
+    return named
+
+
+def without_revision(model: str | Path) -> str:
+    """Return the name of a model as requests have it: without the revision of one of the hub."""
+    name = hub_name(model)
+    return str(model) if name is None or name.revision is None else str(model).removesuffix(f"@{name.revision}")
 
 
 def local_path(model: str | Path) -> Path | None:
@@ -53,7 +92,7 @@ def locate(model: str | Path, progress: ProgressCallback | None = None) -> Path:
 
         name = hub_name(model)
         assert name is not None
-        path = find_cached(*name) or download(*name, progress)
+        path = find_cached(*name) or download(*name, progress=progress)
     if path.is_dir() and (why := folder_refusal(path)) is not None:
         raise ModelError(f"model: {path} cannot be loaded: {why}")
     return path
@@ -80,7 +119,7 @@ def locate_tokenizer(tokenizer: str | Path) -> Path:
 
             name = hub_name(tokenizer)
             assert name is not None
-            path = find_cached(*name) or download_tokenizer(name[0])
+            path = find_cached(*name) or download_tokenizer(name.name, name.revision)
     except ModelError as error:
         raise ModelError(f"tokenizer: {str(error).removeprefix('model: ')}") from error
     if path.is_dir() and not any((path / file).is_file() for file in TOKENIZERS):

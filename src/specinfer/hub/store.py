@@ -4,11 +4,13 @@
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,12 @@ class CachedModel:
     refusal: str | None
 
 
-def cached_models() -> list[CachedModel]:
-    """Return the models in the cache, by name."""
+def cached_models(*, verify: bool = False) -> list[CachedModel]:
+    """Return the models in the cache, by name.
+
+    Args:
+        verify: Whether to read all files and compare them with their checksums; a damaged one is a refusal.
+    """
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -59,9 +65,11 @@ def cached_models() -> list[CachedModel]:
     for repository in sorted(repositories, key=lambda one: one.repo_id.lower()):
         if repository.repo_type == "model" and repository.revisions:
             newest = max(repository.revisions, key=lambda one: one.last_modified)
-            found.append(
-                _describe(repository.repo_id, newest.snapshot_path, repository.size_on_disk, repository.last_modified)
-            )
+            one = _describe(repository.repo_id, newest.snapshot_path, repository.size_on_disk, repository.last_modified)
+            folders = [revision.snapshot_path for revision in repository.revisions] if verify else []
+            if damaged := sorted({file for folder in folders for file in damaged_files(folder)}):
+                one = replace(one, refusal=f"damaged: {', '.join(damaged)}; remove it, and pull it again")
+            found.append(one)
     return found
 
 
@@ -96,12 +104,12 @@ def remove(name: str) -> int:
     return int(plan.expected_freed_size)
 
 
-def find_cached(name: str, gguf_type: str | None = None) -> Path | None:
+def find_cached(name: str, gguf_type: str | None = None, revision: str | None = None) -> Path | None:
     """Return the complete folder, or the GGUF file, of a model in the cache, or None."""
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[]))
     except Exception:  # not in the cache, or no name of the hub; each has its own error
         return None
     files = [path.name for path in folder.iterdir()]
@@ -120,11 +128,14 @@ def _missing(folder: Path) -> list[str]:
         return []  # no index, or a damaged one, which loading refuses
 
 
-def download(name: str, gguf_type: str | None = None, progress: ProgressCallback | None = None) -> Path:
+def download(
+    name: str, gguf_type: str | None = None, revision: str | None = None, progress: ProgressCallback | None = None
+) -> Path:
     """Download what is needed of a model and return its folder or GGUF file; files that are there already are kept.
 
     Args:
         gguf_type: Type of the GGUF file to take, such as Q4_K_M, or None for safetensors, or else the usual type.
+        revision: Branch, tag or commit, or None for the main branch.
         progress: Callback for the downloaded bytes, or None for the hub's own progress bars.
 
     Raises:
@@ -132,15 +143,16 @@ def download(name: str, gguf_type: str | None = None, progress: ProgressCallback
     """
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    with _plain_errors(name):
-        sizes = {one.rfilename: one.size or 0 for one in HfApi().model_info(name, files_metadata=True).siblings or ()}
+    with _plain_errors(name, revision):
+        model = HfApi().model_info(name, revision=revision, files_metadata=True)
+        sizes = {one.rfilename: one.size or 0 for one in model.siblings or ()}
         chosen = choose_gguf(sizes, gguf_type)
         has_weights = any(file.endswith(".safetensors") for file in sizes)
         if chosen is None or (gguf_type is None and has_weights):
             if gguf_type is not None:
                 kinds = ", ".join(sorted(file for file in sizes if file.lower().endswith(".gguf"))) or "none"
                 raise ModelError(f"model: {name} has no GGUF file of type {gguf_type}; it has {kinds}")
-            read = {file: read_object(Path(hf_hub_download(name, file)))
+            read = {file: read_object(Path(hf_hub_download(name, file, revision=revision)))
                     for file in ("config.json", "adapter_config.json") if file in sizes}  # fmt: skip
             damaged = next((f"{file} is damaged; pull it again" for file, content in read.items() if not content), None)
             why = damaged or refusal(sizes, read.get("config.json"), read.get("adapter_config.json"))
@@ -151,7 +163,11 @@ def download(name: str, gguf_type: str | None = None, progress: ProgressCallback
             why, files = check_gguf_name(chosen), [chosen]
         if why is not None:
             raise ModelError(f"model: {name} cannot be loaded: {why}")
-        options: dict[str, Any] = {"allow_patterns": files, "ignore_patterns": list(NOT_NEEDED[1:])}
+        options: dict[str, Any] = {
+            "revision": revision,
+            "allow_patterns": files,
+            "ignore_patterns": list(NOT_NEEDED[1:]),
+        }
         if progress is not None:
             total = sum(sizes[file] for file in files)
             options["tqdm_class"] = _reporter(name, total, progress)
@@ -161,7 +177,7 @@ def download(name: str, gguf_type: str | None = None, progress: ProgressCallback
     return folder if chosen is None or chosen not in files else folder / chosen
 
 
-def download_tokenizer(name: str) -> Path:
+def download_tokenizer(name: str, revision: str | None = None) -> Path:
     """Download the files of a model that are no weights, and return their folder.
 
     Raises:
@@ -169,9 +185,30 @@ def download_tokenizer(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _plain_errors(name):
-        patterns = [one for one in NEEDED if one != "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[*NOT_NEEDED, "*.index.json"]))
+    with _plain_errors(name, revision):
+        patterns, others = [one for one in NEEDED if one != "*.safetensors"], [*NOT_NEEDED, "*.index.json"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
+
+
+def damaged_files(path: Path) -> list[str]:
+    """Return the files of a model in the cache whose content is not that of their checksum.
+
+    The cache names the content of each file by its checksum on the hub, SHA-256 for weights and git's SHA-1 for small
+    files. A file that is no link into that part of the cache has none and is not compared.
+    """
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    return [file.name for file in files if not _is_intact(file)]
+
+
+def _is_intact(file: Path) -> bool:
+    known = file.resolve().name
+    if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", known) is None:
+        return True
+    digest = hashlib.sha256() if len(known) == 64 else hashlib.sha1(f"blob {file.stat().st_size}\0".encode())
+    with file.open("rb") as content:
+        while block := content.read(2**20):
+            digest.update(block)
+    return digest.hexdigest() == known
 
 
 def _reporter(name: str, total: int, progress: ProgressCallback) -> type:
@@ -197,7 +234,7 @@ def _reporter(name: str, total: int, progress: ProgressCallback) -> type:
 
 
 @contextlib.contextmanager
-def _plain_errors(name: str) -> Iterator[None]:
+def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn the hub's errors into messages for users."""
     from huggingface_hub import constants, errors
 
@@ -211,6 +248,10 @@ def _plain_errors(name: str) -> Iterator[None]:
     except errors.GatedRepoError as error:
         raise ModelError(
             f"model: {name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then log in with hf auth login"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(
+            f"model: {name} has no revision {revision!r}; {constants.ENDPOINT}/{name}/commits/main has its commits"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
