@@ -177,8 +177,6 @@ def test_make_compares_hashes_unless_it_is_told_not_to() -> None:
 
 
 def test_packages_of_a_lock_keep_their_hashes_together() -> None:
-    text = (
-        "# made\na==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n    # via b\ntorch==2 \\\n    --hash=c\n"
-    )
+    text = "# made\na==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n    # via b\ntorch==2 \\\n    --hash=c\n"
     kept = [entry for entry in lock.packages(text) if not lock.OF_THE_BUILD.match(entry)]
     assert kept == ["a==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2"]
