@@ -201,6 +201,9 @@ def test_arguments_without_a_meaning_are_refused_by_name_with_the_reason(model: 
          {"drafters": ["ngram"], "tree": "1,1", "prompt_lookup_max": 5, "prompt_lookup_min": 5}),
         ({"model": "m", "quantization": "fp8", "max_model_len": 9}, {"drafters": ["m"], "drafter_quantization": "fp8"}),
         ({"method": "suffix", "tree": "best-first:9"}, {"drafters": ["suffix"], "tree": "best-first:9"}),
+        ({"method": "eagle", "model": "m"}, {"drafters": ["m"]}),
+        ({"method": "mtp", "num_speculative_tokens": 1}, {"drafters": ["mtp"], "tree": "1"}),
+        ({"method": "deepseek_mtp"}, {"drafters": ["mtp"]}),
         ({}, {}),
     ],
 )  # fmt: skip
@@ -215,6 +218,7 @@ def test_speculative_configs_become_arguments(config: dict[str, Any], wanted: di
         *(({name: "?"}, f"{name}: ") for name, entry in SPECULATIVE.items() if entry.accepted is not None),
         ({"nonsense": 1}, "key 'nonsense' is not known"),
         ({"method": "ngram", "model": "m"}, 'method "ngram" has no model'),
+        ({"method": "mtp", "model": "m"}, 'method "mtp" has no model'),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1"),
     ],
 )

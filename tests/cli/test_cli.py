@@ -295,7 +295,7 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
         (("--drafter", "/nowhere/at/all"), "/nowhere/at/all"),
         (("--speculative-config", "{"), "--speculative-config"),
         (("--speculative-config", '{"draft": 1}'), "'draft'"),
-        (("--speculative-config", '{"method": "eagle"}'), "'eagle'"),
+        (("--speculative-config", '{"method": "medusa"}'), "'medusa'"),
         (("--speculative-config", '{"method": "ngram", "model": "x"}'), "ngram"),
         (("--speculative-config", '{"method": "draft_model"}'), "model"),
         (("--speculative-config", '{"prompt_lookup_max": 3, "prompt_lookup_min": 4}'), "prompt_lookup_max"),

@@ -86,7 +86,7 @@ def test_drafters_of_a_target_are_listed_with_what_is_known_of_them(hub: FakeHub
     assert "Qwen/Qwen3-1.7B small model, 1.7 B can be pulled" in found
     assert "AngelSlim/Qwen3-8B_eagle3 EAGLE-3 can be pulled" in found
     assert found[-2:] == ["suffix lookup built in", "ngram lookup built in"]
-    assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1].endswith("MTP layers of the target not supported yet")
+    assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1] == "mtp MTP layers of the target can be pulled"
     assert "did you mean Qwen/Qwen3-8B" in refusal("list", "--drafters", "Qwen/Qwen3-8")
 
 

@@ -12,6 +12,7 @@ from specinfer.cli.loading import loading_bar
 from specinfer.cli.options import flag
 from specinfer.cli.screen import Screen
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import MTP
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, INSTALL, find_chat_model
 from specinfer.hub.known_models import did_you_mean, known_drafters, known_names
 from specinfer.hub.locate import at_revision, hub_name, is_on_hub
@@ -117,8 +118,8 @@ def _drafters(model: str) -> list[tuple[str, ...]]:
     for one in found:
         state = "in the cache" if find_cached(one.name) is not None else "can be pulled"
         size = "" if one.parameters is None else f", {one.parameters:g} B"
-        kind = one.kind if one.name != model else f"{one.kind} layers of the target"
-        rows.append((one.name, kind + size, state if one.is_supported else "not supported yet"))
+        name, kind = (MTP, f"{one.kind} layers of the target") if one.name == model else (one.name, one.kind)
+        rows.append((name, kind + size, state if one.is_supported else "not supported yet"))
     return [*rows, ("suffix", "lookup", "built in"), ("ngram", "lookup", "built in")]
 
 

@@ -26,6 +26,8 @@ LOOKUPS: dict[str, LookupKind] = {
         "suffix lookup: what followed the longest repeated end, in this text and in earlier answers",
     ),
 }
+MTP = "mtp"  # the drafter of the layers for several tokens that some targets have in their own checkpoints
+NOT_FOLDERS = (*LOOKUPS, MTP)  # names that stand for no folder, even if there is one
 PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
 
 

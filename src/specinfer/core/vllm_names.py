@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specinfer.core.config import MAX_TREE_NODES
-from specinfer.core.lookups import LOOKUPS, quoted_lookups
+from specinfer.core.lookups import MTP, NOT_FOLDERS, quoted_lookups
 
 
 class VllmName(NamedTuple):
@@ -85,8 +85,8 @@ ENGINE: Mapping[str, VllmName] = {
 }
 
 _HEADS = "heads of this kind cannot be loaded; name one of another method, or a small model with draft_model"
-METHODS: Mapping[str, str] = dict.fromkeys(("eagle", "medusa", "mlp_speculator", "mtp", "deepseek_mtp"), _HEADS)
-_OF_MODELS = ("draft_model", "eagle3", "dflash", "dspark")  # methods with a model, whose files say its kind
+METHODS: Mapping[str, str] = dict.fromkeys(("medusa", "mlp_speculator"), _HEADS)
+_OF_MODELS = ("draft_model", "eagle", "eagle3", "dflash", "dspark")  # methods with a model, whose files say its kind
 SPECULATIVE: Mapping[str, VllmName] = {
     "disable_by_batch_size": VllmName('tree="auto" decides by the measured costs of each batch size'),
     "disable_logprobs": VllmName("log-probabilities are returned in any case", _ANY),
@@ -189,7 +189,9 @@ def _drafters(method: object, model: object, revision: object) -> list[str] | No
         model = f"{model}@{revision}"
     if method is None and model is None:
         return None
-    if method in LOOKUPS:
+    if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has a name for each family
+        method = MTP
+    if method in NOT_FOLDERS:
         if model is not None:
             raise ValueError(f'speculative_config: method "{method}" has no model; leave one out')
         return [str(method)]
@@ -197,7 +199,7 @@ def _drafters(method: object, model: object, revision: object) -> list[str] | No
         raise ValueError(f"speculative_config: method {method!r}: {METHODS[str(method)]}")
     if method is not None and method not in _OF_MODELS:
         names = ", ".join(f'"{name}"' for name in _OF_MODELS)
-        raise ValueError(f"speculative_config: method must be {names}, {quoted_lookups('or')}, not {method!r}")
+        raise ValueError(f'speculative_config: method must be {names}, "{MTP}", {quoted_lookups("or")}, not {method!r}')
     models = [model] if isinstance(model, str) else model
     if not isinstance(models, list) or not models or not all(isinstance(name, str) for name in models):
         raise ValueError("speculative_config: model must be a name or a list of names")

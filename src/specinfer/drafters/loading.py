@@ -6,13 +6,14 @@ from typing import Any
 
 from specinfer.core.config import check_quantization
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import MTP
 from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import read_token_map
 from specinfer.model.heads.block import BlockHead
-from specinfer.model.heads.load import is_head, load_head
+from specinfer.model.heads.load import find_format, load_head
 from specinfer.model.load import LoadedModel, load_model
 
 
@@ -37,7 +38,7 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
     Raises:
         ModelError: The model cannot be used.
     """
-    if is_head(folder):
+    if reads_target(name, folder):
         loaded = load_head(folder, target, quantization)
         kind = SharedVocabulary if isinstance(loaded.model, BlockHead) else NextTokens
         return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
@@ -54,6 +55,11 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
         name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map
     )
     return SmallModel(loaded, vocabulary)
+
+
+def reads_target(name: str, folder: Path) -> bool:
+    """Return whether a drafter is a head on the target's hidden states rather than a model of its own."""
+    return name == MTP or find_format(folder) is not None
 
 
 def _usual_quantization(config: Any, folder: Path) -> str | None:

@@ -16,7 +16,7 @@ _HEADS = {
     "eagle3": "EAGLE-3", "eagle": "EAGLE", "dspark": "DSpark", "jetspec": "JetSpec", "dflash": "DFlash",
     "medusa": "Medusa", "assistant": "assistant",
 }  # fmt: skip
-SUPPORTED_HEADS = frozenset({"EAGLE-3", "DFlash", "DSpark", "JetSpec"})
+SUPPORTED_HEADS = frozenset({"EAGLE-3", "EAGLE", "MTP", "DFlash", "DSpark", "JetSpec"})
 PICKLE = "pytorch_model.bin"
 _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -62,6 +62,8 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
         return None if has_weights else f"it has neither model.safetensors nor {PICKLE}"
     if config.get("is_encoder_decoder") or (architectures and not any(map(_generates, architectures))):
         return f"it is not a decoder that generates text ({', '.join(architectures) or config.get('model_type')})"
+    if may_be_eagle(config) and PICKLE in found:
+        return None
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in found):
         others = sorted(name for name in found if name.endswith((".bin", ".pt")))
         why = f"only {', '.join(others)}, which can run code when read" if others else "no weights"
@@ -78,9 +80,9 @@ def head_format(config: Mapping[str, Any]) -> str | None:
     return next((label for word, label in _HEADS.items() if word in kind), None)
 
 
-def folder_head_format(folder: Path) -> str | None:
-    """Return `head_format` of the model in a folder."""
-    return head_format(read_object(folder / "config.json") or {})
+def may_be_eagle(config: Mapping[str, Any]) -> bool:
+    """Return whether this may be an EAGLE head, whose configuration is that of a model of one layer."""
+    return config.get("num_hidden_layers") == 1 and head_format(config) is None
 
 
 def already_quantized(method: str) -> str:

@@ -25,6 +25,7 @@ from specinfer.hub.files import (
     folder_refusal,
     head_format,
     is_needed,
+    may_be_eagle,
     read_object,
     refusal,
 )
@@ -157,7 +158,8 @@ def download(
             damaged = next((f"{file} is damaged; pull it again" for file, content in read.items() if not content), None)
             why = damaged or refusal(sizes, read.get("config.json"), read.get("adapter_config.json"))
             files = [file for file in sizes if is_needed(file)]
-            if not has_weights and head_format(read.get("config.json") or {}):
+            config = read.get("config.json") or {}
+            if not has_weights and (head_format(config) or may_be_eagle(config)):
                 files.append(PICKLE)  # read without running code
         else:
             why, files = check_gguf_name(chosen), [chosen]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging as transformers_logging
 
 from specinfer.core.errors import ModelError, first_line
-from specinfer.hub.files import already_quantized
+from specinfer.hub.files import already_quantized, read_object
 from specinfer.hub.locate import TOKENIZERS
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
@@ -26,6 +26,7 @@ from specinfer.model.offload.shards import Shards, has_safetensors
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
+_SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -37,7 +38,7 @@ def load_config(folder: Path) -> Any:
         ModelError: config.json is unreadable, or names an architecture that transformers does not have.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = _read_config(folder)
     except Exception as error:  # each family raises its own exceptions
         raise ModelError(f"model: config.json of {folder} cannot be used: {first_line(error)}") from error
     text_config = config.get_text_config()
@@ -49,6 +50,14 @@ def load_config(folder: Path) -> Any:
     if num_layers > _MAX_LAYERS:
         raise ModelError(f"model: num_hidden_layers in config.json of {folder} is {num_layers}, above {_MAX_LAYERS}")
     return config
+
+
+def _read_config(folder: Path) -> Any:
+    fields = read_object(folder / "config.json") or {}
+    if (family := _SAME_AS.get(fields.get("model_type", ""))) is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    fields.pop("auto_map", None)
+    return AutoConfig.for_model(**(fields | {"model_type": family}))
 
 
 def known_positions(folder: Path) -> int | None:
@@ -169,7 +178,8 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
                 f"model: {folder} has {len(names)} {kind.replace('_keys', '')} weights, {names[0]} among them; "
                 "config.json and the weights do not belong together"
             )
-    if unused := sorted(str(key) for key in info["unexpected_keys"] if _LAYER_WEIGHT.search(str(key))):
+    unused = sorted(str(key) for key in info["unexpected_keys"] if _LAYER_WEIGHT.search(str(key)))
+    if unused := [name for name in unused if not _is_mtp(name, model.config.get_text_config())]:
         raise ModelError(
             f"model: config.json of {folder} has no place for {len(unused)} weights, {unused[0]} among them; "
             "config.json and the weights do not belong together"
@@ -179,6 +189,13 @@ def _check_weights(model: Any, info: Any, folder: Path) -> None:
             continue  # this weight is read, and checked, later
         if not is_finite(weight):
             raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")
+
+
+def _is_mtp(name: str, config: Any) -> bool:
+    """Return whether a weight is of the layers for several tokens after the last one, which are a drafter."""
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    first = config.num_hidden_layers if count else 0
+    return any(f".layers.{i}." in f".{name}" for i in range(first, first + count))
 
 
 def max_position_of(config: Any) -> int:

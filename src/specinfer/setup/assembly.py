@@ -13,7 +13,7 @@ from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.dialect_choice import choose_dialect
 from specinfer.drafters.feature_drafter import HeadRunner
-from specinfer.drafters.loading import load_small
+from specinfer.drafters.loading import load_small, reads_target
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
@@ -25,7 +25,7 @@ from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.heads.head import FeatureHead
-from specinfer.model.heads.load import is_head, taps_of
+from specinfer.model.heads.load import taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity, usual_budget
 from specinfer.model.offload.requirements import check_budget
@@ -108,8 +108,8 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config
     )
-    models = find_drafters(names) if finds_drafters else {}
-    small = {name: folder for name, folder in models.items() if not is_head(folder)}  # heads stay with the engine
+    models = find_drafters(names, folder) if finds_drafters else {}
+    small = {name: path for name, path in models.items() if not reads_target(name, path)}  # heads stay with the engine
     placement = place_drafters(
         small, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
         must_be_here=args.adapt_drafters or speculative.max_asked is not None or args.tokenizer is not None,

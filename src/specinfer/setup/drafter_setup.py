@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import ModelError
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import LOOKUPS, NOT_FOLDERS
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters import HeadRunner, MergedDrafter, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -47,17 +47,20 @@ def check_drafters(
         raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
 
 
-def find_drafters(names: Sequence[str]) -> dict[str, Path]:
+def find_drafters(names: Sequence[str], target: Path) -> dict[str, Path]:
     """Return the folders of the model drafters among these names, by name.
+
+    Args:
+        target: Folder of the target, which is that of its MTP layer too.
 
     Raises:
         ModelError: A model does not exist.
         ValueError: Two names stand for the same model.
     """
-    found = {name: _find(name) for name in names if name not in LOOKUPS}
+    found = {name: _find(name) for name in names if name not in NOT_FOLDERS}
     if len({folder.resolve() for folder in found.values()}) < len(found):
         raise ValueError(f"drafters: two of {', '.join(found)} are one model; leave one out")
-    return found
+    return {name: found.get(name, target) for name in names if name not in LOOKUPS}
 
 
 def _find(name: str) -> Path:

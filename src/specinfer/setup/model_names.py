@@ -8,11 +8,11 @@ from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING
 from specinfer.demo.pair import demo_folders
 from specinfer.hub.auto_drafter import auto_drafters
-from specinfer.hub.files import folder_head_format
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
+from specinfer.model.heads.load import find_format
 from specinfer.model.load import LoadedModel
 
 
@@ -26,7 +26,7 @@ def find_target(model: str | Path) -> Path:
         return demo_folders().target
     if str(model) != CHAT:
         folder = find_folder(model)
-        if (head := folder_head_format(folder)) is not None:
+        if (head := find_format(folder)) is not None:
             raise ModelError(f"model: {folder} is a drafter ({head}); name its target as the model, and it in drafters")
         return folder
     file = chat_model.find_chat_model()

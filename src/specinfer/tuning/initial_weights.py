@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
-from specinfer.hub.files import folder_head_format
+from specinfer.model.heads.load import find_format
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.setup.model_names import find_drafter
@@ -63,7 +63,7 @@ class InitialWeights:
     @property
     def is_head(self) -> bool:
         """True for a head on the target's hidden states."""
-        return self.name == EAGLE3 if self.folder is None else folder_head_format(self.folder) is not None
+        return self.name == EAGLE3 if self.folder is None else find_format(self.folder) is not None
 
 
 def parse_initial_weights(name: str) -> InitialWeights:

@@ -1,20 +1,31 @@
 """The files of a head: its configuration and its tensors, each checked before it is used."""
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
+from specinfer.hub.files import PICKLE
 from specinfer.model.offload.checkpoint import is_finite
 
-_LAYERS = ("llama", "qwen3")  # families of heads' own layers
+_LAYERS = ("llama", "qwen2", "qwen3")  # families of heads' own layers
 _UNREAD = ("rotary_emb.inv_freq", "t2d")  # computed, or for trainers only
+
+
+class TensorSource(Protocol):
+    """A tensor that is not read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> Tensor: ...
 
 
 class HeadCheckpoint:
@@ -23,15 +34,23 @@ class HeadCheckpoint:
     Args:
         dtype: Type that taken weights are converted to.
         device: Device that they are moved to.
+        tensors: The tensors by name, or None for all in the folder.
 
     Raises:
         ModelError: A file is missing or damaged.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        tensors: Mapping[str, TensorSource] | None = None,
+    ) -> None:
         self.folder, self.fields = folder, read_fields(folder)
-        self._tensors, self._taken = _read_tensors(folder), set[str]()
-        self._dtype, self._device = dtype, device
+        self._tensors: Mapping[str, Tensor | TensorSource] = _read_tensors(folder) if tensors is None else tensors
+        self._taken = set[str]()
+        self.dtype, self._device = dtype, device
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -42,31 +61,34 @@ class HeadCheckpoint:
         Raises:
             ModelError: There is no such tensor, its shape is another, or it has NaN or infinity.
         """
-        tensor = self._tensors.get(name)
-        if tensor is None:
+        found = self._tensors.get(name)
+        if found is None:
             raise ModelError(f"drafters: {self.folder} has no tensor {name}; fetch the drafter again")
-        if len(shape) != tensor.dim() or any(
-            size not in (None, real) for size, real in zip(shape, tensor.shape, strict=True)
+        if len(shape) != len(found.shape) or any(
+            size not in (None, real) for size, real in zip(shape, found.shape, strict=True)
         ):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise ModelError(
-                f"drafters: tensor {name} of {self.folder} has shape {list(tensor.shape)}, and [{wanted}] fits this "
+                f"drafters: tensor {name} of {self.folder} has shape {list(found.shape)}, and [{wanted}] fits this "
                 "target; take a drafter that was trained for it"
             )
+        tensor = found if isinstance(found, Tensor) else found.read()
         if tensor.is_floating_point() and not is_finite(tensor):
             raise ModelError(f"drafters: tensor {name} of {self.folder} has NaN or infinity; fetch the drafter again")
         self._taken.add(name)
-        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+        return tensor.to(self._device, self.dtype if tensor.is_floating_point() else None)
 
     def get(self, name: str, *shape: int | None) -> Tensor | None:
         """Return a tensor as `take` does, or None if there is none of this name."""
         return self.take(name, *shape) if name in self else None
 
     def fill(self, module: nn.Module, prefix: str) -> None:
-        """Take every parameter of a module by its name after this prefix."""
-        for name, parameter in list(module.named_parameters()):
-            weight = nn.Parameter(self.take(f"{prefix}{name}", *parameter.shape), requires_grad=False)
+        """Take every tensor of a module by its name after this prefix."""
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            weight = self.take(f"{prefix}{name}", *tensor.shape)
             parent, _, child = name.rpartition(".")
+            if isinstance(tensor, nn.Parameter):
+                weight = nn.Parameter(weight, requires_grad=False)
             setattr(module.get_submodule(parent), child, weight)
 
     @property
@@ -86,7 +108,7 @@ class HeadCheckpoint:
         family = own.get("model_type", "llama")
         if family not in _LAYERS:
             raise ModelError(
-                f"drafters: {self.folder} has layers of family {family!r}; {' and '.join(_LAYERS)} are supported"
+                f"drafters: {self.folder} has layers of family {family!r}; {', '.join(_LAYERS)} are supported"
             )
         fields = {name: value for name, value in own.items() if name not in ("architectures", "torch_dtype", "dtype")}
         return fields | {"model_type": family, "num_hidden_layers": int(own.get("num_hidden_layers") or 1)}
@@ -134,14 +156,30 @@ def read_fields(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder, without reading them; none if a file is damaged."""
     files = sorted(folder.glob("*.safetensors"))
-    pickle = folder / "pytorch_model.bin"
+    try:
+        if not files:
+            return set(_read_tensors(folder, is_mapped=True))
+        names = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                names |= set(opened.keys())
+        return names
+    except (ModelError, SafetensorError, OSError):
+        return set()
+
+
+def _read_tensors(folder: Path, *, is_mapped: bool = False) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    pickle = folder / PICKLE
     try:
         if files:
             return {name: tensor for file in files for name, tensor in load_file(file).items()}
         if pickle.is_file():
-            loaded = torch.load(pickle, map_location="cpu", weights_only=True)
+            is_archive = zipfile.is_zipfile(pickle)  # files of old releases cannot be mapped
+            loaded = torch.load(pickle, map_location="cpu", weights_only=True, mmap=is_mapped and is_archive)
             if isinstance(loaded, dict) and all(isinstance(one, Tensor) for one in loaded.values()):
                 return loaded
             raise ModelError(f"drafters: {pickle} has something other than tensors; fetch the drafter again")
@@ -154,4 +192,4 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             f"drafters: {pickle} has more than tensors, and code of a checkpoint is never run; convert it to "
             "safetensors"
         ) from error
-    raise ModelError(f"drafters: {folder} has neither model.safetensors nor pytorch_model.bin; fetch the drafter again")
+    raise ModelError(f"drafters: {folder} has neither model.safetensors nor {PICKLE}; fetch the drafter again")

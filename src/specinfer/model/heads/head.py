@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels import norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
@@ -33,29 +34,40 @@ class TargetShape(NamedTuple):
 
 
 class TargetEnds(NamedTuple):
-    """The target's embedding without its scale, and its output head without the norm before it.
+    """The target's embedding without its scale, its output head, and the norm before it.
 
     Attributes:
         embed: Function from [tokens] ids to [tokens, width].
         head: Function from [rows, width] to [rows, vocab] logits.
+        norm: Function from [tokens, width] to the same, or None where it is not known.
     """
 
     embed: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor] | None
 
     @classmethod
     def of(cls, model: nn.Module) -> "TargetEnds":
         """Return those of a target, or of its last pipeline stage, whose embedding cannot be used."""
         if isinstance(model, FusedDecoder):
             assert model.head is not None
-            call = model.head.call
-            return cls(model.embedded, lambda hidden: call(hidden.float().contiguous()))
+            call, last = model.head.call, model.head
+            return cls(
+                model.embedded,
+                lambda hidden: call(hidden.float().contiguous()),
+                lambda hidden: norm(hidden.float().contiguous(), last.norm, last.eps),
+            )
         if isinstance(model, DeviceDecoder):
-            return cls(lambda ids: functional.embedding(ids, model.embedding), model.head)
+            return cls(
+                lambda ids: functional.embedding(ids, model.embedding),
+                model.head,
+                lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], model.norm, model.eps),
+            )
         trunk: Any = model
         head = output_head(model)
         assert head is not None
-        return cls(lambda ids: functional.embedding(ids, trunk.get_input_embeddings().weight), head)
+        last_norm = getattr(trunk.get_decoder(), "norm", None)
+        return cls(lambda ids: functional.embedding(ids, trunk.get_input_embeddings().weight), head, last_norm)
 
 
 class FeatureHead(nn.Module):
@@ -135,6 +147,10 @@ def shapes_of(trunk: Any) -> tuple[LayerShape, ...]:
     shapes = []
     for layer in trunk.layers:
         attention = layer.self_attn
+        if hasattr(attention, "kv_b_proj"):  # multi-head latent attention
+            shapes.append(LayerShape(attention.num_heads, attention.qk_head_dim, attention.v_head_dim))
+            continue
         size = int(attention.head_dim)
-        shapes.append(LayerShape(attention.k_proj.out_features // size, size, size))
+        heads = attention.k_proj.out_features // size
+        shapes.append(LayerShape(heads, size, attention.v_proj.out_features // heads))
     return tuple(shapes)

@@ -9,32 +9,40 @@ from torch import nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import folder_head_format, head_format
+from specinfer.hub.files import head_format, may_be_eagle, read_object
 from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import read_weight
 from specinfer.model.heads.block import BlockHead
-from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.checkpoint import HeadCheckpoint, tensor_names
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
+from specinfer.model.heads.mtp import load_mtp
+from specinfer.model.heads.pair import EagleHead
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.linears import QUANTIZE
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 
 _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
-    "EAGLE-3": Eagle3Head, "DFlash": BlockHead, "DSpark": BlockHead, "JetSpec": BlockHead,
+    "EAGLE-3": Eagle3Head, "EAGLE": EagleHead, "DFlash": BlockHead, "DSpark": BlockHead, "JetSpec": BlockHead,
 }  # fmt: skip
 
 
-def is_head(folder: Path) -> bool:
-    """Return whether a folder has a head on a target's hidden states rather than a model of its own."""
-    return folder_head_format(folder) is not None
+def find_format(folder: Path) -> str | None:
+    """Return the format of the head in a folder, or None for a model of its own."""
+    config = read_object(folder / "config.json") or {}
+    if may_be_eagle(config) and "fc.weight" in tensor_names(folder):
+        return "EAGLE"
+    return head_format(config)
 
 
 def load_head(folder: Path, target: LoadedModel, quantization: str | None = None) -> LoadedModel:
     """Load a head for this target, whose type, device, embedding and output head it shares.
+
+    Args:
+        folder: Folder of the head; the target's own for its MTP layer.
 
     Raises:
         ModelError: The files are damaged, the head was made for another target, or its format is not supported.
@@ -47,9 +55,13 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
             "a small model"
         )
     shape = TargetShape.of(config)
-    checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
-    head = _HEADS[str(head_format(checkpoint.fields))](checkpoint, shape, _ends_of(target))
-    checkpoint.check_all_taken()
+    ends = _ends_of(target)
+    if folder == target.folder:
+        head = load_mtp(folder, target.dtype, target.device, shape, ends)
+    else:
+        checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
+        head = _HEADS[str(find_format(folder))](checkpoint, shape, ends)
+        checkpoint.check_all_taken()
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     _quantize(head, quantization)
     head.eval().requires_grad_(False)

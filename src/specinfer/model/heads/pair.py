@@ -1,0 +1,103 @@
+"""Heads that join a token's embedding with a feature before ordinary decoder layers: EAGLE-1, EAGLE-2, MTP layers.
+
+    u = join([embedding of the token; feature of the token before])      each after a norm in MTP layers
+    h = layers(u)       m = output_norm(h)       logits = the target's head(m)
+
+A feature is the target's hidden state after its last norm; at later levels it is m. EAGLE-2 is a way to grow trees
+with EAGLE-1's checkpoints.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.definition import make_trunk
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+
+
+class Normed(NamedTuple):
+    """Whether features are hidden states after a norm, the target's last one or the head's own."""
+
+    is_normed: bool
+
+    def __str__(self) -> str:
+        return f"hidden states {'after' if self.is_normed else 'before'} the last norm"
+
+
+class PairHead(FeatureHead):
+    """A head whose layers read one joined vector for each pair of a token and a feature."""
+
+    dialects: Sequence[Normed] = (Normed(True),)
+    embedding_norm: nn.Module
+    feature_norm: nn.Module
+    output_norm: nn.Module
+    join: nn.Module
+    feature_is_first = False  # in what is joined
+    blanks_first = False  # the embedding at position 0, of the second token, is zero
+    layer_type: str | None = None  # which rotation the layers have, in families with several
+
+    def __init__(
+        self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds, fields: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        if ends.norm is None:
+            raise ModelError(
+                f"drafters: {checkpoint.folder} reads what the target's last norm computes, which is not known for its "
+                "family; name a small model"
+            )
+        self.last_norm, self.reads, self.dtype = ends.norm, (target.num_layers,), checkpoint.dtype
+        self.speak(self.dialects[0])
+        trunk = make_trunk(fields)
+        self.width, self.eps = int(trunk.config.hidden_size), float(trunk.config.rms_norm_eps)
+        self.layers, self.rotary, self.norm_class = trunk.layers, trunk.rotary_emb, type(trunk.norm)
+        self.layer_shapes = shapes_of(trunk)
+
+    def take_join(self, checkpoint: HeadCheckpoint, name: str, target: TargetShape) -> nn.Linear:
+        """Take the linear layer that joins embedding and feature."""
+        bias = f"{name}.bias" in checkpoint
+        join = nn.Linear(self.width + target.width, self.width, bias=bias, device="meta")
+        checkpoint.fill(join, f"{name}.")
+        return join
+
+    def speak(self, dialect: Normed) -> None:
+        self.dialect = dialect
+
+    def project(self, taps: Sequence[Tensor]) -> Tensor:
+        (hidden,) = taps
+        return self.last_norm(hidden) if self.dialect.is_normed else hidden
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        assert batch.features is not None
+        embedded = self.embedded(batch.token_ids).to(self.dtype)
+        if self.blanks_first:
+            embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
+        pair = [self.embedding_norm(embedded), self.feature_norm(batch.features.to(self.dtype))]
+        joined = torch.cat(pair[::-1] if self.feature_is_first else pair, dim=-1)
+        hidden, positions = self.join(joined).unsqueeze(0), batch.positions.unsqueeze(0)
+        rotation = self.rotary(hidden, positions, *([] if self.layer_type is None else [self.layer_type]))
+        for layer in self.layers:
+            hidden = layer(
+                hidden, attention_mask=None, position_ids=positions, position_embeddings=rotation, forward_batch=batch
+            )
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        last = self.output_norm(hidden[0])
+        self.store(batch, last if self.dialect.is_normed else hidden[0])
+        return self.logits(last[batch.logit_rows])
+
+
+class EagleHead(PairHead):
+    """A head of EAGLE-1 or EAGLE-2: without norms of its inputs and output, nor one before its first attention."""
+
+    def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
+        super().__init__(checkpoint, target, ends, checkpoint.layer_fields())
+        self.embedding_norm, self.feature_norm, self.output_norm = (nn.Identity() for _ in range(3))
+        self.join = self.take_join(checkpoint, "fc", target)
+        self.layers[0].input_layernorm = nn.Identity()
+        for i, layer in enumerate(self.layers):
+            checkpoint.fill(layer, f"layers.{i}.")
+        self.take_ends(checkpoint, target, ends)

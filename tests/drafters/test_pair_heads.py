@@ -1,0 +1,295 @@
+"""EAGLE-1 heads and MTP layers: growth by the formulas, and exact output."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import reference
+from heads import save_cycle, tensors_of
+from pair_heads import MTP_FAMILIES, save_eagle, save_mtp, slow_eagle, slow_tree
+from specinfer import LLM, SamplingParams
+from specinfer.core.errors import ModelError
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters.feature_drafter import FeatureDrafter
+from tiny import make_model, paths_of, random_prompts, save_model, save_tokenizer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("llama")
+
+
+def _llm(target: Path, *drafters: Path | str, **options: Any) -> LLM:
+    return LLM(target, drafters=[str(one) for one in drafters], **({"dtype": "float32", "max_num_seqs": 4} | options))
+
+
+def _drafter(llm: LLM) -> FeatureDrafter:
+    assert llm.drafter is not None
+    (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
+    return one
+
+
+def _ids(prompts: Sequence[Sequence[int]]) -> list[Any]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def _texts(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+
+
+def _last_states(model: Any, tokens: Sequence[int], *, is_normed: bool = True) -> Tensor:
+    """Return [tokens, width] hidden states around the target's last norm."""
+    found: list[Tensor] = []
+    handle = model.model.norm.register_forward_hook(lambda _, args, output: found.extend([args[0][0], output[0]]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+    handle.remove()
+    return found[int(is_normed)]
+
+
+def _check_growth(llm: LLM, slow: Any, model: Any, *, is_normed: bool = True) -> None:
+    drafter = _drafter(llm)
+    request = Request("one", list(random_prompts([9])[0]), GREEDY, seed=0, cache_salt=None)
+    llm.engine.add(request)
+    while request.num_output < 1:
+        llm.engine.step()
+    for widths in ((3, 2, 2), (1, 1, 1, 1), (4, 1, 2)):
+        span = Span(request, request.num_computed, len(request.token_ids))
+        (tree,) = drafter.draft([span], [TreeBudget.expansion(widths)])
+        features = _last_states(model, request.token_ids[:-1], is_normed=is_normed)
+        wanted = slow_tree(slow, features, request.token_ids, widths)
+        assert sorted(paths_of(tree)) == sorted(paths_of(wanted))
+        llm.engine.step()
+
+
+@pytest.fixture
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.setup.assembly.choose_dialect", lambda *_: None)
+
+
+# ----------------------------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True, "pickled": True}, {"own_embedding": False, "architectures": ["EagleLlamaForCausalLM"]}],
+    ids=["safetensors", "bias, pickled", "named, target's embedding"],
+)
+def test_growth_of_an_eagle_head_follows_the_formulas(
+    options: dict[str, Any], target: Path, model: Any, tmp_path: Path
+) -> None:
+    folder = save_eagle(tmp_path / "head", **options)
+    with _llm(target, folder, tree="1") as llm:
+        _check_growth(llm, slow_eagle(folder, model), model)
+
+
+def test_an_eagle_head_reads_what_gemmas_last_norm_computes(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "target", "gemma3_text")
+    model = make_model("gemma3_text")
+    folder = save_eagle(tmp_path / "head", own_embedding=False)
+    with _llm(target, folder, tree="1") as llm:
+        _check_growth(llm, slow_eagle(folder, model), model)
+
+
+@pytest.mark.usefixtures("no_choice")
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+def test_growth_of_an_mtp_layer_follows_the_formulas(family: str, tmp_path: Path) -> None:
+    model, slow = save_mtp(tmp_path, family)
+    with _llm(tmp_path, "mtp", tree="1") as llm:
+        _check_growth(llm, slow, model)
+        prompts = random_prompts([7, 20])
+        assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["mimo", "ernie4_5_moe"])
+def test_features_before_the_last_norm_are_the_other_dialect(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.setup.assembly.choose_dialect", lambda run, _: run.head.speak(run.head.dialects[1]))
+    model, slow = save_mtp(tmp_path, family, is_normed=False)
+    with _llm(tmp_path, "mtp", tree="1") as llm:
+        _check_growth(llm, slow, model, is_normed=False)
+
+
+# ---------------------------------------------------------------------------------- perfect drafters
+
+
+def _perfect_eagle(target: Path, folder: Path) -> Path | str:
+    """Write an EAGLE head for `save_cycle`, which knows a token only by the feature of the token before."""
+    step = tensors_of(target)["lm_head.weight"]
+    tensors = {
+        "fc.weight": torch.cat([torch.zeros(64, 64), step], dim=1),
+        "layers.0.post_attention_layernorm.weight": torch.ones(64),
+        **_empty_layer("layers.0."),
+    }
+    folder.mkdir()
+    fields = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 1}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _perfect_mtp(target: Path, folder: Path) -> Path | str:
+    """Write an MTP layer into the target of `save_cycle`; names are MiMo's."""
+    del folder
+    at, tensors = "model.mtp_layers.0.", tensors_of(target)
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm", "post_attention_layernorm")
+    tensors |= {f"{at}{name}.weight": torch.ones(64) for name in norms}
+    tensors[f"{at}input_proj.weight"] = torch.cat([tensors["lm_head.weight"], torch.zeros(64, 64)], dim=1)
+    save_file(tensors | _empty_layer(at), target / "model.safetensors", metadata={"format": "pt"})
+    return "mtp"
+
+
+def _empty_layer(at: str) -> dict[str, Tensor]:
+    shapes = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
+    return {f"{at}self_attn.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()} | {
+        f"{at}mlp.{name}_proj.weight": torch.zeros(64, 64) for name in ("gate", "up", "down")
+    }
+
+
+@pytest.mark.parametrize("make", [_perfect_eagle, _perfect_mtp])
+def test_a_perfect_head_is_accepted_at_every_level(make: Any, tmp_path: Path) -> None:
+    target, _ = save_cycle(tmp_path)
+    head = make(target, tmp_path / "eagle")
+    prompt = [1]
+    while len(prompt) < 20:
+        prompt.append((prompt[-1] * 5 + 3) % 64)
+    with _llm(target, head, tree="1,1,1,1,1,1") as llm:
+        for num_tokens in (43, 42):  # the second time the prompt is cached, and the first pass has a tree too
+            params = SamplingParams(temperature=0, max_tokens=num_tokens)
+            (output,) = llm.generate(_ids([prompt]), params, use_tqdm=False)
+            assert dict(output.metrics.speculative_decoding)["mean_acceptance_length"] == 7
+        assert output.num_cached_tokens == 19
+
+
+# ----------------------------------------------------------------------------------------- exactness
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("mimo")
+    model, _ = save_mtp(folder, "mimo")
+    save_tokenizer(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter_quantization": "int8"},
+        {"offload": "disk"},
+        {"drafters": ["mtp", "suffix"], "tree": "best-first:16:4"},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.distributed),
+    ],
+    ids=str,
+)
+def test_greedy_text_is_that_of_transformers(options: dict[str, Any], mimo: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, model = mimo
+    prompts = random_prompts([5, 40, 1, 17])
+    if "offload" in options:
+        options |= {"offload_folder": tmp_path}
+    with LLM(folder, **({"drafters": ["mtp"], "dtype": "float32", "tree": "3,2,2"} | options)) as llm:
+        assert _drafter(llm).name == "mtp"
+        assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+
+
+def test_a_streamed_target_with_experts_has_its_mtp_layer_too(tmp_path: Path) -> None:
+    model, _ = save_mtp(tmp_path / "target", "glm4_moe")
+    prompts = random_prompts([8, 20])
+    with _llm(tmp_path / "target", "mtp", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
+        assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+
+
+def test_an_eagle_head_changes_no_text(target: Path, model: Any, tmp_path: Path) -> None:
+    head, prompts = save_eagle(tmp_path / "head"), random_prompts([5, 40, 1, 17])
+    for tree in ("3,2,2", "best-first:24:6"):
+        with _llm(target, head, tree=tree) as llm:
+            assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+def test_mtp_of_a_target_that_has_none_is_refused_with_the_remedy(target: Path) -> None:
+    with pytest.raises(ModelError, match=r'^drafters: "mtp" stands for MTP layers .* has none that are known; name a '):
+        _llm(target, "mtp")
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"mlp.experts.3.up_proj": None}, r"mlp\.experts\.3\.up_proj\.weight is missing; "),
+        ({"eh_proj": torch.ones(32, 32)}, r"eh_proj\.weight of .* \[32, 32\], and \[32, 64\] fits"),
+        ({"enorm": torch.full((32,), torch.nan)}, r"enorm\.weight of .* has NaN or infinity"),
+        ({"gate": torch.ones(3)}, r"1 tensors of .* are not known, model\.layers\.2\.gate\.weight"),
+        ({"self_attn.o_proj": None}, r"has no tensor model\.layers\.2\.self_attn\.o_proj\.weight"),
+    ],
+    ids=["expert", "shape", "nan", "unknown", "missing"],
+)
+def test_damaged_mtp_layers_are_refused_by_name(change: dict[str, Tensor | None], part: str, tmp_path: Path) -> None:
+    save_mtp(tmp_path, "glm4_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.2.{name}.weight": one for name, one in change.items()}
+    kept = {name: one for name, one in tensors.items() if one is not None}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
+        _llm(tmp_path, "mtp")
+
+
+def test_the_first_of_several_mtp_layers_is_used(
+    mimo: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(mimo[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    second = {name.replace("layers.0", "layers.1"): one.clone() for name, one in tensors.items() if "mtp" in name}
+    save_file(tensors | second, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("INFO"), _llm(folder, "mtp", tree="2,1"):
+        assert "has 2 MTP layers; the first drafts all levels" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"drop": ["layers.0.mlp.up_proj.weight"]}, r"no tensor layers\.0\.mlp\.up_proj\.weight; fetch the drafter"),
+        ({"target_width": 48}, r"tensor fc\.weight of .* has shape \[32, 80\], and \[32, 64\] fits this target"),
+        ({"num_attention_heads": 8}, r"tensor layers\.0\.self_attn\.q_proj\.weight of .* has shape \[32, 32\]"),
+    ],
+    ids=["missing", "width", "heads"],
+)
+def test_eagle_heads_that_do_not_fit_are_refused_by_name(
+    options: dict[str, Any], part: str, target: Path, tmp_path: Path
+) -> None:
+    folder = save_eagle(tmp_path / "head", **options)
+    with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
+        _llm(target, folder)
+
+
+def test_an_eagle_head_is_no_target_and_needs_a_known_last_norm(tmp_path: Path) -> None:
+    head = save_eagle(tmp_path / "head", pickled=True)
+    with pytest.raises(ModelError, match=r"is a drafter \(EAGLE\); name its target as the model"):
+        LLM(head)
+    with pytest.raises(ModelError, match=r"reads what the target's last norm computes, which is not known for"):
+        _llm(save_model(tmp_path / "gpt2", "gpt2"), head)
+
+
+def test_a_model_of_one_layer_is_no_head(target: Path, tmp_path: Path) -> None:
+    small = save_model(tmp_path / "small", "llama", num_hidden_layers=1)
+    with _llm(target, small, tree="2") as llm:
+        assert llm.drafter is not None
+        assert not any(isinstance(one, FeatureDrafter) for one in llm.drafter.drafters)
