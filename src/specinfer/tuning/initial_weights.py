@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
-from specinfer.model.heads.load import find_format
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import TOKEN_MAP
+from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
 from specinfer.tuning.head_training import TrainableHead, export_head, new_head, read_head
 

@@ -44,7 +44,7 @@ class TargetEnds(NamedTuple):
 
     embed: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
-    norm: Callable[[Tensor], Tensor] | None
+    norm: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "TargetEnds":
