@@ -15,7 +15,7 @@ from specinfer.kernels.quantized_linear import joined_bias
 
 HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the last one
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.
-_ROUTER = re.compile(r"(^|\.)(gate|\w*expert_gate|\w*router\w*)(\.|$)")
+ROUTER = re.compile(r"(^|\.)(gate|\w*expert_gate|\w*router\w*)(\.|$)")
 logger = logging.getLogger(__name__)
 # The function that quantizes a layer, by names of `config.QUANTIZATIONS`; `native` allows native kernels.
 QUANTIZE: dict[str, Callable[[nn.Linear, bool], nn.Module]] = {
@@ -57,7 +57,7 @@ def quantize_linears(
     names = [
         name
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and name.startswith(inside) and not _ROUTER.search(name)
+        if type(layer) is nn.Linear and name.startswith(inside) and not ROUTER.search(name)
     ]
     stacks = {name for name, weight in model.named_parameters() if weight.ndim > 2 and name.startswith(inside)}
     if not names:

@@ -22,7 +22,7 @@ from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.mtp import load_mtp
 from specinfer.model.heads.pair import EagleHead
 from specinfer.model.kv_cache import TapShape
-from specinfer.model.linears import QUANTIZE
+from specinfer.model.linears import QUANTIZE, ROUTER
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 
 _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
@@ -101,7 +101,9 @@ def taps_of(target: LoadedModel, drafters: Iterable[LoadedModel]) -> TapShape | 
 def _quantize(head: FeatureHead, quantization: str | None) -> None:
     if quantization is None:
         return
-    for name in [name for name, module in head.named_modules() if type(module) is nn.Linear]:
+    for name in [
+        name for name, module in head.named_modules() if type(module) is nn.Linear and not ROUTER.search(name)
+    ]:
         layer = head.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         head.set_submodule(name, QUANTIZE[quantization](layer, layer.weight.device == torch.device("cpu")))
