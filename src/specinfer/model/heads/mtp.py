@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     layer_type: str = "full_attention"
 
     def names(self) -> tuple[str, ...]:
-        """Return the names that tell this layout."""
+        """Return the names by which this layout is recognized."""
         return self.embedding_norm, self.feature_norm, self.join, *([self.output_norm] if self.output_norm else [])
 
 

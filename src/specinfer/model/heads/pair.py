@@ -21,7 +21,7 @@ from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, sha
 
 
 class Normed(NamedTuple):
-    """Whether features are hidden states after a norm, the target's last one or the head's own."""
+    """The choice of features: hidden states before or after a norm, the target's last one or the head's own."""
 
     is_normed: bool
 
