@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.feature_drafter import FeatureDrafter
+from specinfer.model.batch import Piece
+from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import TapShape
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
 from tiny import make_model, paths_of, random_prompts, save_model
 
 LAYERS = 8
@@ -415,3 +421,25 @@ def test_a_head_is_no_target_and_some_targets_have_none(target: Path, head: Path
         _llm(target, head, save_model(tmp_path / "small"), select="hedge:1")
     with pytest.raises(ValueError, match="adapt_drafters: no drafter is a language model"):
         _llm(target, head, adapt_drafters=True)
+
+
+@pytest.mark.parametrize("decoder", ["definition", "device"])
+def test_captured_passes_store_hidden_states_of_real_tokens_only(decoder: str, target: Path, model: Any) -> None:
+    loaded = load_model(target, torch.float32, torch.device("cpu"), native=False)
+    if decoder == "device":
+        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
+    loaded = replace(loaded, taps=TapShape((0, 3, LAYERS), 32))
+    runner = ModelRunner(loaded, 120, graphs=Graphs(torch.device("cpu")))
+    assert runner.padded is not None
+    text = random_prompts([21])[0]
+    last = runner.tensors.taps[3][119].clone()
+    for start, end in ((0, 13), (13, 14), (14, 21)):  # passes that are padded to larger sizes
+        slots = runner.cache.reserve("one", end - start)
+        piece = Piece.of_span(text[start:end], None, runner.cache.slots("one"), slots)
+        runner.forward([replace(piece, num_logits=1)])
+        runner.cache.commit("one", range(end - start))
+    for found, wanted in zip(
+        runner.read_taps((0, 3, LAYERS), "one", 0, 21), hidden_states(model, text, (0, 3, LAYERS)), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+    assert torch.equal(runner.tensors.taps[3][119], last), "padding has written to a slot"
