@@ -1,13 +1,15 @@
 """Block heads: growth by the formulas of DFlash, JetSpec and DSpark, exact output, and refusals."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import reference
-from heads import SlowBlock, save_block
+from heads import SlowBlock, SlowEagle3, save_block, save_eagle3
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
@@ -91,6 +93,35 @@ def test_growth_follows_the_formulas(
             llm.engine.step()
 
 
+@pytest.mark.parametrize("layout", ["original", "speculators"])
+def test_a_parallel_eagle_head_drafts_by_its_formulas(layout: str, target: Path, model: Any, tmp_path: Path) -> None:
+    proposal = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}
+    fields = {"pard_token": 90} if layout == "original" else {"mask_token_id": 90, "speculators_config": proposal}
+    if layout == "speculators":
+        fields |= {"speculators_model_type": "peagle", "norm_before_residual": True}
+    folder = save_eagle3(tmp_path / "head", layout, parallel=True, **fields)
+    slow = SlowEagle3(folder, model.model.embed_tokens.weight.detach(), norm_before_residual=layout == "speculators")
+    mask = slow.w["mask_hidden"][0] @ slow.w["fc.weight"].T
+    with _llm(target, folder, tree="1,1") as llm:
+        assert llm.drafter is not None
+        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, BlockDrafter)]
+        assert drafter.max_depth == (8 if layout == "original" else 4)
+        request = Request("one", random_prompts([9])[0], GREEDY, seed=0, cache_salt=None)
+        llm.engine.add(request)
+        while request.num_output < 1:
+            llm.engine.step()
+        for widths in ((3, 2, 2), (1, 1, 1, 1)):
+            span = Span(request, request.num_computed, len(request.token_ids))
+            (tree,) = drafter.draft([span], [TreeBudget.expansion(widths)])
+            features = slow.project(hidden_states(model, request.token_ids[:-1], (2, 4, 5)))
+            logits, _ = slow.run(torch.cat([features, mask.expand(3, -1)]), [*request.token_ids[1:], 90, 90, 90])
+            rows = logits[len(features) - 1 :]
+            best = [row.topk(width).indices.tolist() for row, width in zip(rows, widths, strict=False)]
+            wanted = [tuple(path) for depth in range(len(widths) + 1) for path in itertools.product(*best[:depth])]
+            assert sorted(paths_of(tree)) == sorted(wanted)
+            llm.engine.step()
+
+
 def test_a_tree_is_no_deeper_than_a_block(target: Path, tmp_path: Path) -> None:
     for kind, deepest in (("dflash", 3), ("dspark", 4)):
         folder = save_block(tmp_path / kind, kind, block_size=4)
@@ -100,9 +131,12 @@ def test_a_tree_is_no_deeper_than_a_block(target: Path, tmp_path: Path) -> None:
         assert max(map(int, depths)) == deepest
 
 
-@pytest.fixture(scope="module", params=["dflash", "jetspec", "dspark"])
+@pytest.fixture(scope="module", params=["dflash", "jetspec", "dspark", "peagle"])
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_block(tmp_path_factory.mktemp("head"), request.param)
+    folder = tmp_path_factory.mktemp("head")
+    if request.param == "peagle":
+        return save_eagle3(folder, parallel=True, mask_token_id=90)
+    return save_block(folder, request.param)
 
 
 @pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])

@@ -55,6 +55,7 @@ def save_eagle3(
     own_embedding: bool = False,
     fc_norm: bool = False,
     norm_before_fc: bool = False,
+    parallel: bool = False,
     **fields: Any,
 ) -> Path:
     """Write an EAGLE-3 head.
@@ -63,6 +64,7 @@ def save_eagle3(
         layout: "original" (yuhuili, AngelSlim, SpecForge) or "speculators" (RedHatAI).
         draft_ids: Target ids of its own vocabulary, or None for all.
         drop: Tensors to leave out.
+        parallel: Write a P-EAGLE head.
         fields: Further fields of config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +84,8 @@ def save_eagle3(
         shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(num_taps)}
     if norm_before_fc:
         shapes["input_norm.weight"] = (num_taps * target_width,)
+    if parallel:
+        shapes["mask_hidden"] = (1, 1, num_taps * target_width)
     tensors = random_tensors(shapes, seed)
     tensors["lm_head.weight"] *= 4
     if draft_ids is not None:

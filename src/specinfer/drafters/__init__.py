@@ -16,7 +16,6 @@ from specinfer.drafters.merge.selection import Selection
 from specinfer.drafters.remote.drafter import RemoteDrafter, RemoteModel
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Vocabulary
-from specinfer.model.heads.block import BlockHead
 from specinfer.model.runner import ModelRunner
 
 __all__ = [
@@ -77,7 +76,7 @@ def make_drafter(
         vocabulary = vocabularies[i] if vocabularies else None
         made = SmallModelDrafter
         if isinstance(kind, HeadRunner):
-            made = BlockDrafter if isinstance(kind.head, BlockHead) else FeatureDrafter
+            made = BlockDrafter if kind.head.block is not None else FeatureDrafter
         drafters.append(made(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen))
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:

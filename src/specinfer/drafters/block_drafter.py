@@ -1,4 +1,4 @@
-"""A block head that grows trees of one pass, such as DFlash and DSpark.
+"""A head that grows trees of one pass, such as DFlash, DSpark and P-EAGLE.
 
 The pass scores the tokens at each distance after the last known one. They become the levels of a tree, grown by the
 accumulated acceptance probabilities (DDTree, arXiv 2604.12989), with no further pass. Rows of DFlash are independent of
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
+from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.merge.scoring import Scoring
-from specinfer.drafters.vocabulary.token_map import Known, Vocabulary
 from specinfer.model.batch import Piece
-from specinfer.model.heads.block import BlockHead
+from specinfer.model.heads.head import Block
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted
 
@@ -34,45 +31,40 @@ class _Rows(NamedTuple):
     hidden: Tensor  # [requests * depths, width]
 
 
-class BlockCache(DrafterCache):
-    """The keys and values of a block head for each request's known tokens but the last."""
-
-    def __init__(self, runner: HeadRunner, vocabulary: Vocabulary, scoring: Scoring | None) -> None:
-        super().__init__(runner, vocabulary, scoring)
-        self._head_runner = runner
-        assert isinstance(runner.head, BlockHead)
-        self._head = runner.head
-
-    def sync(self, request: Request) -> Known | None:
-        return super().sync(request) if self._head_runner.has_read(request) else None
-
-    def _piece(self, request: Request, start: int, end: int, tree: TokenTree | None) -> Piece:
-        piece = super()._piece(request, start, end, tree)
-        return replace(piece, features=self._head_runner.features(request.request_id, start, end))
+class BlockCache(FeatureCache):
+    """The cache of a head that drafts in one pass, without the last known token, which begins the block."""
 
     def score(self, requests: Sequence[Request]) -> _Rows:
         """Read what the cache lacks, and run one pass over a block for each request."""
         self.read_all(requests, 1)
-        cache, size, depth = self._cache, self._head.block_size, self._head.max_depth
-        visible = np.tri(size, dtype=np.bool_) if self._head.is_causal else np.ones((size, size), dtype=np.bool_)
-        pieces, slots = [], []
+        block = self._head_runner.head.block
+        assert block is not None
+        cache, depth = self._cache, block.max_depth
         try:
-            for request in requests:
-                ids = self.known[request.request_id].ids
-                slots.append(cache.reserve(request.request_id, size))
-                pieces.append(
-                    Piece(
-                        [ids[-1], *[self._head.mask_token] * (size - 1)],
-                        range(len(ids) - 1, len(ids) - 1 + size),
-                        cache.slots(request.request_id), slots[-1], visible, depth,
-                    )
-                )  # fmt: skip
+            pieces = [self._block(request, block) for request in requests]
             logits = self._runner.forward(pieces)
         finally:
             for request in requests:
                 cache.commit(request.request_id, ())
-        places = torch.from_numpy(np.concatenate([one[-depth:] for one in slots])).to(logits.device)
+        places = torch.from_numpy(np.concatenate([piece.slots[-depth:] for piece in pieces])).to(logits.device)
         return _Rows(logits, self._runner.tensors.taps[0][places])
+
+    def _block(self, request: Request, block: Block) -> Piece:
+        request_id, ids = request.request_id, self.known[request.request_id].ids
+        slots = self._cache.reserve(request_id, block.size)
+        piece = Piece(
+            tokens=[ids[-1], *[block.mask_token] * (block.size - 1)],
+            positions=range(len(ids) - 1, len(ids) - 1 + block.size),
+            prefix_slots=self._cache.slots(request_id),
+            slots=slots,
+            visible=np.tri(block.size, k=0 if block.is_causal else block.size, dtype=np.bool_),
+            num_logits=block.max_depth,
+        )
+        mask = self._head_runner.head.mask_features()
+        if mask is None:
+            return piece
+        first = self._head_runner.features(request_id, len(ids) - 1, len(ids))
+        return replace(piece, features=torch.cat([first, mask.expand(block.size - 1, -1)]))
 
 
 class BlockDrafter(FeatureDrafter):
@@ -82,8 +74,8 @@ class BlockDrafter(FeatureDrafter):
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, HeadRunner)
-        assert isinstance(runner.head, BlockHead)
-        self._head, self.max_depth = runner.head, runner.head.max_depth
+        assert runner.head.block is not None
+        self._head, self.max_depth = runner.head, runner.head.block.max_depth
         return BlockCache(runner, self.vocabulary, self._scoring)
 
     def _grow(self, growing_trees: list[GrowingTree]) -> None:

@@ -13,10 +13,10 @@ _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
 # Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
 _HEADS = {
-    "eagle3": "EAGLE-3", "eagle": "EAGLE", "dspark": "DSpark", "jetspec": "JetSpec", "dflash": "DFlash",
-    "medusa": "Medusa", "assistant": "assistant",
+    "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "eagle": "EAGLE", "dspark": "DSpark", "jetspec": "JetSpec",
+    "dflash": "DFlash", "medusa": "Medusa", "assistant": "assistant",
 }  # fmt: skip
-SUPPORTED_HEADS = frozenset({"EAGLE-3", "EAGLE", "MTP", "DFlash", "DSpark", "JetSpec"})
+SUPPORTED_HEADS = frozenset({"EAGLE-3", "P-EAGLE", "EAGLE", "MTP", "DFlash", "DSpark", "JetSpec"})
 PICKLE = "pytorch_model.bin"
 _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 

@@ -22,22 +22,13 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
 
-_MAX_BLOCK = 128
 _PAIRS = "markov_head.markov_w1.weight"
 
 
 class BlockHead(FeatureHead):
-    """A head of one pass for each tree.
-
-    Attributes:
-        block_size: Number of rows of a pass.
-        mask_token: Token of the rows after the anchor.
-        from_anchor: True if the anchor's row predicts the next token; else the row after it does.
-        is_causal: True if rows do not see later ones.
-        is_pairwise: True if a token's logits depend on the token before it.
-    """
+    """A head of one pass for each tree."""
 
     def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
         super().__init__()
@@ -45,10 +36,12 @@ class BlockHead(FeatureHead):
         nested = fields.get("dflash_config") or fields.get("dspark_config") or {}
         fields = {**fields, **nested}
         self.is_pairwise = _PAIRS in checkpoint
-        self.block_size = _whole(checkpoint, fields, "block_size", 1, _MAX_BLOCK)
-        self.mask_token = _whole(checkpoint, fields, "mask_token_id", 0, target.vocab_size - 1)
-        self.from_anchor = bool(fields.get("sample_from_anchor", self.is_pairwise))
-        self.is_causal = bool(fields.get("causal_head", False))
+        self.block = Block(
+            checkpoint.number("block_size", 1, MAX_BLOCK, fields),
+            checkpoint.number("mask_token_id", 0, target.vocab_size - 1, fields),
+            from_anchor=bool(fields.get("sample_from_anchor", self.is_pairwise)),
+            is_causal=bool(fields.get("causal_head", False)),
+        )
         trunk = make_trunk(checkpoint.layer_fields())
         self.width = width = int(trunk.config.hidden_size)
         self.reads = _reads(checkpoint, fields, target.num_layers, len(trunk.layers))
@@ -80,11 +73,6 @@ class BlockHead(FeatureHead):
         self.confidence = None if weight is None else nn.Linear(width, 1, bias=bias is not None, device="meta")
         if self.confidence is not None:
             checkpoint.fill(self.confidence, "confidence_head.proj.")
-
-    @property
-    def max_depth(self) -> int:
-        """Largest depth of a tree: the number of rows that predict a token."""
-        return self.block_size - (0 if self.from_anchor else 1)
 
     def project(self, taps: Sequence[Tensor]) -> Tensor:
         kind = self.fc.weight.dtype
@@ -123,13 +111,6 @@ class BlockHead(FeatureHead):
         return features.new_empty(0, 0)
 
     def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return [nodes, vocab] logits after each node's token, and [nodes] probabilities of acceptance if predicted.
-
-        Args:
-            logits: [nodes, vocab] logits of the rows.
-            rows: [nodes, width] rows of the block that predict the nodes' children.
-            before: [nodes] target ids of the nodes' tokens.
-        """
         first, second = self.pairs
         pair = first[before]
         shifted = logits + (pair @ second.T).float()
@@ -137,15 +118,6 @@ class BlockHead(FeatureHead):
             return shifted, None
         inputs = rows if self.confidence.in_features == self.width else torch.cat([rows, pair.to(rows.dtype)], dim=-1)
         return shifted, self.confidence(inputs)[:, 0].float().sigmoid()
-
-
-def _whole(checkpoint: HeadCheckpoint, fields: dict[str, Any], name: str, least: int, most: int) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ModelError(
-            f"drafters: {name} in config.json of {checkpoint.folder} is {value!r}, not a number from {least} to {most}"
-        )
-    return value
 
 
 def _reads(checkpoint: HeadCheckpoint, fields: dict[str, Any], num_layers: int, num_own: int) -> tuple[int, ...]:

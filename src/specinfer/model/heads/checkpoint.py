@@ -91,6 +91,19 @@ class HeadCheckpoint:
                 weight = nn.Parameter(weight, requires_grad=False)
             setattr(module.get_submodule(parent), child, weight)
 
+    def number(self, name: str, least: int, most: int, fields: Mapping[str, Any] | None = None) -> int:
+        """Return an integer of the configuration, or of other fields.
+
+        Raises:
+            ModelError: It is missing, or outside of these bounds.
+        """
+        value = (self.fields if fields is None else fields).get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ModelError(
+                f"drafters: {name} in config.json of {self.folder} is {value!r}, not a number from {least} to {most}"
+            )
+        return value
+
     @property
     def is_speculators(self) -> bool:
         """True for the format of the speculators library."""

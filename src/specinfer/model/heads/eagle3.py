@@ -7,10 +7,11 @@ A head reads the target's hidden states after some layers ("taps"), and at later
     h = h + mlp(post_attention_layernorm(h)),   logits = lm_head(norm(h))
 
 Its vocabulary may be a part of the target's; `d2t` then has the difference from each of its ids to the target's.
+P-EAGLE heads draft a whole tree in one pass: rows after the first have the feature `mask_hidden` and a mask token.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
+
+_USUAL_BLOCK = 8  # rows of a P-EAGLE head whose configuration proposes none
 
 
 class Dialect(NamedTuple):
@@ -69,6 +72,11 @@ class Eagle3Head(FeatureHead):
         checkpoint.fill(self.norm, "norm.")
         self.layer_shapes = shapes_of(trunk)
         self.take_ends(checkpoint, target, ends)
+        self.mask_hidden = checkpoint.get("mask_hidden", 1, 1, num_taps * target.width)
+        if self.mask_hidden is not None:  # P-EAGLE
+            size = _proposed(checkpoint.fields)
+            mask = "mask_token_id" if "mask_token_id" in checkpoint.fields else "pard_token"
+            self.block = Block(size, checkpoint.number(mask, 0, target.vocab_size - 1))
 
     @staticmethod
     def _widen(attention: Any, width: int) -> None:
@@ -95,6 +103,9 @@ class Eagle3Head(FeatureHead):
         features: Tensor = self.fc(joined)
         return features
 
+    def mask_features(self) -> Tensor | None:
+        return None if self.mask_hidden is None else self.fc(self.mask_hidden[0])
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         assert batch.features is not None
         features = batch.features.unsqueeze(0)
@@ -119,6 +130,13 @@ class Eagle3Head(FeatureHead):
 
 def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight.to(hidden.dtype), eps)
+
+
+def _proposed(fields: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a configuration proposes to draft at once."""
+    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    count = methods[0].get("speculative_tokens") or fields.get("num_speculative_tokens")
+    return count if isinstance(count, int) and 1 <= count <= MAX_BLOCK else _USUAL_BLOCK
 
 
 def usual_reads(num_layers: int) -> tuple[int, ...]:

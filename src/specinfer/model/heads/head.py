@@ -70,6 +70,30 @@ class TargetEnds(NamedTuple):
         return cls(lambda ids: functional.embedding(ids, trunk.get_input_embeddings().weight), head, last_norm)
 
 
+MAX_BLOCK = 128  # rows of a pass
+
+
+class Block(NamedTuple):
+    """The rows of a pass that drafts a whole tree.
+
+    Attributes:
+        size: Number of rows: the last known token, and mask tokens after it.
+        mask_token: Token of these rows.
+        from_anchor: True if the first row predicts the next token; else the row after it does.
+        is_causal: True if rows do not see later ones.
+    """
+
+    size: int
+    mask_token: int
+    from_anchor: bool = True
+    is_causal: bool = True
+
+    @property
+    def max_depth(self) -> int:
+        """Largest depth of a tree: the number of rows that predict a token."""
+        return self.size - (0 if self.from_anchor else 1)
+
+
 class FeatureHead(nn.Module):
     """A drafter's layers. A token's features are those of the token before it; what it computes is a feature again.
 
@@ -79,9 +103,13 @@ class FeatureHead(nn.Module):
         layer_shapes: What its layers store for each token.
         token_map: [map] the target's ids of its logits, or None for the whole vocabulary.
         dialects: All ways in which its configuration can be read, the most likely one first.
+        block: The rows of a pass that drafts a whole tree, or None for a pass for each level.
+        is_pairwise: True if a row gives a token's logits only together with the token before it.
     """
 
     dialects: Sequence[Any] = ()
+    block: Block | None = None
+    is_pairwise = False
 
     reads: tuple[int, ...]
     width: int
@@ -98,6 +126,20 @@ class FeatureHead(nn.Module):
 
     def project(self, taps: Sequence[Tensor]) -> Tensor:
         """Return the [tokens, width] features of the target's hidden states, [tokens, target width] for each layer."""
+        raise NotImplementedError
+
+    def mask_features(self) -> Tensor | None:
+        """Return the [1, width] feature of mask tokens, or None if rows of a block have none."""
+        return None
+
+    def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return [nodes, vocab] logits after each node's token, and [nodes] probabilities of acceptance if predicted.
+
+        Args:
+            logits: [nodes, vocab] logits of the rows.
+            rows: [nodes, width] rows of the block that predict the nodes' children.
+            before: [nodes] target ids of the nodes' tokens.
+        """
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch) -> Tensor:

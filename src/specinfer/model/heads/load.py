@@ -26,7 +26,8 @@ from specinfer.model.linears import QUANTIZE, ROUTER
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 
 _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
-    "EAGLE-3": Eagle3Head, "EAGLE": EagleHead, "DFlash": BlockHead, "DSpark": BlockHead, "JetSpec": BlockHead,
+    "EAGLE-3": Eagle3Head, "P-EAGLE": Eagle3Head, "EAGLE": EagleHead, "DFlash": BlockHead, "DSpark": BlockHead,
+    "JetSpec": BlockHead,
 }  # fmt: skip
 
 
