@@ -37,6 +37,7 @@ check: $(STAMP) docs
 	$(BIN)/codespell
 	@$(BIN)/python tools/words.py
 	@$(BIN)/python tools/lines.py
+	@$(BIN)/python tools/audit.py
 
 # Strict: a link or a name that leads nowhere is an error. The variable turns off a notice about later versions of MkDocs.
 docs: $(STAMP)
