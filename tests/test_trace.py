@@ -179,23 +179,6 @@ def test_a_file_holds_each_request_its_steps_and_its_end(llm: LLM, tmp_path: Pat
         assert end["speculative_decoding"] == outputs[i].metrics.speculative_decoding
 
 
-@pytest.mark.parametrize("before", ["", '{"type":"trace"', '{"type":"trace","version":1,"model":"demo"}\n{"type":"req'])
-def test_a_file_is_continued_without_the_line_in_which_an_engine_died(before: str, llm: LLM, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(before)
-
-    async def run() -> None:
-        async with AsyncLLM(llm) as engine:
-            file = TraceFile(str(path), engine, ("demo",), continued=True)
-            await engine.generate("x", _PARAMS)
-            file.close()
-
-    asyncio.run(run())
-    kinds = [line["type"] for line in _lines(path)]
-    assert kinds.count("trace") == before.count("\n") + 1
-    assert kinds[-1] == "end"
-
-
 def test_a_cancelled_request_ends_in_the_file_once(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
 

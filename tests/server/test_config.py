@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from specinfer.cli.app import app
 from specinfer.cli.commands import flags_of
 from specinfer.cli.options import ServedOptions
+from specinfer.cli.serve import _keep_files
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
 from specinfer.core.queue_limits import QueueLimits, TenantLimits
@@ -70,6 +72,21 @@ def test_the_server_has_a_parent_unless_it_is_one_process_by_request_or_one_rank
     monkeypatch.setattr("specinfer.cli.serve.supervise", supervise)
     start("demo", "--port", "0", *words)
     assert (len(supervised), len(served)) == ((1, 0) if is_supervised else (0, 1))
+
+
+def test_files_of_an_engine_that_died_are_kept(tmp_path: Path) -> None:
+    trace, steps = tmp_path / "trace.jsonl", tmp_path / "steps"
+    for number in (1, 2):
+        trace.write_text(f"trace {number}")
+        steps.write_text(f"steps {number}")
+        _keep_files(str(trace), steps, None)
+    trace.write_text("")
+    _keep_files(trace, steps, os.devnull)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {
+        "trace.1.jsonl": "trace 1", "trace.2.jsonl": "trace 2", "steps.1": "steps 1", "steps.2": "steps 2",
+        "trace.jsonl": "",
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -258,7 +258,7 @@ time.sleep(60)
 # ------------------------------------------------------------------------------------------ the whole program
 
 BODY = {"prompt": "the end", "n": 4, "max_tokens": 220, "ignore_eos": True, "temperature": 1.0, "stream": True}
-LOAD_SECONDS = 60.0  # with what else the machine does
+LOAD_SECONDS = 120.0  # with what else the machine does
 ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)  # per connection: those to a dead engine are of no use
 Served = Callable[..., contextlib.AbstractContextManager[tuple[subprocess.Popen[bytes], httpx.Client, Path]]]
 
@@ -342,9 +342,8 @@ def test_an_engine_that_faults_ends_its_streams_and_another_serves_at_the_same_p
         assert int(status.split("VmRSS:")[1].split()[0]) < 48 * 1024  # KiB
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     assert "ended by SIGSEGV" in log.read_text()
-    kinds = [line.split('"')[3] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert kinds.count("trace") == 2, "the file is continued"
-    assert kinds.count("end") == 2
+    for name in ("trace.jsonl", "trace.1.jsonl"):  # that of the engine that died is kept
+        assert (tmp_path / name).read_text().startswith('{"type":"trace",')
 
 
 @pytest.mark.slow
@@ -352,7 +351,7 @@ def test_an_engine_that_faults_ends_its_streams_and_another_serves_at_the_same_p
 @pytest.mark.parametrize("moment", ["prefill", "verify", "idle", "load"])
 def test_service_is_back_after_any_end_at_any_moment(number: signal.Signals, moment: str, served: Served) -> None:
     with served("--max-num-batched-tokens", "1", is_ready=moment != "load") as (process, client, _):
-        failures: list[type[Exception]] = []
+        failures: list[tuple[type[Exception], float]] = []
         busy = []
 
         def ask(body: dict[str, Any]) -> None:
@@ -360,7 +359,7 @@ def test_service_is_back_after_any_end_at_any_moment(number: signal.Signals, mom
                 with httpx.Client(base_url=client.base_url, timeout=LOAD_SECONDS) as own:
                     own.post("/v1/completions", json=body).raise_for_status()
             except httpx.HTTPError as error:
-                failures.append(type(error))
+                failures.append((type(error), time.monotonic()))
 
         if moment in ("prefill", "verify"):
             prompt = [5] * 230 if moment == "prefill" else [5]
@@ -376,7 +375,8 @@ def test_service_is_back_after_any_end_at_any_moment(number: signal.Signals, mom
             thread.join(5)
             assert not thread.is_alive()
         assert len(failures) == len(busy)
-        assert set(failures) <= {httpx.RemoteProtocolError, httpx.ReadError}
+        assert {kind for kind, _ in failures} <= {httpx.RemoteProtocolError, httpx.ReadError}
+        assert all(when - begun < 5 for _, when in failures)
         _answers(client)
         assert took < LOAD_SECONDS
 

@@ -1,5 +1,6 @@
 """The command serve: an HTTP server with OpenAI's API."""
 
+import itertools
 import logging
 import os
 import socket
@@ -7,6 +8,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,10 +91,10 @@ def serve(
             try:
                 if deployment is not None:
                     return replica_deployment.serve(context, deployment, replicas)
-                load, names = (
-                    partial(_load, args, parent),
-                    tuple(server.served_model_name or (without_revision(args.model),)),
-                )
+                if parent is not None and parent.last_end:
+                    _keep_files(configured.trace, args.step_log)
+                load = partial(_load, args, parent)
+                names = tuple(server.served_model_name or (without_revision(args.model),))
                 service = process.Service(load, str(args.model), names, configured, limits, parent=parent)
                 return process.run(service, listener)
             finally:
@@ -113,6 +115,14 @@ def _starts_all_ranks(args: EngineArgs) -> bool:
     """Return whether the server starts all processes of its engine, and so can start them again."""
     place = find_place(args.parallel_config)
     return place.num_started + 1 == place.world_size
+
+
+def _keep_files(*paths: str | Path | None) -> None:
+    """Rename files that an engine that died has left: trace.jsonl becomes trace.1.jsonl."""
+    for place in (Path(path) for path in paths if path is not None):
+        if place.is_file() and place.stat().st_size:
+            names = (place.with_name(f"{place.stem}.{number}{place.suffix}") for number in itertools.count(1))
+            place.rename(next(name for name in names if not name.exists()))
 
 
 def _load(args: EngineArgs, parent: ParentProcess | None) -> "LLM":

@@ -26,11 +26,7 @@ class Observation:
             scrape, state.count_refusal = self._metrics.scrape, self._metrics.count_refusal
             state.scrape = scrape if config.metrics_prefix == "specinfer" else lambda: as_vllm(scrape())
         self._stats = StatsLog(engine, tally, config.log_stats_interval) if config.log_stats_interval else None
-        self._trace = (
-            TraceFile(config.trace, engine, state.names, continued=bool(state.last_end))
-            if config.trace is not None
-            else None
-        )
+        self._trace = TraceFile(config.trace, engine, state.names) if config.trace is not None else None
         self._telemetry = Telemetry(engine, config.otlp_endpoint, name) if config.otlp_endpoint is not None else None
         self._task: asyncio.Task[None] | None = None
 

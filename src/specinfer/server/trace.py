@@ -9,8 +9,6 @@ import functools
 import json
 import logging
 import math
-import mmap
-import os
 import queue
 import threading
 import time
@@ -99,12 +97,11 @@ def _rounded(chance: float | None) -> float | None:
 
 
 class TraceFile:
-    """Writes the token trees of all requests to a file, which is overwritten or continued.
+    """Writes the token trees of all requests to a file, which is overwritten.
 
     Args:
         engine: The engine whose requests are traced from now on.
         names: The names of the model; the first is written to the file.
-        continued: Whether an earlier engine of this server, which may have died in a line, has begun the file.
 
     Raises:
         ValueError: The file cannot be written.
@@ -112,10 +109,8 @@ class TraceFile:
 
     reads_logits = True
 
-    def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str], *, continued: bool = False) -> None:
-        self._file = open_private(path, "a" if continued else "w")
-        if continued:
-            _remove_incomplete_line(path)
+    def __init__(self, path: str, engine: AsyncLLM, names: Sequence[str]) -> None:
+        self._file = open_private(path, "w")
         self._path, self._engine = path, engine
         self._model = names[0] if names else ""
         self._texts = TokenDecoder(engine.llm.tokenizer)
@@ -243,14 +238,6 @@ class TraceFile:
     def _write(self, record: dict[str, Any]) -> None:
         if not self._has_failed:
             self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
-
-
-def _remove_incomplete_line(path: str) -> None:
-    if os.path.isfile(path) and os.path.getsize(path):  # and not a pipe
-        with open(path, "r+b") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                end = text.rfind(b"\n") + 1
-            file.truncate(end)
 
 
 def changed_params(params: SamplingParams) -> dict[str, Any]:
