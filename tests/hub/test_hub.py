@@ -250,7 +250,7 @@ def test_a_tokenizer_from_elsewhere(
 
 
 def test_a_revision_is_downloaded_kept_apart_and_found_again(
-    hub: FakeHub, offer: Callable[..., Path], model_folder: Callable[..., Path]
+    hub: FakeHub, offer: Callable[..., Path], model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer("me/model")
     offer("me/model@v2", {"config.json": (model_folder() / "config.json").read_text()})
@@ -266,6 +266,9 @@ def test_a_revision_is_downloaded_kept_apart_and_found_again(
     with pytest.raises(ModelError, match=r"me/model has no revision 'v3'; .*/me/model/commits/main has its commits"):
         locate("me/model@v3")
     assert locate_tokenizer("me/model@main") == main
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="'me/model@v4' is not in the cache, and HF_HUB_OFFLINE forbids"):
+        locate("me/model@v4")
 
 
 def test_revisions_are_part_of_names() -> None:

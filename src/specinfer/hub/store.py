@@ -240,6 +240,8 @@ def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn the hub's errors into messages for users."""
     from huggingface_hub import constants, errors
 
+    named = name if revision is None else f"{name}@{revision}"
+
     def near() -> str:
         return did_you_mean(name, [one.name for one in cached_models()])
 
@@ -266,9 +268,9 @@ def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
                 f"model: {name} cannot be written to {constants.HF_HUB_CACHE}: {os.strerror(error.errno)}; make space "
                 "with specinfer rm, or set HF_HOME to another disk"
             ) from error
-        raise ModelError(_unreachable(name) + near()) from error
+        raise ModelError(_unreachable(named) + near()) from error
     except Exception as error:  # errors of the network have no common base
-        raise ModelError(_unreachable(name) + near()) from error
+        raise ModelError(_unreachable(named) + near()) from error
 
 
 _OF_THE_DISK = (13, 28, 30, 122)  # no permission, no space, read-only, quota

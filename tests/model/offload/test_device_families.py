@@ -78,13 +78,13 @@ def generated(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
     return run(make_engine(runner, max_num_batched_tokens=20), requests)
 
 
-# How quantized weights are brought in does not depend on the family, but for the shapes of its layers.
-_QUANTIZED = ("gemma3_text", "gpt2", "llama", "mixtral")
+# How quantized weights and copies are brought in depends on the shapes of layers only.
+_SOME = ("gemma3_text", "gpt2", "llama", "mixtral")
 
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [(family, None) for family in sorted(FAMILIES)] + list(itertools.product(_QUANTIZED, ("int8", "int4"))),
+    [(family, None) for family in sorted(FAMILIES)] + list(itertools.product(_SOME, ("int8", "int4"))),
 )
 def test_from_host_memory(tmp_path: Path, device: Device, family: str, quantization: str | None) -> None:
     folder = save(tmp_path, family)
@@ -99,7 +99,7 @@ def test_weights_in_floating_point_from_host_memory(tmp_path: Path, device: Devi
     test_from_host_memory(tmp_path, device, family, "fp8")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", _SOME)  # test_copy has the copies of all families
 def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
     folder = save(tmp_path / "target", family)
     runner = device.load(folder, "disk", offload_folder=tmp_path / "copy")
