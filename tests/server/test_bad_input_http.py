@@ -246,6 +246,8 @@ def test_the_limit_on_connections_is_below_that_on_descriptors(monkeypatch: pyte
 def test_one_address_cannot_have_all_connections(port: Port) -> None:
     with Port(port.llm, replace(CONFIG, max_connections_per_address=8)) as limited, ExitStack() as stack:
         first = [stack.enter_context(limited.connect()) for _ in range(8)]
+        assert not read_all(stack.enter_context(limited.connect())), "all others have only just come"
+        time.sleep(0.3)
         for _ in range(8):
             stack.enter_context(limited.connect())
         for connection in first:

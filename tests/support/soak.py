@@ -283,14 +283,14 @@ def _join(whole: Body, choice: Body) -> None:
 
 
 @contextmanager
-def serving(*options: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def serving(*options: str, port: int, scheme: str = "http", **given: Any) -> Iterator[subprocess.Popen[bytes]]:
     """`specinfer serve demo` in a process of its own, ready; ended by SIGTERM, which must work."""
     command = [sys.executable, "-m", "specinfer", "serve", "demo", "--port", str(port), *options]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, **given)
     try:
         for _ in range(600):
             with suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200:
+                if httpx.get(f"{scheme}://127.0.0.1:{port}/health/ready", verify=False).status_code == 200:
                     break
             assert process.poll() is None, "the server ended"
             time.sleep(0.1)
@@ -302,6 +302,11 @@ def serving(*options: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+def engine_of(process: subprocess.Popen[bytes]) -> int:
+    """The process of the engine, behind its parent."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
 def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0, num_each: int = 4) -> Report:
     """All of it: what is expected, the server, the clients."""
     asked = cases(num_each)
@@ -309,7 +314,7 @@ def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0, num_each
     # A small cache and a short queue: prefixes are given up, requests put back, and some refused.
     options = ("--kv-cache-memory-bytes", "24M", "--max-num-queued-reqs", "16", "--log-level", "warning")
     with serving(*options, port=port) as process:
-        engine = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        engine = engine_of(process)
         return asyncio.run(Soak(f"http://127.0.0.1:{port}", engine, asked, answers, seed).run(seconds, num_clients))
 
 

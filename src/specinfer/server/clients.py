@@ -1,10 +1,11 @@
 """The open connections of a port, bounded in all and by address: whoever has kept the server waiting longest makes way.
 
-asyncio has no hook before a TLS handshake, and accepts a whole backlog at once, so the listening socket itself counts.
+Everyone may keep the server waiting for a moment, so that a flood of new connections does not end those before their
+first request. Meanwhile further clients wait to be accepted.
 """
 
 import ipaddress
-import os
+import math
 import socket
 import time
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from specinfer.core.systems import max_descriptors
 from specinfer.server.config import ServerConfig
 
 _SPARE = 2  # connections per request that may be served at once
+_MOMENT = 0.25  # seconds
 _OWN_DESCRIPTORS = 128  # kept for files, pipes and sockets of the server itself
 
 
@@ -59,49 +61,46 @@ class Clients:
     def __len__(self) -> int:
         return len(self._clients)
 
+    def seconds_until_free(self) -> float:
+        """Return the seconds until one more connection may be accepted: 0 if there is a place, or somebody to close."""
+        self._sweep()
+        if len(self._clients) < most_connections(self._config):
+            return 0.0
+        longest = min(one.waiting_since or math.inf for one in self._clients.values())
+        return min(max(longest + _MOMENT - time.monotonic(), 0.0), _MOMENT)
+
     def add(self, client: socket.socket, address: Any) -> None:
         """Count an accepted connection; at a limit the one that has kept the server waiting longest is closed."""
-        self._clients = {number: one for number, one in self._clients.items() if one.socket.fileno() == number}
+        self._sweep()
         added = _Client(client, network_of(address), time.monotonic())
         self._clients[client.fileno()] = added
-        if added.network:
-            self._bound([one for one in self._clients.values() if one.network == added.network], self._most_of_one)
-        self._bound(self._clients.values(), most_connections(self._config))
+        rivals = [one for one in self._clients.values() if one.network == added.network]
+        if added.network and len(rivals) > self._most_of_one:
+            self._close_one(rivals, added)
+        elif len(self._clients) > most_connections(self._config):
+            self._close_one(self._clients.values(), added)
 
-    def begin(self, number: int, protocol: Waiting) -> None:
-        """Note that the handshake of the connection with this descriptor is complete."""
-        if number in self._clients:
-            self._clients[number].protocol = protocol
+    def begin(self, client: socket.socket, protocol: Waiting) -> None:
+        """Note that the handshake of a connection is complete."""
+        counted = self._clients.get(client.fileno())
+        if counted is not None and counted.socket is client:
+            counted.protocol = protocol
+
+    def _sweep(self) -> None:
+        """Forget the connections that are closed."""
+        self._clients = {number: one for number, one in self._clients.items() if one.socket.fileno() == number}
 
     @property
     def _most_of_one(self) -> int:
         """Largest number of connections from one address."""
         return self._config.max_connections_per_address or max(most_connections(self._config) // 2, 1)
 
-    def _bound(self, clients: Collection[_Client], most: int) -> None:
-        if len(clients) > most:
-            waiting = [(one.waiting_since, one) for one in clients]
-            # The one that was just accepted is among them.
-            longest = min((pair for pair in waiting if pair[0] is not None), key=lambda pair: pair[0] or 0.0)[1]
-            del self._clients[longest.socket.fileno()]
-            longest.close()
-
-
-class Listener(socket.socket):
-    """A listening socket that reports what it accepts."""
-
-    def __init__(self, listener: socket.socket, clients: Clients) -> None:
-        super().__init__(fileno=os.dup(listener.fileno()))
-        self.setblocking(False)
-        self._counted = clients
-
-    def listen(self, backlog: int = 0, /) -> None:
-        """Leave the backlog as it is: asyncio would set it to the number that it accepts at once."""
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        client, address = super().accept()
-        self._counted.add(client, address)
-        return client, address
+    def _close_one(self, clients: Collection[_Client], added: _Client) -> None:
+        longest = min(clients, key=lambda one: one.waiting_since or math.inf)
+        if (longest.waiting_since or math.inf) > added.since - _MOMENT:
+            longest = added
+        del self._clients[longest.socket.fileno()]
+        longest.close()
 
 
 def most_connections(limits: ServerConfig) -> int:

@@ -6,6 +6,7 @@ idle connections would keep all other clients out.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -21,8 +22,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specinfer.server.clients import Clients, Listener
+from specinfer.server.clients import Clients
 from specinfer.server.config import ServerConfig
+from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
 
@@ -36,15 +38,16 @@ _AMBIGUOUS = {
     ),
 }
 _FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
-_AT_ONCE = 16  # connections accepted between two rounds of the loop, in which others are closed for them
+_TICK = 0.1
+_AT_ONCE = 16  # connections accepted between two rounds of the loop
 
 
 class Connection(H11Protocol):
     """uvicorn's protocol with timeouts; a subclass, because uvicorn takes a protocol class and has no other hook."""
 
-    def __init__(self, *args: Any, limits: ServerConfig, clients: Clients, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limits, self._clients = limits, clients
+        self._limits = limits
         self._idle_since = 0.0  # when it was made, or its last response was complete
         self._paused_at: float | None = None  # since when its response is not read fast enough
         self._patience: asyncio.TimerHandle | None = None
@@ -54,7 +57,6 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._idle_since = time.monotonic()
         self._await_head()
-        self._clients.begin(transport.get_extra_info("socket").fileno(), self)
 
     @property
     def waiting_since(self) -> float | None:
@@ -155,25 +157,60 @@ def _ambiguity(data: bytes) -> str | None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, and with a time limit on TLS handshakes.
+    """uvicorn's server without its signal handlers, which accepts connections itself.
 
-    Signals are handled by the process. A client that never begins its handshake would be kept for a minute.
+    Signals are handled by the process. asyncio would accept a whole backlog at once, before any of its connections can
+    be counted, and keep a client that never begins its TLS handshake for a minute.
     """
 
-    def __init__(self, config: uvicorn.Config, handshake_timeout: float, clients: Clients) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ServerConfig) -> None:
         super().__init__(config)
-        self._handshake_timeout, self._clients = handshake_timeout, clients
+        self._limits, self._clients = limits, Clients(limits)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        sockets = [Listener(each, self._clients) for each in sockets or ()]
-        if not self.config.is_ssl:
-            return await super().startup(sockets)
-        loop: Any = asyncio.get_running_loop()  # uvicorn has no setting for it
-        loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._handshake_timeout)
-        try:
-            await super().startup(sockets)
-        finally:
-            del loop.create_server
+        await super().startup([])
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in sockets or ()]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await cancel(*self._accepting)
+        await super().shutdown(sockets)
+        await cancel(*self._tasks)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        for count in itertools.count():
+            seconds = self._clients.seconds_until_free()
+            if seconds or count % _AT_ONCE == 0:
+                await asyncio.sleep(seconds)  # closes connections, and serves the others
+            try:
+                client, address = await loop.sock_accept(listener)
+            except OSError:  # no descriptor is left, or the client has gone
+                await asyncio.sleep(_TICK)
+                continue
+            self._clients.add(client, address)
+            task = asyncio.create_task(self._begin(client))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _begin(self, client: socket.socket) -> None:
+        """Shake hands with a client and hand it over to a `Connection`."""
+        timeout = {"ssl_handshake_timeout": self._limits.body_timeout} if self.config.is_ssl else {}
+        with contextlib.suppress(OSError, EOFError):  # of the client's making, ssl's among them
+            _, connection = await asyncio.get_running_loop().connect_accepted_socket(
+                partial(
+                    Connection,
+                    config=self.config,
+                    server_state=self.server_state,
+                    app_state=self.lifespan.state,
+                    limits=self._limits,
+                ),
+                client,
+                ssl=self.config.ssl,
+                **timeout,
+            )
+            self._clients.begin(client, connection)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,14 +223,10 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
     Raises:
         OSError: The certificate or its key cannot be used.
     """
-    # httptools, uvicorn's default, accepts heads of megabytes.
-    clients = Clients(config)
-    connection = partial(Connection, limits=config, clients=clients)
     settings = uvicorn.Config(
         app,
-        http=connection,  # type: ignore[arg-type]  # uvicorn only calls it
+        http="h11",  # httptools, uvicorn's default, accepts heads of megabytes
         ws="none",
-        backlog=_AT_ONCE,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -209,4 +242,4 @@ def make_server(config: ServerConfig, app: ASGIApp) -> uvicorn.Server:
         settings.load()
     except OSError as error:  # includes errors of the ssl module
         raise OSError(f"ssl_certfile, ssl_keyfile: they cannot be used: {error.strerror or error}") from error
-    return _Server(settings, config.body_timeout, clients)
+    return _Server(settings, config)

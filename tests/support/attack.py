@@ -1,0 +1,253 @@
+"""Hostile clients at a server for minutes, and two honest keys that must not notice.
+
+    python tests/support/attack.py --minutes 10 --json attack.json
+
+starts `specinfer serve demo` with a key file that limits the hostile keys, measures the honest keys alone, then under
+attack, and reports their answers, their times to the first token, the server's memory and the size of its log.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+
+from soak import Body, serving
+
+_LIMITS = "max-num-seqs=1 max-num-queued-reqs=4 max-tokens-per-minute=6000 max-connections=8 max-incoming-bytes=8000000"
+_HONEST = ("honest-key-1", "honest-key-2")
+_TEXT, _CHAT = "/v1/completions", "/v1/chat/completions"
+_PROMPTS = ("def main(", "import os\n", "class Stack:\n", "for i in ", "# numbers\n", "def read(self, size):", "x = ")
+_DEEP: Any = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
+_PATTERNS = [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(24)]
+_MALFORMED = (b"\0" * 5000, b"GET / HTTP/9\r\n\r\n", b"POST / HTTP/1.1\nA: b\n\n", b"X-A: a\r\n" * 5000)
+_LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it; times in seconds."""
+
+    quiet: list[float] = field(default_factory=list)  # to the first token
+    attacked: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    statuses: dict[str, int] = field(default_factory=dict)  # of the hostile clients' requests
+    memory_mib: list[float] = field(default_factory=list)  # of all processes of the server, over time
+    log_bytes: int = 0
+
+    def growth(self) -> float:
+        """By how many MiB the last third of the memory lies above the middle one."""
+        third = max(len(self.memory_mib) // 3, 1)
+        middle, last = self.memory_mib[third : 2 * third], self.memory_mib[-third:]
+        return statistics.median(last) - statistics.median(middle or last)
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        times = [(name, sorted(values)) for name, values in (("quiet", self.quiet), ("under attack", self.attacked))]
+        shown = [
+            f"first token {name}: median {1e3 * statistics.median(values):.1f} ms, "
+            f"p95 {1e3 * values[len(values) * 95 // 100]:.1f} ms, {len(values)} answers"
+            for name, values in times
+            if values
+        ]
+        ratio = statistics.median(self.attacked) / statistics.median(self.quiet)
+        most, growth = max(self.memory_mib), self.growth()
+        memory = f"memory: at most {most:.0f} MiB, {growth:+.1f} MiB from the middle to the last third"
+        return [
+            *shown, f"ratio of medians {ratio:.2f}; {len(self.wrong)} wrong, {len(self.failed)} failed", memory,
+            f"log: {self.log_bytes / 1e6:.2f} MB; hostile requests by status: {self.statuses}",
+        ]  # fmt: skip
+
+
+class Attack:
+    """The honest and the hostile clients of one server."""
+
+    def __init__(self, port: int, pid: int, seed: int) -> None:
+        self._port, self._url = port, f"http://127.0.0.1:{port}"
+        self._server, self._random = psutil.Process(pid), random.Random(seed)
+        self._expected: dict[str, str] = {}
+        self.report = Report()
+
+    async def run(self, quiet_seconds: float, seconds: float) -> Report:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as self._client:
+            for prompt in _PROMPTS:
+                _, self._expected[prompt] = await self._ask(_HONEST[0], prompt)
+            await self._honest(quiet_seconds, self.report.quiet)
+            counts: Counter[str] = Counter()
+            arms = (
+                *(self._bombs, self._long_prompts, self._many_outputs, self._texts_to_read),
+                *(self._slow_reader, self._leaver, self._silent, self._malformed),
+            )
+            hostile = [asyncio.create_task(self._repeat(arm, i, counts)) for i, arm in enumerate(arms)]
+            watching = asyncio.create_task(self._watch(seconds / 60))
+            await asyncio.sleep(1.0)
+            await self._honest(seconds, self.report.attacked)
+            for task in (*hostile, watching):
+                task.cancel()
+            await asyncio.gather(*hostile, watching, return_exceptions=True)
+        self.report.statuses = dict(counts)
+        return self.report
+
+    # ------------------------------------------------------------------------------------- honest
+
+    async def _honest(self, seconds: float, times: list[float]) -> None:
+        end = time.monotonic() + seconds
+
+        async def client(key: str) -> None:
+            while time.monotonic() < end and len(self.report.failed) < 20:
+                prompt = self._random.choice(_PROMPTS)
+                try:
+                    first, text = await self._ask(key, prompt)
+                except (httpx.HTTPError, AssertionError, ValueError) as error:
+                    self.report.failed.append(f"{type(error).__name__}: {error}")
+                    continue
+                times.append(first)
+                if text != self._expected[prompt]:
+                    self.report.wrong.append(f"{prompt!r}: {text!r} instead of {self._expected[prompt]!r}")
+                await asyncio.sleep(self._random.uniform(0.1, 0.4))
+
+        await asyncio.gather(*map(client, _HONEST))
+
+    async def _ask(self, key: str, prompt: str) -> tuple[float, str]:
+        """The seconds to the first token of a seeded stream, and its text."""
+        body = {"prompt": prompt, "max_tokens": 32, "temperature": 0.8, "seed": 5, "stream": True}
+        start, first, text = time.monotonic(), 0.0, ""
+        async with self._client.stream("POST", _TEXT, json=body, headers=_bearer(key)) as response:
+            assert response.status_code == 200, (await response.aread()).decode()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    first = first or time.monotonic() - start
+                    text += event["choices"][0]["text"] if event["choices"] else ""
+        return first, text
+
+    async def _watch(self, every: float) -> None:
+        while True:
+            processes = [self._server, *self._server.children(recursive=True)]
+            total = 0
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    total += process.memory_full_info().uss
+            self.report.memory_mib.append(total / 2**20)
+            await asyncio.sleep(every)
+
+    # ------------------------------------------------------------------------------------ hostile
+
+    async def _repeat(self, arm: Any, i: int, counts: Counter[str]) -> None:
+        while True:
+            try:
+                counts[f"{arm.__name__[1:]} {await arm(_bearer(f'hostile-key-{i}'))}"] += 1
+            except (OSError, httpx.HTTPError) as error:
+                counts[f"{arm.__name__[1:]} {type(error).__name__}"] += 1
+            await asyncio.sleep(0.01)
+
+    async def _post(self, path: str, body: Body, headers: dict[str, str]) -> int:
+        return (await self._client.post(path, json=body, headers=headers)).status_code
+
+    async def _bombs(self, headers: dict[str, str]) -> int:
+        """Grammars, patterns, schemas, references and templates."""
+        formats = [{"allOf": _PATTERNS}, _LOOP, _DEEP]
+        bodies = [
+            {"structured_outputs": {"regex": "((((a{1,99}){1,99}){1,99}){1,99})"}},
+            {"structured_outputs": {"grammar": 'root ::= root root | "a" root'}},
+            *({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": s}}} for s in formats),
+            {"chat_template": "{% for i in range(10**9) %}a{% endfor %}"},
+        ]
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **self._random.choice(bodies)}
+        return await self._post(_CHAT, body, headers)
+
+    async def _long_prompts(self, headers: dict[str, str]) -> int:
+        text = "".join(self._random.choices("abcdefgh \n", k=500))
+        return await self._post(_TEXT, {"prompt": [text] * 4, "max_tokens": 200}, headers)
+
+    async def _many_outputs(self, headers: dict[str, str]) -> int:
+        body = {"prompt": "a", "n": self._random.choice((1, 5, 128)), "max_tokens": 400, "ignore_eos": True}
+        return await self._post(_TEXT, body, headers)
+
+    async def _texts_to_read(self, headers: dict[str, str]) -> int:
+        return await self._post("/tokenize", {"prompt": "a b " * 250_000}, headers)
+
+    async def _slow_reader(self, headers: dict[str, str]) -> int:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}
+        async with self._client.stream("POST", _TEXT, json=body, headers=headers) as response:
+            async for _ in response.aiter_raw(64):
+                await asyncio.sleep(0.5)
+                if self._random.random() < 0.1:
+                    break
+        return response.status_code
+
+    async def _leaver(self, headers: dict[str, str]) -> int:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+        with suppress(httpx.TimeoutException):
+            await self._client.post(_TEXT, json=body, headers=headers, timeout=self._random.uniform(0.001, 0.3))
+        return 0
+
+    async def _silent(self, headers: dict[str, str]) -> int:
+        """Connections that send nothing, or half a head."""
+        opened = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(20)]
+        for _, writer in opened[::2]:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: ")
+        await asyncio.sleep(2.0)
+        for _, writer in opened:
+            writer.transport.abort()
+        return 0
+
+    async def _malformed(self, headers: dict[str, str]) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(
+            self._random.choice(
+                (b"\0" * 5000, b"GET / HTTP/9\r\n\r\n", b"POST / HTTP/1.1\nA: b\n\n", b"X-A: a\r\n" * 5000)
+            )
+        )
+        with suppress(OSError, TimeoutError):
+            await asyncio.wait_for(reader.read(), 5)
+        writer.transport.abort()
+        return 0
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def attack(seconds: float, *, port: int, quiet_seconds: float = 20.0, seed: int = 0) -> Report:
+    """All of it: the keys, the server, the quiet time, the attack."""
+    with TemporaryDirectory() as name:
+        keys, log = Path(name) / "keys", Path(name) / "log"
+        hostile = [f"hostile-key-{i} generate name=hostile-{i} {_LIMITS}" for i in range(8)]
+        keys.write_text("\n".join([*_HONEST, *hostile]) + "\n")
+        with open(log, "wb") as stream, serving("--api-key-file", str(keys), port=port, stderr=stream) as process:
+            report = asyncio.run(Attack(port, process.pid, seed).run(quiet_seconds, seconds))
+        report.log_bytes = log.stat().st_size
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--port", type=int, default=8393)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    report = attack(60 * given.minutes, port=given.port, seed=given.seed)
+    if given.json:
+        given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    print("\n".join([*report.lines(), *report.wrong[:5], *report.failed[:5]]))
+    sys.exit(1 if report.wrong or report.failed else 0)
+
+
+if __name__ == "__main__":
+    main()
