@@ -257,6 +257,22 @@ def _how(answer: httpx.Response, expected: str, *, stream: bool) -> str:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_replica_that_dies_while_nothing_runs_is_replaced(server: Server, llm: LLM, kind: signal.Signals) -> None:
+    before = server.replica_pids()
+    os.kill(before[0], kind)
+    begun = time.monotonic()
+    for number in range(4):
+        assert (
+            _how(server.client.post("/v1/completions", json=body(number)), told(llm, number), stream=False) == "right"
+        )
+    print(f"four answers {time.monotonic() - begun:.1f} s after its end")
+    server.wait(lambda: not is_alive(before[0]))
+    server.wait(lambda: server.num_serving() == 2 and len(server.replica_pids()) == 2)
+    assert before[0] not in server.replica_pids()
+
+
+@pytest.mark.distributed
 def test_new_settings_replace_replicas_without_a_failure_and_follow_the_load(server: Server) -> None:
     statuses: list[int] = []
 

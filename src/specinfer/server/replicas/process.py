@@ -53,6 +53,7 @@ def run(service: ReplicaService) -> int:
         process = _Process(service, listener)
         code = asyncio.run(process.run())
     if process.is_busy:
+        service.cluster.remove_folder()
         service.leave(code)
     return code
 

@@ -87,6 +87,10 @@ class Cluster:
         with contextlib.suppress(Exception):  # Ray may have ended before
             serve.delete(APPLICATION)
         ray.shutdown()
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Remove the folder of our own Ray."""
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
