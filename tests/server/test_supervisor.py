@@ -284,7 +284,7 @@ def served(model_folder: Callable[..., Path], tmp_path: Path) -> Served:
                 await_that(lambda: _status(client) == 200 or (not is_ready and _status(client) == 503), LOAD_SECONDS)
                 yield process, client, log
                 process.terminate()
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
                 assert not _group(process.pid), "nothing is left"
             finally:
                 with contextlib.suppress(ProcessLookupError):
