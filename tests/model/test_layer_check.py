@@ -321,7 +321,7 @@ def test_numbers_too_large_for_the_definition_are_no_fault_of_ours(
         load_model(tmp_path, torch.float16, CPU, native=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_trained_weights_are_judged_rightly(dtype: torch.dtype, smollm2_folder: Path) -> None:
     folder = plain_folder(smollm2_folder, str(dtype).removeprefix("torch."))
     verdict = _verdict(folder, dtype, "native")

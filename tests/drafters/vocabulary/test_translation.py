@@ -664,14 +664,13 @@ def _permuted_demo_drafter(folder: Path) -> Path:
 def test_the_demo_drafter_with_other_ids_is_as_good(tmp_path: Path) -> None:
     other = _permuted_demo_drafter(tmp_path / "other")
     prompts = heldout_prompts(2, num_chars=200)
-    for params in (SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(max_tokens=40, seed=2)):
-        results = []
-        for drafter in ("demo", str(other)):
-            with LLM("demo", drafters=[drafter], tree="1,1,3,1", device="cpu", max_model_len=400) as llm:
-                outputs = llm.generate(prompts, params)
-                said = [output.outputs[0].token_ids for output in outputs]
-                results.append((said, llm.engine.metrics.num_steps))
-        assert results[0] == results[1]
+    results: list[list[Any]] = [[], []]
+    for result, drafter in zip(results, ("demo", str(other)), strict=True):
+        with LLM("demo", drafters=[drafter], tree="1,1,3,1", device="cpu", max_model_len=400) as llm:
+            for params in (SamplingParams(temperature=0.0, max_tokens=30), SamplingParams(max_tokens=30, seed=2)):
+                said = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+                result.append((said, llm.engine.metrics.num_steps))
+    assert results[0] == results[1]
 
 
 # ------------------------------------------------------------------------------------ which of them
