@@ -195,6 +195,7 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         {"offload": "disk"},
         {"drafters": ["mtp", "suffix"], "tree": "best-first:16:4"},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.distributed),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.distributed),
     ],
     ids=str,
 )

@@ -194,6 +194,15 @@ def test_a_known_target_of_the_hub_is_served_with_its_drafter(hub: FakeHub, offe
         assert llm.drafter is None
 
 
+def test_a_pickled_model_of_one_layer_may_be_an_eagle_head() -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    names = ["config.json", "pytorch_model.bin"]
+    assert refusal(names, config, None) is None
+    why = refusal(names, config | {"num_hidden_layers": 2}, None)
+    assert why is not None
+    assert why.startswith("it has only pytorch_model.bin")
+
+
 def test_the_table_has_small_models_first_and_says_what_is_not_supported() -> None:
     drafters = known_drafters(BIG)
     assert (drafters[0].name, drafters[0].parameters, drafters[0].is_supported) == (SMALL, 0.6, True)
