@@ -230,7 +230,7 @@ def test_known_bad_arms_fail(
     owners, part, wrong = BAD[name]
     for owner in owners:
         monkeypatch.setattr(owner, part, wrong)
-    value = p_value(counts_of(Arm(rule, "without-replacement", "2,2,1"), 1024), joint_of(WARM))
+    value = p_value(counts_of(Arm(rule, "without-replacement", "2,2,1"), 2048), joint_of(WARM))
     print(f"{rule}, {name}: p = {value:.3g}")
     assert value < LEVEL / len(ARMS)
 
