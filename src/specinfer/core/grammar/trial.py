@@ -19,6 +19,7 @@ CPU_SECONDS = 0.25  # of one trial; schemas of real tools take a tenth of that
 MEMORY_BYTES = 512 << 20  # that one trial may add
 COMMAND = ("-m", "specinfer.core.grammar.trial")
 _WALL_SECONDS = 20.0  # where processor time is not limited, and on a machine that is overloaded
+_NICENESS = 5  # added: the engine's threads come first
 _MAX_PROCESSES = 2  # a trial at its limit does not delay another
 # Ends that a limit does not cause, though a grammar may: another process tries it once more.
 _FOREIGN_SIGNALS = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSEGV", "SIGTERM")} - {None}
@@ -141,6 +142,8 @@ def _serve() -> None:
     text, num_tokens, end_token = json.loads(next(lines))
     tokenizer = make_tokenizer(text, num_tokens, end_token)
     _limit_memory()
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
     print("[]", flush=True)
     for line in lines:
         kind, constraint = json.loads(line)
