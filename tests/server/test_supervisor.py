@@ -367,7 +367,7 @@ def test_service_is_back_after_any_end_at_any_moment(number: signal.Signals, mom
             busy = [threading.Thread(target=ask, args=(body,)) for _ in range(8)]
             for thread in busy:
                 thread.start()
-            await_that(lambda: client.get("/load").json()["num_running"] > 0, 10)
+            await_that(lambda: client.get("/load").json()["server_load"] == len(busy), 10)
         begun = time.monotonic()
         _end(process, client, number)
         took = time.monotonic() - begun
