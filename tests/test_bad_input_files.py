@@ -58,7 +58,8 @@ def test_28_44_45_nothing_is_evaluated_or_unpickled() -> None:
         "compile", "__import__", "os.system", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load",
         "torch.distributed.broadcast_object_list", "torch.distributed.recv_object_list", "multiprocessing.connection",
     }  # fmt: skip
-    trains = {"loop.py", "report.py", "train.py", "training.py"}  # they read what they wrote themselves
+    # Training reads what it wrote itself; heads of drafters are published as pickles too. Both read tensors only.
+    trains = {"loop.py", "report.py", "train.py", "training.py", "checkpoint.py"}
     found = [
         (path.name, name) for path, tree in sources() for node in ast.walk(tree) for name in names_of(node) & refused
     ]

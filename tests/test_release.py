@@ -51,7 +51,7 @@ def test_files_targets_and_packages_that_commands_name_exist(jobs: dict[str, Any
 
 def test_only_what_passed_on_all_machines_is_published(jobs: dict[str, Any]) -> None:
     publish = jobs["publish"]
-    assert publish["needs"] == ["wheels", "tests"]
+    assert publish["needs"] == ["wheels", "tests", "sbom"]
     assert jobs["wheels"]["needs"] == "build"
     assert publish["if"] == "startsWith(github.ref, 'refs/tags/v')"
     assert publish["permissions"] == {"id-token": "write"}

@@ -23,7 +23,7 @@ from specinfer.core.config import (
     parse_drafters,
 )
 from specinfer.core.flags import Flag, check_choices, setting, settings_of
-from specinfer.core.lookups import NOT_FOLDERS
+from specinfer.core.lookups import reserved_names
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sizes import parse_bytes
@@ -125,8 +125,8 @@ class EngineArgs:
     drafters: str | Sequence[str] = setting(
         "auto",
         _SPECULATION,
-        f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(NOT_FOLDERS)}, demo, demo-2, demo-3, or none. May "
-        "be repeated. (default: auto, a known small model of the target's family, or a lookup)",
+        f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(reserved_names())}, demo, demo-2, demo-3, "
+        "or none. May be repeated. (default: auto, a known small model of the target's family, or a lookup)",
         name="drafter",
         metavar="NAME",
     )

@@ -131,27 +131,35 @@ def test_a_tree_is_no_deeper_than_a_block(target: Path, tmp_path: Path) -> None:
         assert max(map(int, depths)) == deepest
 
 
-@pytest.fixture(scope="module", params=["dflash", "jetspec", "dspark", "peagle"])
-def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("head")
-    if request.param == "peagle":
-        return save_eagle3(folder, parallel=True, mask_token_id=90)
-    return save_block(folder, request.param)
+KINDS = ("dflash", "jetspec", "dspark", "peagle")
 
 
-@pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
-def test_greedy_text_is_that_of_transformers(target: Path, model: Any, head: Path, tree: str) -> None:
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    save_eagle3(folders["peagle"], parallel=True, mask_token_id=90)
+    return {kind: folder if kind == "peagle" else save_block(folder, kind) for kind, folder in folders.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [*zip(KINDS, ("1,1,1,1", "3,2,2", "best-first:24:6", "auto"), strict=True), ("dflash", "best-first:24:6")],
+)
+def test_greedy_text_is_that_of_transformers(
+    kind: str, tree: str, target: Path, model: Any, heads: dict[str, Path]
+) -> None:
     prompts = random_prompts([5, 40, 1, 17])
-    with _llm(target, head, tree=tree) as llm:
+    with _llm(target, heads[kind], tree=tree) as llm:
         found = [one.outputs[0].token_ids for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
     assert [list(one) for one in found] == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 
-def test_sampled_text_does_not_depend_on_the_head(target: Path, head: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_text_does_not_depend_on_the_head(kind: str, target: Path, heads: dict[str, Path]) -> None:
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, presence_penalty=i % 2) for i in range(4)]
     texts = []
     for tree in ("off", "2,2,1", "best-first:16:5"):
-        with _llm(target, head, "suffix", tree=tree) as llm:
+        with _llm(target, heads[kind], "suffix", tree=tree) as llm:
             texts.append([one.outputs[0].token_ids for one in llm.generate(_ids(random_prompts([7] * 4)), params)])
     assert texts[0] == texts[1] == texts[2]
 
@@ -160,12 +168,18 @@ def _ids(prompts: Sequence[Sequence[int]]) -> list[Any]:
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
-@pytest.mark.parametrize("verification", ["multi-step", "traversal"])
+@pytest.mark.parametrize(("kind", "verification"), [("dflash", "multi-step"), ("dspark", "traversal")])
 def test_rules_that_need_distributions_draw_from_the_targets(
-    verification: str, target: Path, model: Any, head: Path
+    kind: str, verification: str, target: Path, model: Any, heads: dict[str, Path]
 ) -> None:
     with LLM(
-        target, drafters=[str(head)], dtype="float32", tree="3,2", verification=verification, max_num_seqs=64, seed=3
+        target,
+        drafters=[str(heads[kind])],
+        dtype="float32",
+        tree="3,2",
+        verification=verification,
+        max_num_seqs=64,
+        seed=3,
     ) as llm:
         assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
 

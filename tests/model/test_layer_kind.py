@@ -170,7 +170,7 @@ def test_embeddings_are_scaled_as_transformers_rounds_the_scale(dtype: torch.dty
     assert isinstance(decoder, FusedDecoder)
     assert decoder.embedding_scale != 32**0.5
     with torch.no_grad():
-        assert torch.equal(decoder._embedded(tokens).to(dtype), model.model.embed_tokens(tokens))
+        assert torch.equal(decoder._first_hidden(tokens).to(dtype), model.model.embed_tokens(tokens))
 
 
 def test_on_gpus_only_layers_of_llamas_kind_are_fused() -> None:

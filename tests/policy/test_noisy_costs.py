@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median_low
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,9 @@ MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
 class NoisyMachine:
     """A clock on which work takes up to three times as long in bursts of some tens of milliseconds."""
 
+    loaded = SimpleNamespace(taps=None)
+    cache = SimpleNamespace(free=lambda _: None)
+
     def __init__(self, true: CostModel, seed: int) -> None:
         self.now = self._until = 0.0
         self._is_busy, self._factor = False, 1.0
@@ -56,7 +60,7 @@ class NoisyMachine:
 
     def measure(self) -> CostModel:
         curve = cost_measurement._fastest(SIZES, self.run_pass, 3.0)
-        return CostModel(curve, *cost_measurement._draft_costs(self, 3.0))  # type: ignore[arg-type]
+        return CostModel(curve, *cost_measurement._draft_costs(self, self, 3.0))  # type: ignore[arg-type]
 
 
 def choose(costs: CostModel) -> tuple[int, int]:

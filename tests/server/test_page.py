@@ -32,7 +32,7 @@ def app_of(*, template: str | None = "{{ messages }}", has_tokenizer: bool = Tru
         tokenizer=SimpleNamespace() if has_tokenizer else None,
         reader=SimpleNamespace(chat_template=template if has_tokenizer else None),
     )
-    engine: Any = SimpleNamespace(llm=llm, is_draining=False)
+    engine: Any = SimpleNamespace(llm=llm, is_draining=False, put_quotas=lambda _: None)
     return create_app(ServerState(engine, ServerConfig(**settings), ("model", "other")))
 
 

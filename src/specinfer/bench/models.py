@@ -17,7 +17,7 @@ import torch
 from specinfer.bench.grow import grow_folder
 from specinfer.bench.shape import Shape, shape_for, shape_of
 from specinfer.core.config import parse_drafters
-from specinfer.core.lookups import NOT_FOLDERS
+from specinfer.core.lookups import reserved_names
 from specinfer.core.places import cache_folder
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
@@ -59,7 +59,7 @@ class Models:
     @property
     def drafter_parameters(self) -> dict[str, int]:
         """Number of parameters of each model drafter by its folder's name."""
-        folders = [Path(name) for name in self.drafters if name not in NOT_FOLDERS]
+        folders = [Path(name) for name in self.drafters if name not in reserved_names()]
         return {folder.name: count_parameters(folder) for folder in folders}
 
 
@@ -87,7 +87,7 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
     if names == ():
         raise ValueError('drafters: empty, and trees need at least one; use "auto", "ngram" or a model')
     names = usual_drafters(model) if names is None else names
-    folders = tuple(name if name in NOT_FOLDERS else str(find_drafter(name)) for name in names)
+    folders = tuple(name if name in reserved_names() else str(find_drafter(name)) for name in names)
     return Models(find_target(model), folders)
 
 
@@ -105,7 +105,7 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
         wanted = _DRAFTER_FRACTION * _num_parameters(shape, config)
         for name in models.drafters:
             # A drafter with a token map has a reduced vocabulary, and is not grown.
-            if name in NOT_FOLDERS or (Path(name) / TOKEN_MAP).is_file():
+            if name in reserved_names() or (Path(name) / TOKEN_MAP).is_file():
                 continue
             if growth := _drafter_growth(Path(name), wanted, kind):
                 growths[name] = growth

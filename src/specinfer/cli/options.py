@@ -17,7 +17,7 @@ from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters, parse_speculative_config
 from specinfer.core.errors import ModelError
 from specinfer.core.flags import Flag, settings_of
-from specinfer.core.lookups import NOT_FOLDERS, quoted_lookups
+from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.parallel_config import find_place
 from specinfer.core.progress import ProgressCallback
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING, default_model, find_chat_model
@@ -227,7 +227,7 @@ def check_models(model: str | Path, drafters: Sequence[str], progress: ProgressC
     if str(model) not in (CODE, CHAT):
         locate(model, progress)
     for name in drafters:
-        if name in (*NOT_FOLDERS, *DRAFTER_NAMES, CHAT):
+        if name in (*reserved_names(), *DRAFTER_NAMES, CHAT):
             continue
         try:
             locate(name, progress)

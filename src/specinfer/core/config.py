@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.core.errors import check_float, check_int
-from specinfer.core.lookups import NOT_FOLDERS, quoted_lookups
+from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.sizes import parse_size
 
 MAX_TREE_NODES = 1024
@@ -303,7 +303,7 @@ def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | No
     if "none" in names:
         raise ValueError(f'drafters: "none" is no drafter; give an empty list for none, or {_DRAFTER_FORMS}')
     # "ngram" is always the drafter of that name, even if there is a folder called "ngram".
-    places = {name if name in NOT_FOLDERS or not os.path.isdir(name) else os.path.realpath(name) for name in names}
+    places = {name if name in reserved_names() or not os.path.isdir(name) else os.path.realpath(name) for name in names}
     if len(places) < len(names):
         raise ValueError(f"drafters: {', '.join(names)} names a drafter twice; leave one out")
     return names

@@ -27,8 +27,12 @@ LOOKUPS: dict[str, LookupKind] = {
     ),
 }
 MTP = "mtp"  # the drafter of the layers for several tokens that some targets have in their own checkpoints
-NOT_FOLDERS = (*LOOKUPS, MTP)  # names that stand for no folder, even if there is one
 PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
+
+
+def reserved_names() -> tuple[str, ...]:
+    """Return the names of drafters that stand for no folder, even if there is one."""
+    return (*LOOKUPS, MTP)
 
 
 def is_model(drafter: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specinfer.core.config import MAX_TREE_NODES
-from specinfer.core.lookups import MTP, NOT_FOLDERS, quoted_lookups
+from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
 
 
 class VllmName(NamedTuple):
@@ -191,7 +191,7 @@ def _drafters(method: object, model: object, revision: object) -> list[str] | No
         return None
     if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has a name for each family
         method = MTP
-    if method in NOT_FOLDERS:
+    if method in reserved_names():
         if model is not None:
             raise ValueError(f'speculative_config: method "{method}" has no model; leave one out')
         return [str(method)]

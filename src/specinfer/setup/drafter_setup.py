@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import ModelError
-from specinfer.core.lookups import LOOKUPS, NOT_FOLDERS
+from specinfer.core.lookups import LOOKUPS, reserved_names
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters import HeadRunner, MergedDrafter, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -57,7 +57,7 @@ def find_drafters(names: Sequence[str], target: Path) -> dict[str, Path]:
         ModelError: A model does not exist.
         ValueError: Two names stand for the same model.
     """
-    found = {name: _find(name) for name in names if name not in NOT_FOLDERS}
+    found = {name: _find(name) for name in names if name not in reserved_names()}
     if len({folder.resolve() for folder in found.values()}) < len(found):
         raise ValueError(f"drafters: two of {', '.join(found)} are one model; leave one out")
     return {name: found.get(name, target) for name in names if name not in LOOKUPS}
