@@ -69,6 +69,8 @@ def test_what_is_written_is_read_again_in_the_format_of_speculators(target: Path
     assert fields["speculators_model_type"] == "eagle3"
     assert fields["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert fields["draft_vocab_size"] == 85
+    modes = {file.stat().st_mode for file in (tmp_path / "written").iterdir()}
+    assert len(modes) == 1, "the weights can be read by whoever can read the configuration"
     tensors = load_file(tmp_path / "written/model.safetensors")
     assert tensors["d2t"].tolist() == [5] * 85
     assert int(tensors["t2d"].sum()) == 85

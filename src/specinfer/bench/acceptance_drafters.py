@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS
 from specinfer.model.gguf.folder import origin_of, weights_file
+from specinfer.model.heads.load import find_format
 
 # (noise, seed) of the embedded drafter's copies: one drafts a little worse, one much worse.
 _DISTURBANCES = ((0.1, 1), (0.2, 2))
@@ -59,4 +60,5 @@ def disturbed_copies(folder: Path, place: Path) -> dict[str, str]:
 
 def describe(name: str) -> str:
     """Return a description of a drafter in words."""
-    return _KNOWN.get(name, f"the small model {name}")
+    kind = find_format(Path(name)) or "small model"
+    return _KNOWN.get(name, f"the {kind} {name}")

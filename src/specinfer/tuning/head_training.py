@@ -228,8 +228,10 @@ def _write(
         members = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
         tensors = tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": members}
     fields["draft_vocab_size"] = len(tensors["lm_head.weight"])
-    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, weights)
+    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    weights.chmod(config.stat().st_mode)  # safetensors files are written with permissions for the owner only
 
 
 def _fields(config: Any, target: Path, reads: Iterable[int]) -> dict[str, Any]:
