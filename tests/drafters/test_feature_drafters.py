@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import reference
 from heads import SlowEagle3, save_cycle, save_eagle3, tensors_of
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
+from specinfer.cli.app import app
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -27,7 +29,7 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
-from tiny import make_model, paths_of, random_prompts, save_model
+from tiny import make_model, paths_of, random_prompts, save_model, save_tokenizer
 
 LAYERS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -443,3 +445,15 @@ def test_captured_passes_store_hidden_states_of_real_tokens_only(decoder: str, t
     ):
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
     assert torch.equal(runner.tensors.taps[3][119], last), "padding has written to a slot"
+
+
+def test_bench_measures_a_head_and_does_not_grow_its_target(head: Path, tmp_path: Path) -> None:
+    target = save_tokenizer(save_model(tmp_path / "target", "llama", num_hidden_layers=LAYERS))
+    words = ["bench", "latency", "--model", str(target), "--drafter", str(head), "--dtype", "float32"]
+    words += ["--num-prompts", "1", "--max-tokens", "8", "--tree", "2,1", "--repeats", "1", "--prompt-chars", "100"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "2,1" in result.output
+    result = CliRunner().invoke(app, [*words, "--grow", "2m"])
+    assert result.exit_code == 2
+    assert "(EAGLE-3) fits the model as it is; leave grow out, or name a small model" in " ".join(result.output.split())

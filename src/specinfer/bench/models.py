@@ -22,6 +22,7 @@ from specinfer.core.places import cache_folder
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import TOKEN_MAP, count_parameters
+from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter, find_target, usual_drafters
 
 _DRAFTER_FRACTION = 0.01
@@ -107,6 +108,8 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
             # A drafter with a token map has a reduced vocabulary, and is not grown.
             if name in reserved_names() or (Path(name) / TOKEN_MAP).is_file():
                 continue
+            if (head := find_format(Path(name))) is not None:
+                raise ValueError(f"{name} ({head}) fits the model as it is; leave grow out, or name a small model")
             if growth := _drafter_growth(Path(name), wanted, kind):
                 growths[name] = growth
     except ValueError as error:

@@ -12,6 +12,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.kernels import PackedLinear
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config
+from specinfer.model.heads.head import FeatureHead
 from specinfer.model.kv_cache import bytes_per_slot
 from specinfer.model.load import LoadedModel
 
@@ -34,7 +35,12 @@ class PassWork:
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "PassWork | None":
-        """Return the work of a model, or None if a pass streams weights or its weight reads depend on the rows."""
+        """Return the work of a model, or None if a pass streams weights or its weight reads depend on the rows.
+
+        That of a head is not known either: a part of it belongs to the target.
+        """
+        if isinstance(loaded.model, FeatureHead):
+            return None
         config = load_config(loaded.folder).get_text_config()
         if loaded.stream is not None or not loaded.shard.is_whole or _has_experts(config):
             return None
