@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import reference
 from heads import SlowEagle3, save_cycle, save_eagle3, tensors_of
+from pair_heads import slow_tree
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
-from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree import TreeBudget
 from specinfer.drafters.feature_drafter import FeatureDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
@@ -60,27 +60,6 @@ def _read_prompt(llm: LLM, request: Request) -> None:
     llm.engine.add(request)
     while request.num_output < 1:
         llm.engine.step()
-
-
-def _slow_tree(
-    slow: SlowEagle3, features: Tensor, tokens: Sequence[int], widths: Sequence[int], vocab_size: int
-) -> TokenTree:
-    """Grow an expansion by running the whole text again for each node."""
-    trees = [TokenTree.root(tokens[-1])]
-    ids = slow.ids(vocab_size)
-
-    def grow(path: list[int], recycled: Tensor) -> None:
-        if len(path) == len(widths):
-            return
-        logits, output = slow.run(torch.cat([features, recycled]), [*tokens[1:], *path])
-        best = ids[logits[-1].topk(widths[len(path)]).indices].tolist()
-        for token in best:
-            chain = [tokens[-1], *path, token]
-            trees.append(TokenTree(tuple(chain), tuple(range(-1, len(chain) - 1))))
-            grow([*path, token], torch.cat([recycled, output[-1:]]))
-
-    grow([], torch.empty(0, features.shape[1]))
-    return TokenTree.merge(trees)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +103,7 @@ def test_growth_follows_the_formulas(
             span = Span(request, request.num_computed, len(request.token_ids))
             (tree,) = drafter.draft([span], [TreeBudget.expansion(widths)])
             features = slow.project(hidden_states(model, request.token_ids[:-1], reads))
-            wanted = _slow_tree(slow, features, request.token_ids, widths, 96)
+            wanted = slow_tree(slow, features, request.token_ids, widths)
             assert sorted(paths_of(tree)) == sorted(paths_of(wanted))
             llm.engine.step()
 

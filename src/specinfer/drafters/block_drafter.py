@@ -36,7 +36,8 @@ class BlockCache(FeatureCache):
 
     def score(self, requests: Sequence[Request]) -> _Rows:
         """Read what the cache lacks, and run one pass over a block for each request."""
-        self.read_all(requests, 1)
+        for request in requests:
+            self.read_known(request)
         block = self._head_runner.head.block
         assert block is not None
         cache, depth = self._cache, block.max_depth

@@ -57,16 +57,24 @@ class DrafterCache:
 
     def prefill(self, request: Request) -> bool:
         """Compute all known tokens but the last; return False if there are too few slots."""
-        request_id, ids = request.request_id, self.known[request.request_id].ids
         try:
-            while (start := len(self._cache.slots(request_id))) < len(ids) - 1:
-                self._compute(request, start, min(start + MAX_CHUNK, len(ids) - 1))
-                if start < len(request.prompt_ids):
-                    self._cache.share(request_id, self._salts[request_id], ids)
+            self.read_known(request)
         except OutOfSlotsError:
-            self.release(request_id)
+            self.release(request.request_id)
             return False
         return True
+
+    def read_known(self, request: Request) -> None:
+        """Compute all known tokens but the last.
+
+        Raises:
+            OutOfSlotsError: There are too few slots.
+        """
+        request_id, ids = request.request_id, self.known[request.request_id].ids
+        while (start := len(self._cache.slots(request_id))) < len(ids) - 1:
+            self._compute(request, start, min(start + MAX_CHUNK, len(ids) - 1))
+            if start < len(request.prompt_ids):
+                self._cache.share(request_id, self._salts[request_id], ids)
 
     def catch_up(self, requests: Sequence[Request]) -> Tensor:
         """Compute the known tokens that the cache lacks; return [requests, vocab] logits after the last of each."""
@@ -105,17 +113,6 @@ class DrafterCache:
             return 1
         start, end = len(self._cache.slots(request.request_id)), len(self.known[request.request_id].ids)
         return min(self._scoring.num_rows(request, start, end, num_requests), MAX_CHUNK)
-
-    def read_all(self, requests: Sequence[Request], num_left: int) -> None:
-        """Compute all known tokens of these requests but the last `num_left`, without logits."""
-        for request in requests:
-            start = len(self._cache.slots(request.request_id))
-            end = len(self.known[request.request_id].ids) - num_left
-            for first in range(start, end, MAX_CHUNK):
-                self._compute(request, first, min(first + MAX_CHUNK, end))
-            if start < len(request.prompt_ids):
-                ids = self.known[request.request_id].ids
-                self._cache.share(request.request_id, self._salts[request.request_id], ids)
 
     def _score(self, requests: Sequence[Request], logits: Tensor, num_rows: Sequence[int]) -> Tensor:
         """Return the last row of each request, [requests, vocab]; the rows before it score what was read."""

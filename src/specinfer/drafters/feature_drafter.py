@@ -10,6 +10,7 @@ no care here: whatever the head has not read, it reads when it is asked next.
 
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from specinfer.core.request import Request
@@ -90,8 +91,6 @@ class FeatureDrafter(SmallModelDrafter):
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         piece = super()._frontier_piece(growing_tree)
         cache, request_id = self.runner.cache, growing_tree.request.request_id
-        slots = {0: cache.slots(request_id)[-1]} | dict(
-            zip(growing_tree.computed, cache.reserved(request_id), strict=True)
-        )
-        parents = growing_tree.parents[list(growing_tree.frontier)].tolist()
-        return replace(piece, features=self.runner.tensors.taps[0][[int(slots[parent]) for parent in parents]])
+        slots = np.concatenate([cache.slots(request_id)[-1:], cache.reserved(request_id)])  # by node, the root first
+        (features,) = self.runner.tensors.read_taps([0], slots[growing_tree.parents[list(growing_tree.frontier)]])
+        return replace(piece, features=features)

@@ -55,16 +55,15 @@ class ShardRunner:
         taps: TapShape | None = None,
     ) -> None:
         self._loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
-        self._width = 0 if taps is None else taps.width
-        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, taps)
-        # A pass counts the layers of its stage only; what later stages compute is not stored here.
-        self._stored, self._received = self.tensors.taps, tuple[int, ...]()
-        if taps is not None:
+        layers, self._received = range(0), tuple[int, ...]()
+        if taps is not None:  # what later stages compute is not stored here
             layers = loaded.shard.layers(int(load_config(loaded.folder).get_text_config().num_hidden_layers))
-            self._stored = {i: rows for i, rows in self._stored.items() if i <= layers.stop}
-            self._received = tuple(i for i in self._stored if i <= layers.start and not loaded.shard.is_first)
-            own = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
-            self.tensors.taps = own
+            taps = TapShape(tuple(i for i in taps.layers if i <= layers.stop), taps.width)
+            self._received = tuple(i for i in taps.layers if i <= layers.start and not loaded.shard.is_first)
+        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, taps)
+        # A pass counts the layers of its stage only.
+        self._stored = self.tensors.taps
+        self.tensors.taps = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
@@ -74,23 +73,26 @@ class ShardRunner:
         """
         loaded, stages = self._loaded, self._stages
         hidden = None
-        slots = torch.from_numpy(np.concatenate([piece.slots for piece in pieces])).to(loaded.device)
         if not loaded.shard.is_first:
-            hidden = received(loaded.model, len(slots), loaded.dtype, loaded.device)
+            num_tokens = sum(len(piece.tokens) for piece in pieces)
+            hidden = received(loaded.model, num_tokens, loaded.dtype, loaded.device)
             stages.recv(hidden, stages.rank + 1)
-            self._receive_taps(slots)
+            if self._received:
+                self._receive_taps(self._slots_of(pieces))
         out = compute(loaded, self.tensors, pieces, hidden)
         if not loaded.shard.is_last:
             stages.send(out.to(self._next_dtype), stages.rank - 1)
             if self._stored:
+                slots = self._slots_of(pieces)
                 stages.send(torch.cat([rows[slots] for rows in self._stored.values()], dim=-1), stages.rank - 1)
         return out
 
+    def _slots_of(self, pieces: Sequence[Piece]) -> Tensor:
+        return torch.from_numpy(np.concatenate([piece.slots for piece in pieces])).to(self._loaded.device)
+
     def _receive_taps(self, slots: Tensor) -> None:
-        if not self._received:
-            return
-        count = len(self._received)
-        taken = torch.empty(len(slots), count * self._width, dtype=self._loaded.dtype, device=self._loaded.device)
+        count, like = len(self._received), self._stored[self._received[0]]
+        taken = like.new_empty(len(slots), count * like.shape[1])
         self._stages.recv(taken, self._stages.rank + 1)
         for layer, rows in zip(self._received, taken.chunk(count, dim=-1), strict=True):
             self._stored[layer][slots] = rows
