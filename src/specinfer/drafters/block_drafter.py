@@ -61,7 +61,7 @@ class BlockCache(FeatureCache):
             visible=np.tri(block.size, k=0 if block.is_causal else block.size, dtype=np.bool_),
             num_logits=block.max_depth,
         )
-        mask = self._head_runner.head.mask_features()
+        mask = self._head_runner.head.mask_features
         if mask is None:
             return piece
         first = self._head_runner.features(request_id, len(ids) - 1, len(ids))

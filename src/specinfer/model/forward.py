@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from specinfer.model.fused import FusedDecoder, Watch
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.linears import layer_lists
 from specinfer.model.sharding.placeholder import Placeholder, StageEnd
+
+_LAYERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
 def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
@@ -65,15 +68,22 @@ class _Tapping:
             rows[self._batch.slots] = hidden.to(rows.dtype)
 
 
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a definition, or those of its stage; the search is done once for each model."""
+    if model not in _LAYERS:
+        config: Any = model.config
+        modules = next(iter(layer_lists(model, config.get_text_config().num_hidden_layers).values()))
+        _LAYERS[model] = [layer for layer in modules if not isinstance(layer, Placeholder)]
+    return _LAYERS[model]
+
+
 @contextmanager
 def _watched(model: nn.Module, watch: Watch | None) -> Iterator[None]:
     """Call `watch` for the layers of a definition of transformers within the context."""
     if watch is None:
         yield
         return
-    config: Any = model.config
-    modules = next(iter(layer_lists(model, config.get_text_config().num_hidden_layers).values()))
-    layers = [layer for layer in modules if not isinstance(layer, Placeholder)]  # those of the stage
+    layers = _layers_of(model)
 
     def before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watch(0, (args[0] if args else kwargs["hidden_states"])[0])

@@ -64,27 +64,16 @@ class TrainableHead(DraftLogits):
         rotation = head.rotary(features, positions)
         places = (batch.places - 1).clamp_min(0)
         memory: list[Keys] = [[] for _ in head.layers]
+
+        def attend(layer: int, inputs: Tensor) -> Tensor:
+            return _attend(head.layers[layer].self_attn, inputs, rotation, memory[layer])
+
         found, own = [], features
         for _ in range(NUM_LEVELS if self.training else 1):
-            last, output = self._level(own, embedded, rotation, memory)
+            last, output = head.compute(own, embedded, attend)
             found.append(head.logits(last[batch.rows, places]))
             own = torch.cat([features[:, :1], output[:, :-1]], dim=1)
         return torch.stack(found) if self.training else found[0]
-
-    def _level(
-        self, features: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], memory: Sequence[Keys]
-    ) -> tuple[Tensor, Tensor]:
-        """Return [rows, pairs, width] outputs after the last norm, and those that the next level reads."""
-        head: Eagle3Head = self.model
-        normed = head.hidden_norm(features)
-        inputs = torch.cat([head.layers[0].input_layernorm(embedded), normed], dim=-1)
-        hidden = normed if head.dialect.norm_before_residual else features
-        for layer, keys in zip(head.layers, memory, strict=True):
-            own = inputs if layer is head.layers[0] else layer.input_layernorm(hidden)
-            hidden = hidden + _attend(layer.self_attn, own, rotation, keys)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        last = head.norm(hidden)
-        return last, last if head.dialect.norm_output else hidden
 
     @torch.no_grad()
     def _hidden_states(self, tokens: Tensor) -> list[Tensor]:

@@ -131,10 +131,7 @@ def _reads(checkpoint: HeadCheckpoint, fields: dict[str, Any], num_layers: int, 
         step = (num_layers - 4) / max(num_own - 1, 1)
         ids = [num_layers // 2 + 1] if num_own == 1 else [round(1 + j * step) + 1 for j in range(num_own)]
     if min(ids) < 0 or max(ids) > num_layers:
-        raise ModelError(
-            f"drafters: {checkpoint.folder} reads hidden states after layers {', '.join(map(str, ids))}, and the "
-            f"target has {num_layers} layers; take a drafter that was trained for this target"
-        )
+        raise checkpoint.wrong_layers(ids, num_layers)
     return tuple(ids)
 
 

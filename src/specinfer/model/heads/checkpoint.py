@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,6 +142,13 @@ class HeadCheckpoint:
                 "does not have, or twice to one; take a drafter that was trained for this target"
             )
         return ids
+
+    def wrong_layers(self, reads: Sequence[int], num_layers: int) -> ModelError:
+        """Return the error of a head that reads hidden states after layers that its target does not have."""
+        return ModelError(
+            f"drafters: {self.folder} reads hidden states after layers {', '.join(map(str, reads))}, and the target "
+            f"has {num_layers} layers; take a drafter that was trained for this target"
+        )
 
     def check_all_taken(self) -> None:
         """Raise a `ModelError` if a tensor was not taken: the head would not compute what it was trained for."""

@@ -11,7 +11,8 @@ P-EAGLE heads draft a whole tree in one pass: rows after the first have the feat
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +104,7 @@ class Eagle3Head(FeatureHead):
         features: Tensor = self.fc(joined)
         return features
 
+    @cached_property
     def mask_features(self) -> Tensor | None:
         return None if self.mask_hidden is None else self.fc(self.mask_hidden[0])
 
@@ -111,21 +113,34 @@ class Eagle3Head(FeatureHead):
         features = batch.features.unsqueeze(0)
         embedded = self.embedded(batch.token_ids).to(features.dtype).unsqueeze(0)
         rotation = self.rotary(features, batch.positions.unsqueeze(0))
-        first = self.layers[0]
+
+        def attend(layer: int, inputs: Tensor) -> Tensor:
+            attended: Tensor = self.layers[layer].self_attn(
+                hidden_states=inputs, position_embeddings=rotation, attention_mask=None, forward_batch=batch
+            )[0]
+            return attended
+
+        last, output = self.compute(features, embedded, attend)
+        self.store(batch, output[0])
+        return self.logits(last[0][batch.logit_rows])
+
+    def compute(
+        self, features: Tensor, embedded: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return [rows, pairs, width] outputs after the last norm, and those that the next level reads.
+
+        Args:
+            features, embedded: [rows, pairs, width].
+            attend: Function of a layer's number and its [rows, pairs, inputs] that returns [rows, pairs, width].
+        """
         normed = self.hidden_norm(features)
-        inputs = torch.cat([first.input_layernorm(embedded), normed], dim=-1)
+        inputs = torch.cat([self.layers[0].input_layernorm(embedded), normed], dim=-1)
         hidden = normed if self.dialect.norm_before_residual else features
-        for layer in self.layers:
-            own = inputs if layer is first else layer.input_layernorm(hidden)
-            attended, _ = layer.self_attn(
-                hidden_states=own, position_embeddings=rotation, attention_mask=None, forward_batch=batch
-            )
-            hidden = hidden + attended
+        for i, layer in enumerate(self.layers):
+            hidden = hidden + attend(i, layer.input_layernorm(hidden) if i else inputs)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        hidden = hidden[0]
         last = self.norm(hidden)
-        self.store(batch, last if self.dialect.norm_output else hidden)
-        return self.logits(last[batch.logit_rows])
+        return last, last if self.dialect.norm_output else hidden
 
 
 def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -162,10 +177,7 @@ def _dialects(checkpoint: HeadCheckpoint, num_layers: int, *, is_speculators: bo
         reads = [as_written] if is_speculators else [one_more, as_written]
     fitting = [one for one in reads if one[0] >= 0 and one[-1] <= num_layers]
     if not fitting:
-        raise ModelError(
-            f"drafters: {checkpoint.folder} reads hidden states after layers {', '.join(map(str, reads[0]))}, and the "
-            f"target has {num_layers} layers; take a drafter that was trained for this target"
-        )
+        raise checkpoint.wrong_layers(reads[0], num_layers)
     output = bool(fields.get("norm_output", nested.get("norm_output", False)))
     outputs = [output] if is_speculators or not output else [True, False]
     if "norm_before_residual" in fields or not is_speculators:

@@ -128,6 +128,7 @@ class FeatureHead(nn.Module):
         """Return the [tokens, width] features of the target's hidden states, [tokens, target width] for each layer."""
         raise NotImplementedError
 
+    @property
     def mask_features(self) -> Tensor | None:
         """Return the [1, width] feature of mask tokens, or None if rows of a block have none."""
         return None
