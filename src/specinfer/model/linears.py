@@ -101,9 +101,13 @@ def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
 
 
 def layer_lists(model: nn.Module, num_layers: int) -> dict[str, nn.ModuleList]:
-    """Return the lists of decoder layers by name; most models have one."""
-    modules = model.named_modules()
-    return {name: one for name, one in modules if isinstance(one, nn.ModuleList) and len(one) == num_layers}
+    """Return the lists of decoder layers by name, without lists inside a layer; most models have one."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
+        if is_list and not name.startswith(tuple(f"{outer}." for outer in found)):
+            found[name] = module
+    return found
 
 
 def _head_names(model: nn.Module) -> list[str]:

@@ -21,7 +21,7 @@ class KeySettings:
         roles: "generate", "metrics" or both.
 
     Raises:
-        ValueError: A field cannot be used; the message says what to write.
+        ValueError: A field cannot be used; the message names it and the remedy.
     """
 
     name: str = ""

@@ -1,6 +1,5 @@
 """The files of a head: its configuration and its tensors, each checked before it is used."""
 
-import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import PICKLE
+from specinfer.hub.files import PICKLE, read_object
 from specinfer.model.offload.checkpoint import is_finite
 
 _LAYERS = ("llama", "qwen2", "qwen3")  # families of heads' own layers
@@ -47,7 +46,10 @@ class HeadCheckpoint:
         device: torch.device,
         tensors: Mapping[str, TensorSource] | None = None,
     ) -> None:
-        self.folder, self.fields = folder, read_fields(folder)
+        fields = read_object(folder / "config.json")
+        if fields is None:
+            raise ModelError(f"drafters: config.json of {folder} is missing or damaged; fetch the drafter again")
+        self.folder, self.fields = folder, fields
         self._tensors: Mapping[str, Tensor | TensorSource] = _read_tensors(folder) if tensors is None else tensors
         self._taken = set[str]()
         self.dtype, self._device = dtype, device
@@ -158,22 +160,6 @@ class HeadCheckpoint:
                 f"drafters: {len(rest)} tensors of {self.folder} are not known, {rest[0]} among them; this kind of "
                 "drafter is not supported"
             )
-
-
-def read_fields(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's config.json.
-
-    Raises:
-        ModelError: The file is missing or damaged.
-    """
-    file = folder / "config.json"
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"drafters: {file} cannot be read; fetch the drafter again") from error
-    if not isinstance(fields, dict):
-        raise ModelError(f"drafters: {file} is damaged; fetch the drafter again")
-    return fields
 
 
 def tensor_names(folder: Path) -> set[str]:

@@ -12,7 +12,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.linears import output_head
+from specinfer.model.linears import layer_lists, output_head
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, End, Placeholder
 
 # Names that definitions use for modules after the layers. A module with another name stays, and is never called.
@@ -39,7 +39,8 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
     assert ends_early or is_last == (layers.stop == num_layers)
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
         raise ModelError(_refusal(config, "some layers use the keys and values of others"))
-    lists = _layer_lists(model, num_layers)
+    lists = layer_lists(model, num_layers)
+    assert lists
     if not is_first:
         _replace_embeddings(model, tuple(f"{name}." for name in lists))
     for name in lists:
@@ -79,17 +80,6 @@ def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:
     if not torch.equal(*outputs):
         config: Any = model.config
         raise ModelError(_refusal(config, "layers get more of earlier ones than hidden states"))
-
-
-def _layer_lists(model: nn.Module, num_layers: int) -> list[str]:
-    """Return the names of the lists of decoder layers, without lists inside a layer."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
-        if is_list and not name.startswith(tuple(f"{outer}." for outer in names)):
-            names.append(name)
-    assert names
-    return names
 
 
 def _cut(modules: nn.ModuleList, layers: range) -> None:
