@@ -45,12 +45,12 @@ def schedule(
     from benchmarks.schedule.plans import FIXED, ScheduleConfig
     from benchmarks.schedule.report import print_schedule
     from benchmarks.schedule.run import run_schedule
-    from specinfer.setup.model_names import usual_drafters
+    from specinfer.setup.model_names import find_target, usual_drafters
 
     with checking():
         settings, name = models.settings(), measured(argument, model)
         if isinstance(settings["drafters"], str):
-            settings["drafters"] = (CODE, "suffix") if name == CODE else usual_drafters(name)
+            settings["drafters"] = (CODE, "suffix") if name == CODE else usual_drafters(name, find_target(name)).names
         config = ScheduleConfig(
             scheduler=policy,
             model=name,

@@ -126,7 +126,7 @@ class EngineArgs:
         "auto",
         _SPECULATION,
         f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(reserved_names())}, demo, demo-2, demo-3, "
-        "or none. May be repeated. (default: auto, a known small model of the target's family, or a lookup)",
+        "or none. May be repeated. (default: auto, the target's MTP layers, a head or small model for it, or a lookup)",
         name="drafter",
         metavar="NAME",
     )

@@ -114,6 +114,11 @@ class LLM:
         return self._parts.speculator.small_models
 
     @property
+    def drafter_choice(self) -> str | None:
+        """The drafters that were chosen because none were named, and why, or None."""
+        return self._parts.drafter_choice
+
+    @property
     def compute_paths(self) -> dict[str, str]:
         """Compute path of the target, and of each model drafter that runs in this process."""
         runners = {"target": self.target, **self.small_models}

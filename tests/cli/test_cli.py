@@ -220,7 +220,7 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     assert plain.stdout == f"{good['text']}\n{other['text']}\n"
     heads = [line.split(":")[0] for line in plain.stderr.splitlines()]
     assert [head for head in heads if "passes" not in head] == [
-        "prompt 0", "prompt 2", "computed by target", "specinfer",
+        "prompt 0", "prompt 2", "drafters chosen", "computed by target", "specinfer",
     ]  # fmt: skip
     file.write_text(f'{{"prompt_token_ids": [{VOCAB}]}}')
     assert f"token id {VOCAB}" in refusal("generate", target, "--file", str(file))
@@ -774,8 +774,8 @@ def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)
     monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: folder)
-    assert usual_drafters("demo-chat") == ("demo-chat", "suffix")
-    assert (usual_drafters("demo"), usual_drafters("some/model")) == (("demo",), ("ngram",))
+    names = [usual_drafters(name, folder).names for name in ("demo-chat", "demo", "some/model")]
+    assert names == [("demo-chat", "suffix"), ("demo",), ("ngram",)]
     assert find_drafter("demo-chat") == folder
 
 

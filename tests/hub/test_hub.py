@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from fake_hub import FakeHub, fake_hub
+from heads import save_eagle3
+from pair_heads import save_mtp
 from specinfer.core.errors import ModelError
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
 from specinfer.hub.auto_drafter import auto_drafters
@@ -163,23 +166,60 @@ def test_the_cache_lists_models_with_what_is_wrong_with_them(hub: FakeHub, offer
     assert [one.name for one in cached_models()] == [BIG]
 
 
-def test_auto_chooses_a_small_model_from_the_cache_or_else_the_hub_or_else_a_lookup(
+def test_auto_chooses_a_known_drafter_from_the_cache_or_else_the_hub_or_else_a_lookup(
     hub: FakeHub, offer: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "specinfer")
     here = tmp_path / "Qwen3-8B"
     here.mkdir()
-    assert auto_drafters("some/model") == ("ngram",)
-    assert "no small model is known for some/model" in caplog.text
-    assert auto_drafters(BIG) == ("ngram",)
+    assert auto_drafters("some/model").names == ("ngram",)
+    assert "ngram: no head or small model is known for it" in caplog.text
+    assert auto_drafters(BIG, uses_heads=False).names == ("ngram",)
     assert f"{SMALL} cannot be downloaded" in caplog.text
     offer(SMALL)
-    assert auto_drafters(here) == ("ngram",)  # nothing is downloaded for a folder
+    assert auto_drafters(here).names == ("ngram",)  # nothing is downloaded for a folder
     assert hub.requested == []
-    assert auto_drafters(BIG) == (SMALL, "suffix")
-    assert f"auto chooses {SMALL}, which it downloaded, and suffix" in caplog.text
-    assert auto_drafters(here) == auto_drafters(f"unsloth/{here.name}-GGUF:Q4_K_M") == (SMALL, "suffix")
-    assert "which is in the cache" in caplog.text
+    assert auto_drafters(BIG, uses_heads=False) == ((SMALL, "suffix"), f"{SMALL} was downloaded")
+    quantized = f"unsloth/{here.name}-GGUF:Q4_K_M"
+    assert auto_drafters(here) == auto_drafters(quantized) == ((SMALL, "suffix"), f"{SMALL} is in the cache")
+
+
+def test_auto_prefers_heads_to_small_models(hub: FakeHub, offer: Callable[..., Path], tmp_path: Path) -> None:
+    head = "AngelSlim/Qwen3-8B_eagle3"
+    folder = save_eagle3(tmp_path / "head")
+    offer(head, {"config.json": (folder / "config.json").read_text()})
+    (hub.root / head / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    offer(SMALL)
+    assert auto_drafters(BIG).names == (head, "suffix")
+    assert auto_drafters(BIG, has_mtp=True) == (("mtp", "suffix"), "its checkpoint has MTP layers")
+
+
+def test_auto_finds_drafters_next_to_the_target(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "Big-Model", num_hidden_layers=8)
+    save_tokenizer(target)
+    alone = auto_drafters(target)
+    assert alone.names == ("ngram",)
+    save_model(tmp_path / "other-tokenizer", num_hidden_layers=1)
+    save_tokenizer(save_model(tmp_path / "as-large", num_hidden_layers=8))
+    assert auto_drafters(target) == alone
+    save_tokenizer(save_model(tmp_path / "small", num_hidden_layers=1))
+    small = (str(tmp_path / "small"), "suffix")
+    assert auto_drafters(target) == (small, "small is in a folder next to it")
+    verifier = {"verifier": {"name_or_path": "org/some-other-model"}}
+    save_eagle3(tmp_path / "another-head", "speculators", speculators_config=verifier)
+    assert auto_drafters(target).names == small
+    verifier = {"verifier": {"name_or_path": "org/Big-Model"}}
+    head = save_eagle3(tmp_path / "head", "speculators", speculators_config=verifier)
+    assert auto_drafters(target).names == (str(head), "suffix")
+    assert auto_drafters(target, uses_heads=False).names == small
+
+
+def test_mtp_layers_of_the_checkpoint_draft_by_themselves(tmp_path: Path) -> None:
+    save_mtp(tmp_path / "target", "mimo")
+    with LLM(tmp_path / "target", dtype="float32", tree="1") as llm:
+        assert list(llm.small_models) == ["mtp"]
+        assert llm.drafter_choice == "mtp and suffix: its checkpoint has MTP layers"
+        assert llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=3))[0].error is None
 
 
 def test_a_known_target_of_the_hub_is_served_with_its_drafter(hub: FakeHub, offer: Callable[..., Path]) -> None:
@@ -187,6 +227,7 @@ def test_a_known_target_of_the_hub_is_served_with_its_drafter(hub: FakeHub, offe
     offer(SMALL)
     with LLM(BIG, dtype="float32") as llm:
         assert list(llm.small_models) == [SMALL]
+        assert llm.drafter_choice == f"{SMALL} and suffix: {SMALL} was downloaded"
         assert llm.drafter is not None
         assert llm.drafter.num_drafters == 2
     hub.requested.clear()

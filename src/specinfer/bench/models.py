@@ -87,9 +87,10 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
     names = parse_drafters(drafters)
     if names == ():
         raise ValueError('drafters: empty, and trees need at least one; use "auto", "ngram" or a model')
-    names = usual_drafters(model) if names is None else names
+    target = find_target(model)
+    names = usual_drafters(model, target).names if names is None else names
     folders = tuple(name if name in reserved_names() else str(find_drafter(name)) for name in names)
-    return Models(find_target(model), folders)
+    return Models(target, folders)
 
 
 def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:

@@ -131,13 +131,16 @@ class Screen:
         self._colors: dict[str | None, str] = {}  # colours of the origins seen so far, in their order
         self._stream: LayerStream | None = None
         self._read_before = 0  # bytes read when statistics were last printed
-        self._paths = ""  # the compute paths, until they have been printed
+        self._about_models: list[str] = []  # lines on drafters and compute paths, until they have been printed
 
     def watch(self, llm: "LLM") -> None:
-        """Include this model's compute paths in the statistics, and its reads of weights if it is streamed."""
+        """Include the choice of drafters and compute paths in the statistics, and reads of weights if streamed."""
         self._stream = llm.target.loaded.stream
         self._num_read()
-        self._paths = " · ".join(f"{name}: {path}" for name, path in llm.compute_paths.items())
+        if llm.drafter_choice is not None:
+            self._about_models.append(f"drafters chosen: {llm.drafter_choice}")
+        paths = " · ".join(f"{name}: {path}" for name, path in llm.compute_paths.items())
+        self._about_models.append(f"computed by {paths}")
 
     def _num_read(self) -> int:
         """Return the bytes of weights that were read since the last call."""
@@ -261,8 +264,8 @@ class Screen:
             seconds = max(ends) - min(output.metrics.arrival_time for _, output in served)
             lines[-1] += f" · read {gigabytes(num_read, seconds)}" if len(served) == 1 else ""
             lines += [f"all prompts: read {gigabytes(num_read, seconds)}"] if len(served) > 1 else []
-        if self._paths and served:
-            lines, self._paths = [*lines, f"computed by {self._paths}"], ""
+        if served:
+            lines, self._about_models = [*lines, *self._about_models], []
         return lines
 
     def lines_of_numbers(self, lines: Sequence[str]) -> None:

@@ -149,8 +149,8 @@ class SpeculativeConfig:
     """Settings of speculation: the drafters, the tree shape, and how draft tokens are drawn and verified.
 
     Attributes:
-        drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo", a known small model
-            of the target's family with suffix lookup, or n-gram lookup.
+        drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo"; else MTP layers, a
+            head or a small model with suffix lookup, or n-gram lookup, as `hub.auto_drafter` finds them.
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
         verification: "coupled", "multi-step", "traversal" or "target-only".
         draft_sampling: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".

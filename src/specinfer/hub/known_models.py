@@ -17,7 +17,7 @@ from specinfer.hub.files import SUPPORTED_HEADS
 from specinfer.hub.locate import without_revision
 
 SMALL_MODEL = "small model"
-_LARGEST_SHARE = 0.4  # of the target's parameters; a larger drafter takes more time than it saves
+LARGEST_SHARE = 0.4  # of the target's parameters; a larger drafter takes more time than it saves
 _QUANTIZED = re.compile(r"[-._](i?q\d\w*|tq\d\w*|[bf]p?(16|32)|mxfp4|gguf|ud|it-qat)$")
 _CACHED = re.compile(r"models--(.+?)--(.+?)$")
 
@@ -37,8 +37,12 @@ class KnownDrafter:
     parameters: float | None = None
 
     @property
+    def is_head(self) -> bool:
+        return self.kind != SMALL_MODEL
+
+    @property
     def is_supported(self) -> bool:
-        return self.kind == SMALL_MODEL or self.kind in SUPPORTED_HEADS
+        return not self.is_head or self.kind in SUPPORTED_HEADS
 
 
 def known_drafters(model: str | Path) -> list[KnownDrafter]:
@@ -47,7 +51,7 @@ def known_drafters(model: str | Path) -> list[KnownDrafter]:
     found = []
     for family in _table()["families"]:
         size = next((size for name, size in family.items() if _key(name) == wanted), 0.0)
-        small = sorted((other, name) for name, other in family.items() if other <= size * _LARGEST_SHARE)
+        small = sorted((other, name) for name, other in family.items() if other <= size * LARGEST_SHARE)
         found += [KnownDrafter(name, SMALL_MODEL, other) for other, name in small]
     for target, drafters in _table()["feature_drafters"].items():
         if _key(target) == wanted:
@@ -61,6 +65,11 @@ def known_names() -> list[str]:
     for target, drafters in _table()["feature_drafters"].items():
         names += [target, *drafters]
     return list(dict.fromkeys(names))
+
+
+def same_model(one: str | Path, other: str | Path) -> bool:
+    """Return whether two names, folders or files stand for one model, perhaps quantized."""
+    return bool(_key(one)) and _key(one) == _key(other)
 
 
 def near_names(name: str, others: Iterable[str]) -> list[str]:

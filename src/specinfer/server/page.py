@@ -82,6 +82,7 @@ async def about(request: Request) -> JSONResponse:
         "model": state.names[0],
         "version": specinfer.__version__,
         "max_model_len": llm.max_model_len,
+        "drafters": llm.drafter_choice,
         "has_text": llm.tokenizer is not None,
         "has_chat": llm.reader.chat_template is not None,
     }

@@ -47,6 +47,7 @@ class Assembly:
     Attributes:
         ranks: The other ranks, if the target is sharded over several, or None if it is whole.
         max_model_len: Longest request, in tokens.
+        drafter_choice: The drafters that were chosen because none were named, and why, or None.
     """
 
     target: TargetRunner
@@ -55,6 +56,7 @@ class Assembly:
     speculator: Speculator
     scheduler: Scheduler
     max_model_len: int
+    drafter_choice: str | None
 
     def close_with(self, owner: object) -> None:
         """End the other ranks when `owner` is garbage collected, or the process ends."""
@@ -79,12 +81,14 @@ class ModelPlan:
     Attributes:
         drafters: Folders by the names that the drafters were requested with, or None for a lookup drafter.
         placement: Ranks that load drafters.
+        drafter_choice: The drafters that were chosen because none were named, and why, or None.
     """
 
     settings: TargetConfig
     parallel: ParallelConfig
     drafters: Mapping[str, Path | None]
     placement: DrafterPlacement
+    drafter_choice: str | None
 
 
 def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
@@ -100,10 +104,11 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     find_device(args.device)  # checked before a folder is fetched
     speculative, parallel = args.speculative_config, args.parallel_config
     folder = find_target(args.model)
-    names = () if speculative.shape.is_off else speculative.drafters
+    names, choice = () if speculative.shape.is_off else speculative.drafters, None
     if names is None:
         # Machines may have different models in their caches; what is chosen must be the same on all.
-        names = usual_drafters(args.model, small_models=args.nnodes == 1 and args.offload is None)
+        chosen = usual_drafters(args.model, folder, small_models=args.nnodes == 1 and args.offload is None)
+        names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config
@@ -114,7 +119,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         small, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
         must_be_here=args.adapt_drafters or speculative.max_asked is not None or args.tokenizer is not None,
     )  # fmt: skip
-    return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement)
+    return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement, choice)
 
 
 def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
@@ -194,7 +199,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         target.num_bytes / 2**20, num_slots,
         ", ".join(drafters) or "none",
     )  # fmt: skip
-    return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len)
+    return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len, plan.drafter_choice)
 
 
 def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, RemoteModel]:

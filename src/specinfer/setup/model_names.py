@@ -7,12 +7,13 @@ from specinfer.core.errors import ModelError
 from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING
 from specinfer.demo.pair import demo_folders
-from specinfer.hub.auto_drafter import auto_drafters
+from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
-from specinfer.model.heads.load import find_format
+from specinfer.model.heads.load import find_format, shows_hidden_states
+from specinfer.model.heads.mtp import has_mtp
 from specinfer.model.load import LoadedModel
 
 
@@ -66,14 +67,20 @@ def find_tokenizer(name: str | Path, target: LoadedModel) -> Any:
     return tokenizer
 
 
-def usual_drafters(model: str | Path, *, small_models: bool = True) -> tuple[str, ...]:
-    """Return the names of the drafters of a target for which none are chosen.
+def usual_drafters(model: str | Path, folder: Path, *, small_models: bool = True) -> DrafterChoice:
+    """Return the drafters of a target for which none are chosen.
 
     Args:
-        small_models: Whether a known small model may be among them, if the target is not an embedded one.
+        folder: Folder of the target.
+        small_models: Whether a model that this machine happens to have, or can download, may be among them.
     """
     if str(model) == CHAT:
-        return (CHAT, "suffix")
+        return DrafterChoice((CHAT, LOOKUP_WITH_MODEL), "its own drafter")
     if str(model) == CODE:
-        return (CODE,)
-    return auto_drafters(model) if small_models else ("ngram",)
+        return DrafterChoice((CODE,), "its own drafter")
+    uses_heads = shows_hidden_states(folder)
+    if uses_heads and has_mtp(folder):
+        return auto_drafters(model, has_mtp=True)
+    if not small_models:
+        return DrafterChoice((LOOKUP,), "models are not chosen for streamed targets and for several machines")
+    return auto_drafters(model, uses_heads=uses_heads)

@@ -39,6 +39,11 @@ def find_format(folder: Path) -> str | None:
     return head_format(config)
 
 
+def shows_hidden_states(target: Path) -> bool:
+    """Return whether heads can read the hidden states of the target in a folder."""
+    return load_config(target).model_type not in REPLACED
+
+
 def load_head(folder: Path, target: LoadedModel, quantization: str | None = None) -> LoadedModel:
     """Load a head for this target, whose type, device, embedding and output head it shares.
 
@@ -50,7 +55,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
     """
     register()
     config = load_config(target.folder)
-    if config.model_type in REPLACED:
+    if not shows_hidden_states(target.folder):
         raise ModelError(
             f"drafters: {folder} reads hidden states, which targets of family {config.model_type!r} do not show; name "
             "a small model"

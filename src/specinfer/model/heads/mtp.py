@@ -202,6 +202,16 @@ def _find_layout(folder: Path, names: Mapping[str, TensorSource], num_layers: in
     )
 
 
+def has_mtp(folder: Path) -> bool:
+    """Return whether a target's folder has MTP layers that can be loaded."""
+    try:
+        with Shards(folder) as shards:
+            num_layers = getattr(load_config(folder).get_text_config(), "num_hidden_layers", None)
+            return num_layers is not None and bool(_find_layout(folder, shards.sources, num_layers))
+    except (ModelError, WeightsError):
+        return False
+
+
 def load_mtp(
     folder: Path, dtype: torch.dtype, device: torch.device, target: TargetShape, ends: TargetEnds
 ) -> FeatureHead:

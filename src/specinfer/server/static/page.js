@@ -52,7 +52,8 @@ async function meet() {
     return;
   }
   $("model").textContent = shortName(model);
-  $("model").title = `${model} · context of ${about.max_model_len} tokens · SpecInfer ${about.version}`;
+  const chosen = about.drafters ? ` · drafters chosen: ${about.drafters}` : "";
+  $("model").title = `${model} · context of ${about.max_model_len} tokens${chosen} · SpecInfer ${about.version}`;
   document.title = `${shortName(model)} · SpecInfer`;
   $("send").disabled = !about.has_text;
   if (!about.has_text) say("This model has no tokenizer: it takes token ids, and this page has text only.");
