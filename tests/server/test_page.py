@@ -29,6 +29,7 @@ def app_of(*, template: str | None = "{{ messages }}", has_tokenizer: bool = Tru
     """The page needs of an engine only what its model is."""
     llm = SimpleNamespace(
         max_model_len=512,
+        drafter_choice="ngram: no small model is known",
         tokenizer=SimpleNamespace() if has_tokenizer else None,
         reader=SimpleNamespace(chat_template=template if has_tokenizer else None),
     )
@@ -90,6 +91,7 @@ def test_without_the_page_there_is_nothing(path: str) -> None:
 def test_the_page_learns_what_the_model_can(model: dict[str, Any], has_text: bool, has_chat: bool) -> None:
     told = ask("/page.json", app=app_of(**model)).json()
     assert (told["model"], told["max_model_len"]) == ("model", 512)
+    assert told["drafters"] == "ngram: no small model is known"
     assert (told["has_text"], told["has_chat"]) == (has_text, has_chat)
 
 
