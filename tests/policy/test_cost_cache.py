@@ -9,7 +9,7 @@ import pytest
 from simulated_machines import StreamedTarget
 from specinfer.drafters import make_drafter
 from specinfer.model.runner import ModelRunner
-from specinfer.policy import cost_cache
+from specinfer.policy import cost_cache, cost_measurement
 from specinfer.policy.cost_model import CostModel, Curve
 from tiny import VOCAB, resized
 
@@ -82,3 +82,32 @@ def test_costs_of_a_target_that_waits_for_its_weights_are_kept(
     for _ in range(3):
         cost_cache.cached_costs(target, drafter)
     assert stream.sizes == [1]
+
+
+@pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
+def test_costs_of_another_speed_of_the_machine_are_measured_again(
+    factor: float, is_kept: bool, runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    speed, now = 1.0, 0.0
+
+    def run(_: object, size: int) -> None:
+        nonlocal now
+        now += speed * (1e-3 + 1e-5 * size)
+
+    def clock() -> float:  # between two looks at it, something was drafted
+        nonlocal now
+        now += 1e-6
+        return now
+
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(cost_cache.time, name, clock)
+    monkeypatch.setattr(cost_measurement, "_target_pass", run)
+    first = cost_cache.cached_costs(target, drafter).as_dict()
+    speed = factor
+    assert (cost_cache.cached_costs(target, drafter).as_dict() == first) == is_kept
+    assert float(cost_cache.cached_costs(target, drafter).target(1)) == pytest.approx(
+        (1.0 if is_kept else factor) * 1.01e-3, rel=0.01
+    )

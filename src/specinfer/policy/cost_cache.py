@@ -25,7 +25,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.device import device_name
 from specinfer.model.runner import TargetRunner
-from specinfer.policy.cost_measurement import SIZES, measure_costs
+from specinfer.policy.cost_measurement import SIZES, measure_costs, still_apply
 from specinfer.policy.cost_model import CostModel
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
@@ -54,6 +54,9 @@ def cached_costs(
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"costs-{key}.json"
     costs = None if fresh else _read(path, situation)
+    if costs is not None and not still_apply(costs, target, drafter):
+        logger.info("costs are measured again: passes take another time than those in %s", path)
+        costs = None
     if costs is None:
         is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may not fit
         # While a pass waits for weights, the process does not run, but not because the machine is busy.

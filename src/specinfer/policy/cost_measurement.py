@@ -28,6 +28,7 @@ _DEPTH = 8  # of measured trees: learned positions end with the context, which m
 _PROMPT = 64  # prompt tokens that a drafter reads
 _DRAFT_LEVELS = 4
 _ROUNDS, _MOST_ROUNDS = 5, 15  # quick passes take more rounds, so that not all of them meet the same load
+_CHECKED, _LIKENESS = (1, 8), 1.4  # sizes that kept costs are checked at, and the largest factor of a difference
 _NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
 _PROBE = "cost-probe"
 
@@ -58,6 +59,32 @@ def measure_costs(
     if curve is None:
         curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds)
     return CostModel(curve, *_draft_costs(target, drafter, max_seconds))
+
+
+def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0) -> bool:
+    """Return whether costs that were measured before are those of the machine now, by a few passes and draft levels.
+
+    They may date from a busy hour, or from another speed of the machine. Slow passes are not repeated for this: every
+    step updates their costs.
+    """
+    sizes = [size for size in _sizes_that_fit(_CHECKED, target) if float(costs.target(size)) < max_seconds / _NUM_QUICK]
+    if not sizes:
+        return True
+    run = partial(_target_pass, target)
+    run(1)  # the first pass may take longer
+    now = _fastest(sizes, run, max_seconds)
+    pairs = [(float(now(size)), float(costs.target(size))) for size in now.sizes]
+    if all(_is_alike(*pair) for pair in pairs):
+        levels, _, start = _draft_costs(target, drafter, max_seconds / _ROUNDS)
+        before = float(costs.draft(_DRAFT_LEVELS, _DRAFT_LEVELS))
+        # Beside a pass, drafting may be too quick for its costs to matter.
+        pass_time = float(costs.target(1))
+        pairs = [(_DRAFT_LEVELS * float(levels(1)) + start + pass_time, before + pass_time)]
+    return all(_is_alike(*pair) for pair in pairs)
+
+
+def _is_alike(one: float, other: float) -> bool:
+    return max(one, other) <= _LIKENESS * min(one, other)
 
 
 def _sizes_that_fit(sizes: Sequence[int], target: TargetRunner) -> list[int]:
