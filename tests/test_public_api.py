@@ -18,6 +18,7 @@ NAMES = {
     "EngineArgs",
     "EngineDeadError",
     "Generation",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "QueueFullError",

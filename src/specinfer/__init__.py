@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from specinfer.async_llm import AsyncLLM
     from specinfer.core.errors import EngineDeadError, ModelError, QueueFullError, RequestError
     from specinfer.core.logprob import Logprob
+    from specinfer.core.lora import LoRARequest
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.core.queue_limits import QueueLimits
     from specinfer.core.sampling import SamplingParams
@@ -28,6 +29,7 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "Generation",
+    "LoRARequest",
     "Logprob",
     "ModelError",
     "QueueFullError",
@@ -50,6 +52,7 @@ _HOMES = {
     "EngineArgs": "engine_args",
     "EngineDeadError": "core.errors",
     "Generation": "generation",
+    "LoRARequest": "core.lora",
     "Logprob": "core.logprob",
     "ModelError": "core.errors",
     "QueueFullError": "core.errors",

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Self, TypeVar
 
 from specinfer.core.errors import EngineDeadError, QueueFullError
+from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.queue_limits import QueueLimits
@@ -100,6 +101,7 @@ class AsyncLLM:
         tenant: str = "",
         timeout: float | None = None,
         trace: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Read a prompt and queue its requests.
 
@@ -109,8 +111,10 @@ class AsyncLLM:
             tenant: Name of the client. Tenants with waiting requests share the engine evenly.
             timeout: Seconds until the request is ended, at most `QueueLimits.request_timeout`.
             trace: Attach the token trees of each step to the chunks.
+            lora_request: Adapter for the request, loaded first if it is not in memory.
 
         Raises:
+            ModelError: The adapter cannot be loaded.
             RequestError: The prompt or its parameters cannot be served.
             QueueFullError: The queue is full.
             EngineDeadError: The engine failed, or is shutting down.
@@ -121,7 +125,7 @@ class AsyncLLM:
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
-            job = await self.read(lambda: self.llm.job(name, prompt, params, seed), tenant)
+            job = await self.read(lambda: self.llm.job(name, prompt, params, seed, lora_request), tenant)
             self._check_alive()
             self._check_tokens(job)
         self.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
@@ -140,13 +144,15 @@ class AsyncLLM:
             raise EngineDeadError("the engine has ended")
         return generation
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> RequestOutput:
         """Complete one prompt; cancelling the call ends the request. It raises what `submit` raises.
 
         If the request fails while it runs, its output has `error` set and no `outputs`, and a `RuntimeWarning` is
         emitted.
         """
-        return await (await self.submit(prompt, params)).finish()
+        return await (await self.submit(prompt, params, lora_request=lora_request)).finish()
 
     async def read(self, action: Callable[[], T], tenant: str = "") -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.

@@ -24,6 +24,7 @@ from specinfer.core.config import (
 )
 from specinfer.core.flags import Flag, check_choices, setting, settings_of
 from specinfer.core.lookups import reserved_names
+from specinfer.core.lora import LoRAConfig
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sizes import parse_bytes
@@ -106,6 +107,12 @@ class EngineArgs:
         "on each rank), or auto (spread on a single node with two CPUs per rank).",
         choices=PLACEMENTS,
     )
+    enable_lora: bool = setting(False, _MODEL, "Let requests have LoRA adapters.")
+    max_loras: int = setting(8, _MODEL, "Maximum number of LoRA adapters in a batch.")
+    max_lora_rank: int = setting(64, _MODEL, "Maximum rank of a LoRA adapter.")
+    max_cpu_loras: int | None = setting(
+        None, _MODEL, "Maximum number of LoRA adapters in memory. (default: the same as --max-loras)"
+    )
     max_model_len: int | None = setting(None, _MODEL, "Maximum length of prompt and output together, in tokens.")
     max_num_seqs: int = setting(EngineConfig().max_num_seqs, _MODEL, "Maximum number of requests in a batch.")
     max_num_batched_tokens: int | None = setting(
@@ -186,7 +193,7 @@ class EngineArgs:
         check_choices(self)
         self._name_revisions()
         # Each of them checks its fields.
-        _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config
+        _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config, self.lora_config
         check_device(self.device)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
@@ -219,6 +226,18 @@ class EngineArgs:
     def offload_config(self) -> OffloadConfig:
         """Location of layers that do not fit into memory."""
         return OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """Limits for adapters, or None if requests may have none."""
+        most = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+        config = LoRAConfig(self.max_loras, self.max_lora_rank, most)
+        if self.enable_lora and self.parallel_config.world_size > 1:
+            raise ValueError(
+                "enable_lora: adapters are not sharded; leave it out, or use tensor_parallel_size and "
+                "pipeline_parallel_size 1"
+            )
+        return config if self.enable_lora else None
 
     @property
     def parallel_config(self) -> ParallelConfig:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import RequestError
 from specinfer.core.flags import current_names
+from specinfer.core.lora import LoRARequest
 from specinfer.core.noise import derive_seed
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
@@ -63,6 +64,7 @@ class LLM:
             undo.callback(self._parts.close)
             self.target, self.tokenizer = self._parts.target, self._parts.tokenizer
             self.max_model_len, self.max_num_seqs = self._parts.max_model_len, args.max_num_seqs
+            self.adapters = self._parts.adapters
             self.adaptation: Adaptation | None = None
             self._counters = EngineCounters()
             self.speculate(speculative, progress)
@@ -191,6 +193,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt and return the outputs in the order of the prompts.
 
@@ -198,6 +201,7 @@ class LLM:
             prompts: Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}; one or a list.
             sampling_params: One for all prompts, or one for each.
             use_tqdm: Show a progress bar on a terminal.
+            lora_request: Adapter for all prompts, or one for each, of which some may be None.
 
         Raises:
             RequestError: A prompt, or its parameters, cannot be served; the message names its index in a list. Nothing
@@ -215,10 +219,11 @@ class LLM:
                 f"sampling_params: {len(sampling_params)} given for {counted(len(prompts), 'prompt')}; "
                 "give one for each"
             )
+        adapters = _lora_requests(lora_request, len(prompts))
         jobs = []
-        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+        for i, (prompt, params, adapter) in enumerate(zip(prompts, sampling_params, adapters, strict=True)):
             try:
-                jobs.append(self._job(next(self._count), prompt, params))
+                jobs.append(self._job(next(self._count), prompt, params, adapter))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -240,6 +245,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template.
 
@@ -252,6 +258,7 @@ class LLM:
             continue_final_message: Let the answer continue the last message.
             tools: Functions that the template presents to the model.
             chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
+            lora_request: Adapter for all conversations, or one for each.
 
         Raises:
             RequestError: The model has no chat template, or a message does not fit it; the message names the index of
@@ -279,13 +286,19 @@ class LLM:
         finally:
             if chat_template is not None:
                 self.reader.chat_template = None
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, ready for the model's answer."""
         return self.reader.read_chat(messages)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextChunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[TextChunk]:
         """Complete one prompt and yield a chunk after each step. Leaving the loop early ends the request.
 
         Raises:
@@ -294,7 +307,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError("n: a stream has one output; leave n at 1 or use generate")
-        return self._stream(self._job(next(self._count), prompt, params))
+        return self._stream(self._job(next(self._count), prompt, params, lora_request))
 
     def _stream(self, job: Job) -> Iterator[TextChunk]:
         request = job.requests[0]
@@ -314,23 +327,35 @@ class LLM:
         finally:
             self.engine.abort(request)
 
-    def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
+    def job(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        lora_request: LoRARequest | None = None,
+    ) -> Job:
         """Return the requests for a prompt, ready to be added to the engine.
 
         Raises:
+            ModelError: The adapter cannot be loaded.
             RequestError: The prompt cannot be served.
         """
         if self.drafter is None and params.tree not in (None, "off", "auto"):
             raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
-        return self.reader.job(request_id, prompt, params, seed)
+        if lora_request is None:
+            return self.reader.job(request_id, prompt, params, seed)
+        if self.adapters is None:
+            raise RequestError("lora_request: the model was loaded without adapters; load it with enable_lora=True")
+        return self.reader.job(request_id, prompt, params, seed, self.adapters.find(lora_request))
 
     def next_seed(self) -> int:
         """Return the seed of the next request that has none of its own."""
         return derive_seed(self._seed, next(self._count))
 
-    def _job(self, number: int, prompt: Prompt, params: SamplingParams) -> Job:
+    def _job(self, number: int, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None = None) -> Job:
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
-        return self.job(str(number), prompt, params, seed)
+        return self.job(str(number), prompt, params, seed, lora)
 
     def _run(self, jobs: Sequence[Job], *, show: bool) -> None:
         requests = [request for job in jobs for request in job.requests]
@@ -360,6 +385,18 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     if both := sorted(given.keys() & chosen.keys()):
         raise ValueError(f"speculative_config: it and {both[0]} both choose {both[0]}; leave one out")
     return given | chosen
+
+
+def _lora_requests(given: Any, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts."""
+    adapters = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if not all(one is None or isinstance(one, LoRARequest) for one in adapters):
+        raise ValueError(
+            f"lora_request: give a LoRARequest, or a list with one or None for each prompt, not {given!r:.80}"
+        )
+    if len(adapters) != count:
+        raise ValueError(f"lora_request: {len(adapters)} given for {counted(count, 'prompt')}; give one for each")
+    return adapters
 
 
 def _params_list(params: Any) -> list[SamplingParams]:

@@ -104,7 +104,7 @@ def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: boo
         x, result = _random((rows, 131)), torch.empty(rows, 70)
         scratch = torch.full((rows * call.scratch_floats + 64,), 7.0)
         addresses = (call.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
-        call_native("specinfer_linear", *addresses, rows, Ending.STORE)
+        call_native("specinfer_linear", *addresses, rows, Ending.STORE, None)
         assert (scratch[-64:] == 7.0).all()
         assert (scratch[:-64] != 7.0).float().mean() > 0.9, "and all of it is used"
         assert torch.equal(result, call(x))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
+from specinfer.core.lora import Adapter
 from specinfer.core.noise import UniformStream
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import TextBuffer
@@ -190,6 +191,7 @@ class Request:
     grammar: Grammar | None = None  # constraint on the output
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     prediction_ids: tuple[int, ...] = ()  # tokens that the output is likely to resemble
+    adapter: Adapter | None = None  # LoRA adapter of the target; `cache_salt` has its salt in it
     cache_salt: str | None = ""  # prefixes are shared only between requests with the same salt; None shares with none
     tenant: str = ""  # client name; tenants with waiting requests share the engine evenly
     priority: int = 0  # lower values are served first

@@ -25,7 +25,6 @@ class VllmName(NamedTuple):
 
 _ANY = None
 _MEDIA = "models read text only"
-_ADAPTERS = "adapters are not applied at run time; merge the adapter into the model"
 _POOLING = "for models that are made for embeddings; see embed"
 ENGINE: Mapping[str, VllmName] = {
     "allowed_local_media_path": VllmName(_MEDIA, ("", None)),
@@ -44,7 +43,6 @@ ENGINE: Mapping[str, VllmName] = {
     "download_dir": VllmName("set HF_HOME"),
     "enable_chunked_prefill": VllmName("prompts are always read in chunks of max_num_batched_tokens", (True, None)),
     "enable_expert_parallel": VllmName("experts are sharded with the other layers", (False,)),
-    "enable_lora": VllmName(_ADAPTERS, (False,)),
     "enable_prompt_embeds": VllmName("prompts are text or token ids", (False,)),
     "enable_sleep_mode": VllmName("shut the LLM down and load it again", (False,)),
     "generation_config": VllmName("generate has the defaults of SamplingParams", (None, "auto", "vllm")),
@@ -56,10 +54,7 @@ ENGINE: Mapping[str, VllmName] = {
     "limit_mm_per_prompt": VllmName(_MEDIA, _ANY),
     "load_format": VllmName("weights are safetensors or GGUF files", ("auto", "safetensors", "gguf")),
     "logits_processors": VllmName("use logit_bias, bad_words, allowed_token_ids or structured_outputs of a request"),
-    "max_cpu_loras": VllmName(_ADAPTERS, _ANY),
     "max_logprobs": VllmName("a request may ask for 100 at most", _ANY),
-    "max_lora_rank": VllmName(_ADAPTERS, _ANY),
-    "max_loras": VllmName(_ADAPTERS, _ANY),
     "max_parallel_loading_workers": VllmName("each rank loads its own part", _ANY),
     "max_seq_len_to_capture": VllmName("captured passes have no limit of length", _ANY),
     "mm_processor_kwargs": VllmName(_MEDIA, (None, {})),

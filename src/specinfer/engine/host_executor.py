@@ -187,6 +187,8 @@ class HostExecutor:
             piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
             if reads_prompt(span):
                 piece = replace(piece, num_logits=num_new)
+            if span.request.adapter is not None:
+                piece = replace(piece, adapter=span.request.adapter.table)
             pieces.append(piece)
         return pieces
 

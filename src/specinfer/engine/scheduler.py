@@ -38,10 +38,16 @@ class Scheduler:
             request even if that is more.
         max_num_prompt_logprobs: Maximum number of prompt tokens in one step whose log-probabilities are returned,
             because each needs logits, or None for no limit.
+        max_loras: Maximum number of adapters in a batch.
     """
 
     def __init__(
-        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_num_prompt_logprobs: int | None = None
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_prompt_logprobs: int | None = None,
+        max_loras: int = 1,
     ) -> None:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
@@ -49,6 +55,7 @@ class Scheduler:
         self._max_num_prompt_logprobs = (
             max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
         )
+        self._max_loras = max_loras
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # requests in a pass in flight; some may have ended
@@ -213,7 +220,7 @@ class Scheduler:
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
                 break
-            if self.waiting.is_full(request.tenant) or request in preempted:
+            if self.waiting.is_full(request.tenant) or request in preempted or self._lacks_adapter(request):
                 continue
             if self._is_being_read(request) or self._is_leaving(request.request_id):
                 continue
@@ -230,6 +237,13 @@ class Scheduler:
             tokens_left -= count
             slots_left -= count
         return preempted
+
+    def _lacks_adapter(self, request: Request) -> bool:
+        """Return whether a request must wait because the running ones have as many other adapters as a batch may."""
+        if request.adapter is None:
+            return False
+        active = {other.adapter for other in self.running if other.adapter is not None}
+        return request.adapter not in active and len(active) >= self._max_loras
 
     def _attach(self, request: Request) -> None:
         """Start a request with the part of its tokens that is cached."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 from specinfer.core.errors import ContextLengthError, RequestError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.lora import Adapter
 from specinfer.core.outputs import RequestOutput
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
@@ -70,7 +71,9 @@ class PromptReader:
         self._lock = threading.Lock()  # of the compiler's creation
         self._chat = ChatTemplate(tokenizer, max_model_len)
 
-    def job(self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int) -> Job:
+    def job(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int, adapter: Adapter | None = None
+    ) -> Job:
         """Return the requests for a prompt, each with its own seed.
 
         Raises:
@@ -78,7 +81,7 @@ class PromptReader:
         """
         ids, grammar = self.read(prompt, params), self.grammar(params)
         bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
-        salt = self.cache_salt(prompt)
+        salt = self.cache_salt(prompt) + ("" if adapter is None else f"\0{adapter.salt}")
         requests = [
             Request(
                 request_id=f"{request_id}.{i}",
@@ -92,6 +95,7 @@ class PromptReader:
                 grammar=None if grammar is None else grammar.clone(),
                 bad_words_ids=bad_words,
                 prediction_ids=prediction,
+                adapter=adapter,
                 cache_salt=salt,
             )
             for i in range(params.n)

@@ -7,6 +7,7 @@ from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces,
 from specinfer.kernels.decoder import LayerCall
 from specinfer.kernels.library import compute_alone, describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
+from specinfer.kernels.low_rank import AdapterRuns, AdapterTable, LowRank
 from specinfer.kernels.panels import GATES, WIDTH, Ending, LinearCall, Panels
 from specinfer.kernels.quantization import QuantizedWeight, quantize
 from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
@@ -14,12 +15,15 @@ from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
 __all__ = [
     "GATES",
     "WIDTH",
+    "AdapterRuns",
+    "AdapterTable",
     "AttentionCall",
     "Ending",
     "FlatPieces",
     "Float8Linear",
     "LayerCall",
     "LinearCall",
+    "LowRank",
     "NativePieces",
     "PackedLinear",
     "Panels",

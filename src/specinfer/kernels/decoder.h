@@ -2,24 +2,24 @@
 
 // hidden += what the linear layer makes of x, normed if there is a norm; room: [rows][hidden].
 static void add(const Linear *layer, const float *post_norm, const float *x, float *hidden, float *room, void *rest,
-                int64_t rows, float eps, int threads) {
-    if (!post_norm) return linear(layer, x, hidden, rest, rows, ADD, threads);
-    linear(layer, x, room, rest, rows, STORE, threads);
+                const Runs *runs, int64_t rows, float eps, int threads) {
+    if (!post_norm) return linear(layer, x, hidden, rest, rows, ADD, runs, threads);
+    linear(layer, x, room, rest, rows, STORE, runs, threads);
     norm<true>(room, post_norm, hidden, rows, layer->outputs, eps, threads);
 }
 
-// hidden: [tokens][hidden]; room: what `decoder.py` counts, for each token.
+// hidden: [tokens][hidden]; room: what `decoder.py` counts, for each token; runs: rows with adapters, or null.
 static void decode(const Layer *layer, const Attention *attention, const Pieces *pieces, const float *cosines,
-                   const float *sines, float *hidden, float *room, int threads) {
+                   const float *sines, float *hidden, float *room, const Runs *runs, int threads) {
     const int64_t rows = pieces->tokens, size = layer->hidden;
     float *normed = room, *qkv = normed + rows * size, *attended = qkv + rows * layer->qkv->outputs;
     float *opened = attended + rows * layer->output->inputs, *rest = opened + rows * layer->down->inputs;
     norm(hidden, layer->attention_norm, normed, rows, size, layer->eps, threads);
-    linear(layer->qkv, normed, qkv, rest, rows, STORE, threads);
+    linear(layer->qkv, normed, qkv, rest, rows, STORE, runs, threads);
     rotate(attention, pieces, cosines, sines, qkv, threads);
     attend(attention, pieces, qkv, layer->qkv->outputs, attended, threads);
-    add(layer->output, layer->attention_post_norm, attended, hidden, normed, rest, rows, layer->eps, threads);
+    add(layer->output, layer->attention_post_norm, attended, hidden, normed, rest, runs, rows, layer->eps, threads);
     norm(hidden, layer->mlp_norm, normed, rows, size, layer->eps, threads);
-    linear(layer->gated, normed, opened, rest, rows, layer->gate, threads);
-    add(layer->down, layer->mlp_post_norm, opened, hidden, normed, rest, rows, layer->eps, threads);
+    linear(layer->gated, normed, opened, rest, rows, layer->gate, runs, threads);
+    add(layer->down, layer->mlp_post_norm, opened, hidden, normed, rest, runs, rows, layer->eps, threads);
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specinfer.kernels.attention import AttentionCall, NativePieces, norm
 from specinfer.kernels.library import call
+from specinfer.kernels.low_rank import AdapterRuns
 from specinfer.kernels.panels import Ending, LinearCall
 
 
@@ -71,6 +72,7 @@ class LayerCall:
         hidden: Tensor,
         scratch: Tensor | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        runs: AdapterRuns | None = None,
     ) -> None:
         """Compute the layer in place on contiguous float32 `hidden` [tokens, hidden].
 
@@ -79,15 +81,17 @@ class LayerCall:
         Args:
             scratch: [at least tokens * `scratch_floats(tokens)`] float32 scratch memory, which layers may share.
             sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
+            runs: Rows with adapters.
         """
         tokens = hidden.shape[0]
         if tokens > self._max_rows or sum_over_ranks is not None:
-            self._part_by_part(attention, pieces, cosines, sines, hidden, sum_over_ranks)
+            self._part_by_part(attention, pieces, cosines, sines, hidden, sum_over_ranks, runs)
             return
         scratch = torch.empty(tokens * self._scratch_floats) if scratch is None else scratch
         assert len(scratch) >= tokens * self._scratch_floats
         addresses = (self._address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
-        call("specinfer_decode", *addresses, hidden.data_ptr(), scratch.data_ptr())
+        adapters = None if runs is None else runs.address
+        call("specinfer_decode", *addresses, hidden.data_ptr(), scratch.data_ptr(), adapters)
 
     def _part_by_part(
         self,
@@ -97,14 +101,15 @@ class LayerCall:
         sines: Tensor,
         hidden: Tensor,
         sum_over_ranks: Callable[[Tensor], Tensor] | None,
+        runs: AdapterRuns | None,
     ) -> None:
         """Compute the layer in steps, for many rows, where PyTorch does some products, and for several ranks."""
         qkv, output, gated, down = self.linears
-        queries = qkv(norm(hidden, self.norms[0], self.eps))
+        queries = qkv(norm(hidden, self.norms[0], self.eps), runs=runs)
         attention.rotate(pieces, cosines, sines, queries)
-        self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, sum_over_ranks)
-        opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate)
-        self._add(down, self.post_norms[1], opened, hidden, sum_over_ranks)
+        self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, sum_over_ranks, runs)
+        opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate, runs)
+        self._add(down, self.post_norms[1], opened, hidden, sum_over_ranks, runs)
 
     def _add(
         self,
@@ -113,9 +118,11 @@ class LayerCall:
         x: Tensor,
         hidden: Tensor,
         sum_over_ranks: Callable[[Tensor], Tensor] | None,
+        runs: AdapterRuns | None,
     ) -> None:
         if sum_over_ranks is None and post_norm is None:
-            linear(x, hidden, Ending.ADD)
+            linear(x, hidden, Ending.ADD, runs)
             return
-        added = linear(x) if sum_over_ranks is None else sum_over_ranks(linear(x))
+        added = linear(x, runs=runs)
+        added = added if sum_over_ranks is None else sum_over_ranks(added)
         hidden += added if post_norm is None else norm(added, post_norm, self.eps)

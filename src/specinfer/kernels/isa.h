@@ -16,5 +16,5 @@ namespace ISA {
 #include "attention.h"
 #include "decoder.h"
 #include "choice.h"
-extern const Native native = {ISA_NAME, linear, norm<>, rotate, attend, decode, choose, noise_of, most_probable};
+extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, decode, choose, noise_of, most_probable};
 }  // namespace ISA

@@ -152,8 +152,13 @@ PUBLIC void specinfer_rows(int type, const void *packed, const int64_t *rows, fl
 }
 
 PUBLIC void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
-                             int threads) {
-    native->linear(layer, x, y, room, rows, ending, threads);
+                             const Runs *runs, int threads) {
+    native->linear(layer, x, y, room, rows, ending, runs, threads);
+}
+
+PUBLIC void specinfer_add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y,
+                                   const Runs *runs, int64_t rows, int threads) {
+    native->add_low_rank(number, inputs, outputs, x, y, runs, rows, threads);
 }
 
 PUBLIC void specinfer_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps,
@@ -172,8 +177,9 @@ PUBLIC void specinfer_attend(const Attention *layer, const Pieces *pieces, const
 }
 
 PUBLIC void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces,
-                             const float *cosines, const float *sines, float *hidden, float *room, int threads) {
-    native->decode(layer, attention, pieces, cosines, sines, hidden, room, threads);
+                             const float *cosines, const float *sines, float *hidden, float *room,
+                             const Runs *runs, int threads) {
+    native->decode(layer, attention, pieces, cosines, sines, hidden, room, runs, threads);
 }
 
 PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,

@@ -13,7 +13,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 5  # version of structures and functions, as in types.h
+_LAYOUT = 6  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,12 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_use.argtypes = [ctypes.c_char_p]
         loaded.specinfer_move.argtypes = [number, pointer, pointer, size, size, size, number, number]
         loaded.specinfer_rows.argtypes = [number, pointer, pointer, pointer, size, size, size, number]
-        loaded.specinfer_linear.argtypes = [pointer] * 4 + [size, number, number]
+        loaded.specinfer_linear.argtypes = [pointer] * 4 + [size, number, pointer, number]
+        loaded.specinfer_add_low_rank.argtypes = [size] * 3 + [pointer] * 3 + [size, number]
         loaded.specinfer_norm.argtypes = [pointer] * 3 + [size, size, ctypes.c_float, number]
         loaded.specinfer_rotate.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
-        loaded.specinfer_decode.argtypes = [pointer] * 7 + [number]
+        loaded.specinfer_decode.argtypes = [pointer] * 8 + [number]
         least, key = ctypes.c_float, ctypes.c_uint64
         loaded.specinfer_choose.argtypes = [pointer, size, least, key, number, pointer, pointer, size]
         loaded.specinfer_choose.restype = size
@@ -68,7 +69,7 @@ def describe() -> str:
     return "none" if loaded is None else str(loaded.specinfer_name().decode())
 
 
-def call(name: str, *arguments: int | float) -> None:
+def call(name: str, *arguments: int | float | None) -> None:
     """Call a function with addresses and sizes, on PyTorch's number of threads, but at most one per CPU."""
     loaded = library()
     assert loaded is not None

@@ -128,10 +128,12 @@ struct Totals {
     ~Totals() { delete_aligned(sums); }
 };
 
+#include "low_rank.h"
+
 // x: [rows][inputs]; y: [rows][outputs], or half as many outputs of a gated layer. room: 4 * rows * (depth + 2 *
-// groups) bytes.
+// groups) bytes. runs: rows with adapters, or null.
 static void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending,
-                   int threads) {
+                   const Runs *runs, int threads) {
     const int type = layer->type;
     const bool dots = layer->dots;
     const Shape shape = shape_of(type);
@@ -172,9 +174,11 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
             }
             place += bytes;
         }
+        if (runs) go_up(layer, p, runs, sums);
         finish(sums, layer->bias, y, rows, p * WIDTH, outputs, ending);
     };
     // Few activations are ready before another thread has come.
     in_parallel((depth + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
+    if (runs) go_down(layer, x, runs, threads);
     in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
 }

@@ -3,13 +3,16 @@
 import ctypes
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.library import call, describe, library
+
+if TYPE_CHECKING:  # adapters are packed in panels
+    from specinfer.kernels.low_rank import AdapterRuns
 
 WIDTH = 32  # columns of a panel; like all constants here, as in types.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -40,6 +43,7 @@ class _Linear(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("type", ctypes.c_int32),
         ("dots", ctypes.c_int32),
+        ("number", ctypes.c_int64),
     )
 
 
@@ -154,7 +158,9 @@ class LinearCall:
         self.panels, self.max_rows, self.widens = panels, max_rows, widens
         dots = dots and not widens
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
-        self._structure = _Linear(*pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type))
+        self._structure = _Linear(
+            *pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type), 0
+        )
         self.address = ctypes.addressof(self._structure)
         self.scratch_floats = self._ready(panels)  # floats for each row
 
@@ -178,32 +184,50 @@ class LinearCall:
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
-    def __call__(self, x: Tensor, result: Tensor | None = None, ending: Ending = Ending.STORE) -> Tensor:
+    @property
+    def number(self) -> int:
+        """Number of this layer in the tables of adapters."""
+        return int(self._structure.number)
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._structure.number = number
+
+    def __call__(
+        self,
+        x: Tensor,
+        result: Tensor | None = None,
+        ending: Ending = Ending.STORE,
+        runs: "AdapterRuns | None" = None,
+    ) -> Tensor:
         """Compute float32 [rows, outputs], or half as many if gated, from contiguous float32 `x` [rows, inputs].
 
         A row's result does not depend on the other rows, unless PyTorch multiplies.
 
         Args:
             result: Tensor that the result is written or added to, or None for a new one.
+            runs: Rows with adapters.
         """
         rows = x.shape[0]
         assert x.is_contiguous()
         if rows > self.max_rows and self.panels.scales is None:
-            return self._by_torch(x, result, ending)
+            return self._by_torch(x, result, ending, runs)
         if result is None:
             outputs = self.panels.outputs
             result = torch.empty((rows, outputs // 2 if ending in GATES.values() else outputs))
         if rows:
             scratch = torch.empty(rows * self.scratch_floats)
             addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
-            call("specinfer_linear", *addresses, rows, ending)
+            call("specinfer_linear", *addresses, rows, ending, None if runs is None else runs.address)
         return result
 
-    def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending) -> Tensor:
+    def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending, runs: "AdapterRuns | None") -> Tensor:
         weight = self.panels.unpack().float() if self.widens else self.panels.unpack()
         y = functional.linear(x.to(weight.dtype), weight).float()
         if self.panels.bias is not None:
             y += self.panels.bias[: self.panels.outputs]
+        if runs is not None:
+            runs.add(self.number, x, y)
         if ending in GATES.values():
             gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
             opened = functional.silu(gates) if ending == Ending.GATED else functional.gelu(gates, approximate="tanh")

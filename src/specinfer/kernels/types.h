@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 5;
+static const int LAYOUT = 6;
 
 enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -34,6 +34,21 @@ struct Linear {  // as in panels.py
     const float *bias;       // [panels * WIDTH], or null
     int64_t inputs, outputs;
     int32_t type, dots;  // dots: multiply in the weights' own type, where the CPU has instructions for it
+    int64_t number;      // of the layer, in the tables of adapters
+};
+
+struct LowRank {  // what an adapter adds to a linear layer; as in low_rank.py
+    const float *down;     // [rank][inputs]
+    const float *up;       // [panels][rank][WIDTH]
+    const int32_t *ranks;  // [panels][2] the first of the ranks that a panel needs, and the end of them
+    int64_t rank;          // a multiple of 4; 0: it adds nothing
+};
+
+struct Runs {  // neighbouring rows with the same adapter; as in low_rank.py
+    int64_t count;
+    const int64_t *first, *rows;     // [count]
+    const LowRank *const *adapters;  // [count] tables by the number of a linear layer
+    float *scratch;                  // [of all rows: the largest rank]
 };
 
 struct Attention {  // as in attention.py
@@ -67,13 +82,16 @@ struct Layer {  // of a decoder; as in decoder.py
 
 struct Native {
     const char *name;
-    void (*linear)(const Linear *, const float *x, float *y, void *room, int64_t rows, int32_t ending, int threads);
+    void (*linear)(const Linear *, const float *x, float *y, void *room, int64_t rows, int32_t ending, const Runs *,
+                   int threads);
+    void (*add_low_rank)(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *,
+                         int64_t rows, int threads);
     void (*norm)(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads);
     void (*rotate)(const Attention *, const Pieces *, const float *cosines, const float *sines, float *qkv, int threads);
     void (*attend)(const Attention *, const Pieces *, const float *queries, int64_t stride, float *result,
                    int threads);
     void (*decode)(const Layer *, const Attention *, const Pieces *, const float *cosines, const float *sines,
-                   float *hidden, float *room, int threads);
+                   float *hidden, float *room, const Runs *, int threads);
     int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
                       double *sums, int64_t room);
     void (*noise_of)(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count);

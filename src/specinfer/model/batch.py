@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import FlatPieces, NativePieces, library
+from specinfer.kernels import AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 
@@ -56,6 +56,7 @@ class Piece:
     earlier_slots: Slots = field(default_factory=lambda: NO_SLOTS)  # [earlier]
     earlier_positions: Sequence[int] = ()
     features: Tensor | None = None  # [new, width] what a head on the target's hidden states reads beside the tokens
+    adapter: AdapterTable | None = None  # what a LoRA adapter adds to linear layers
 
     @property
     def num_context(self) -> int:
@@ -121,6 +122,7 @@ class ForwardBatch:
     windows: set[int | None] = field(default_factory=set)  # windows that layers passed; None is full attention
     hidden: Tensor | None = None  # [1, tokens, width] input of the first layer here, unless it is the model's first
     features: Tensor | None = None  # [tokens, width] see `Piece`
+    adapters: AdapterRuns | None = None  # rows with adapters, or None if there are none
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -179,7 +181,15 @@ def pack(
         allows_native=native,
         in_double=in_double,
         features=torch.cat(features) if features else None,
+        adapters=runs_of(pieces),
     )
+
+
+def runs_of(pieces: Sequence[Piece]) -> AdapterRuns | None:
+    """Return the rows of packed pieces that have adapters, or None if there are none."""
+    if all(piece.adapter is None for piece in pieces):
+        return None
+    return AdapterRuns.of([len(piece.tokens) for piece in pieces], [piece.adapter for piece in pieces])
 
 
 def _group(

@@ -74,7 +74,9 @@ class _Layer(nn.Module):
         self.attention_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         self.query_norm, self.key_norm = norms
-        self.qkv, self.output, self.gated, self.down = map(joined, linears_of(layer))
+        made_of = linears_of(layer)
+        self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
+        self.qkv, self.output, self.gated, self.down = map(joined, made_of)
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, added: Tensor | None, rotations: Tensor) -> Tensor:
         """Return [tokens, width], which the caller adds to `hidden`.

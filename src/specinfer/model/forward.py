@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from specinfer.model.adapters.hooks import adapting
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder, Watch
@@ -37,12 +38,13 @@ def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None,
         return fused
     if isinstance(model, DeviceDecoder | FeatureHead):
         assert hidden is None
-        on_device: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, watch)
+        with adapting(batch.adapters):
+            on_device: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, watch)
         return on_device
     if hidden is not None:
         batch = replace(batch, hidden=hidden.unsqueeze(0))
     try:
-        with _watched(model, watch):
+        with _watched(model, watch), adapting(batch.adapters):
             output = model(
                 input_ids=batch.token_ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),

@@ -4,7 +4,7 @@ Products with the same input are computed together (queries, keys and values; ga
 float32 from layer to layer. Models of other kinds run as transformers defines them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,7 +92,8 @@ class FusedDecoder(nn.Module):
             if self.stream is not None:
                 self.stream.acquire(i)
             table = self._table(layer.rotation, positions)
-            layer.call(layer.attention(batch.store, i), pieces, *table, hidden, scratch, sum_over_ranks)
+            attention = layer.attention(batch.store, i)
+            layer.call(attention, pieces, *table, hidden, scratch, sum_over_ranks, batch.adapters)
             if self.stream is not None:
                 self.stream.release(i)
             if watch is not None:
@@ -173,6 +174,7 @@ class _Layer:
 
     Attributes:
         rotation: Arguments that select this layer's rotation in the model's rotary embedding.
+        shapes: Inputs and outputs of the linear layers that each of its calls computes.
     """
 
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: _Packing) -> None:
@@ -185,6 +187,7 @@ class _Layer:
             for name in ("q_norm", "k_norm")
         ]
         made_of = linears_of(layer)
+        self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
         qkv, output = (_call(list(linears), packing) for linears in made_of[:2])
         gated, down = _call(list(made_of[2]), packing, interleaved=True), _call(list(made_of[3]), packing)
         norms = _weights(layer, kind.norms, kind)
@@ -250,20 +253,23 @@ def _weights(layer: Any, names: tuple[str, str], kind: LayerKind) -> tuple[Tenso
 def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = False) -> LinearCall:
     """Return a call with the outputs of all layers, concatenated or, if interleaved, in alternating blocks of 16."""
 
-    def together(tensors: list[Tensor]) -> Tensor:
-        if not interleaved:
-            return torch.cat(tensors)
-        return torch.stack([tensor.unflatten(0, (-1, _GATES)) for tensor in tensors], dim=1).flatten(0, 2)
-
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
-    bias = together([one for one in biases if one is not None]) if biases[0] is not None else None
-    weight, bits = together(weights), packing.bits
+    given = [one for one in biases if one is not None]
+    bias = together(given, interleaved=interleaved) if biases[0] is not None else None
+    weight, bits = together(weights, interleaved=interleaved), packing.bits
     if bits is None:
         narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
         panels = Panels.of(weight.bfloat16() if narrows else weight, bias)
         return LinearCall(panels, **choice._asdict(), widens=narrows)
     rounded = quantize(weight, bits)
     return LinearCall(Panels.of_codes(rounded.codes, rounded.scales, bits, rounded.in_features, bias))
+
+
+def together(tensors: Sequence[Tensor], *, interleaved: bool) -> Tensor:
+    """Return the rows of all tensors as a `LinearCall` of several layers has them."""
+    if not interleaved:
+        return torch.cat(tuple(tensors))
+    return torch.stack([tensor.unflatten(0, (-1, _GATES)) for tensor in tensors], dim=1).flatten(0, 2)
 
 
 def _is_bfloat16(weight: Tensor) -> bool:

@@ -32,6 +32,11 @@ _GEMMA3 = LayerKind(
     norm_offset=1.0,
     rotates_by_type=True,
 )
+# The linear layers of a decoder layer, those with the same input together.
+LINEARS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
+)  # fmt: skip
 # Families whose layers have exactly this structure in all supported versions of transformers.
 FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gemma3_text": _GEMMA3}
 # Rotations that depend only on the position.
@@ -55,11 +60,7 @@ def activation_of(config: Any) -> str:
 
 def linears_of(layer: Any) -> tuple[tuple[Any, ...], ...]:
     """Return the linear layers of a decoder layer, those with the same input together."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return (
-        (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
-        (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
-    )  # fmt: skip
+    return tuple(tuple(layer.get_submodule(name) for name in names) for names in LINEARS)
 
 
 def window_of(attention: Any) -> int | None:

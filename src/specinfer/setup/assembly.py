@@ -19,6 +19,7 @@ from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
+from specinfer.model.adapters.registry import Adapters
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
@@ -48,6 +49,7 @@ class Assembly:
         ranks: The other ranks, if the target is sharded over several, or None if it is whole.
         max_model_len: Longest request, in tokens.
         drafter_choice: The drafters that were chosen because none were named, and why, or None.
+        adapters: LoRA adapters of the target, or None if requests may have none.
     """
 
     target: TargetRunner
@@ -57,6 +59,7 @@ class Assembly:
     scheduler: Scheduler
     max_model_len: int
     drafter_choice: str | None
+    adapters: Adapters | None
 
     def close_with(self, owner: object) -> None:
         """End the other ranks when `owner` is garbage collected, or the process ends."""
@@ -191,7 +194,11 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         most_told = None if capacity is None else capacity.num_guesses
-        scheduler = Scheduler(runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told)
+        scheduler = Scheduler(
+            runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told, args.max_loras
+        )
+        lora = args.lora_config
+        adapters = None if lora is None else Adapters(target, lora, str(args.model))
         undo.pop_all()
     logger.info(
         "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
@@ -199,7 +206,8 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         target.num_bytes / 2**20, num_slots,
         ", ".join(drafters) or "none",
     )  # fmt: skip
-    return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len, plan.drafter_choice)
+    choice = plan.drafter_choice
+    return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len, choice, adapters)
 
 
 def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, RemoteModel]:

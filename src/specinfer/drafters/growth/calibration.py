@@ -95,8 +95,12 @@ class _Table:
 
 
 def source(drafter: str, request: Request) -> str:
-    """Return the source name of a drafter for a request: greedy and sampled drafts have separate tables."""
-    return source_of(drafter, is_greedy=request.params.is_greedy)
+    """Return the source name of a drafter for a request.
+
+    Greedy and sampled drafts have separate tables, and so have drafts for each adapter of the target.
+    """
+    name = drafter if request.adapter is None else f"{drafter} for {request.adapter.name}"
+    return source_of(name, is_greedy=request.params.is_greedy)
 
 
 def source_of(drafter: str, *, is_greedy: bool) -> str:

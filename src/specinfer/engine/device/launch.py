@@ -42,6 +42,7 @@ def is_plain(request: Request) -> bool:
         or request.grammar is not None
         or request.bad_words_ids
         or request.prediction_ids
+        or request.adapter is not None
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or request.trace is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.progress import CAPTURING, ProgressCallback
-from specinfer.model.batch import KVStore, Piece
+from specinfer.model.batch import KVStore, Piece, runs_of
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
@@ -32,7 +32,8 @@ class _Captured:
 
 
 class GraphRunner:
-    """A runner of passes over static buffers; passes larger than all sizes get their own and are not captured.
+    """A runner of passes over static buffers; passes that are larger than all
+    sizes, or have adapters, get their own and are not captured.
 
     Args:
         name: Name of the model, for the log.
@@ -99,7 +100,14 @@ class GraphRunner:
         """Return [rows, vocab] float32 logits as `ModelRunner.forward`; the runner's next pass overwrites them."""
         exact = Size.of(pieces)
         size = exact.padded()
-        if size is None or size.rows > MAX_ROWS or not self._table_holds(pieces) or not self._is_at_hand(size):
+        adapters = any(piece.adapter is not None for piece in pieces)
+        if (
+            adapters
+            or size is None
+            or size.rows > MAX_ROWS
+            or not self._table_holds(pieces)
+            or not self._is_at_hand(size)
+        ):
             return self._run_once(exact, pieces)
         captured = self._ready(size)
         try:
@@ -154,7 +162,8 @@ class GraphRunner:
         buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)
         buffers.fill(pieces)
         buffers.update_table()
-        return forward(self._model, buffers.batch(self._store))
+        batch = replace(buffers.batch(self._store), adapters=runs_of(pieces))
+        return forward(self._model, batch)
 
 
 def _whole(count: int) -> int:

@@ -1,0 +1,72 @@
+"""LoRA adapters as callers name them, and the limits of an engine for them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specinfer.core.errors import check_int
+
+MAX_RANK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter for a request; the names are vLLM's.
+
+    Attributes:
+        lora_name: Name in messages, and of the model that clients of a server ask for.
+        lora_int_id: Number of the adapter from 1, different for each.
+        lora_path: Folder in PEFT's format, with adapter_config.json.
+
+    Raises:
+        ValueError: A value is not valid; the message names the field.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ValueError(f"{name}: give text that is not empty, not {value!r:.60}")
+        check_int("lora_int_id", self.lora_int_id, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Limits for adapters.
+
+    Attributes:
+        max_loras: Maximum number of adapters in a batch.
+        max_lora_rank: Maximum rank of an adapter.
+        max_cpu_loras: Maximum number of adapters in memory.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
+
+    def __post_init__(self) -> None:
+        check_int("max_loras", self.max_loras, 1)
+        check_int("max_lora_rank", self.max_lora_rank, 1, MAX_RANK)
+        check_int("max_cpu_loras", self.max_cpu_loras, 1)
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras: {self.max_cpu_loras} is less than max_loras, {self.max_loras}; raise it")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter that was loaded.
+
+    Attributes:
+        salt: Text that is different for each adapter that was ever loaded; what is cached has it in its key.
+        table: Its matrices, an `AdapterTable`.
+    """
+
+    request: LoRARequest
+    salt: str
+    table: Any
+
+    @property
+    def name(self) -> str:
+        return self.request.lora_name

@@ -1,0 +1,125 @@
+"""Additions of adapters (LoRA) to linear layers: products of low rank, for the rows of a pass that have an adapter."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.kernels.library import call, library
+from specinfer.kernels.panels import WIDTH, Panels
+
+_RANKS = 4  # ranks are padded to a multiple of it; as in low_rank.h
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("down", "up", "ranks")),
+        ("rank", ctypes.c_int64),
+    )
+
+
+class _Runs(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("first", "rows", "adapters", "scratch")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The matrices of one adapter for one linear layer, which adds `up @ (down @ x)`.
+
+    On a CPU with native kernels, `up` is packed.
+    """
+
+    down: Tensor  # [rank, inputs]
+    up: Tensor | None  # [outputs, rank]
+    panels: Panels | None = None  # `up`
+    ranks: Tensor | None = None  # [panels, 2] int32 the ranks that a panel needs: the first, and the end
+
+    @classmethod
+    def of(cls, down: Tensor, up: Tensor) -> "LowRank":
+        """Return the addition of `up` [outputs, rank] times `down` [rank, inputs]."""
+        if down.device.type != "cpu" or library() is None:
+            return cls(down, up)
+        padding = -len(down) % _RANKS
+        down = functional.pad(down.float(), (0, 0, 0, padding)).contiguous()
+        up = functional.pad(up.float(), (0, padding))
+        outputs, rank = up.shape
+        panels = functional.pad(up, (0, 0, 0, -outputs % WIDTH)).view(-1, WIDTH, rank)
+        used = (panels != 0).any(dim=1)
+        ends = torch.where(used, torch.arange(1, rank + 1), 0).amax(dim=1)
+        firsts = torch.where(used, torch.arange(rank), rank).amin(dim=1).minimum(ends)
+        return cls(down, None, Panels.of(up), torch.stack([firsts, ends], dim=1).int().contiguous())
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.down, self.up, self.ranks)
+        packed = 0 if self.panels is None else self.panels.num_bytes
+        return packed + sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+
+
+class AdapterTable:
+    """The matrices of one adapter for all linear layers of a model, by their numbers; None where it adds nothing."""
+
+    def __init__(self, layers: Sequence[LowRank | None]) -> None:
+        self.layers = tuple(layers)
+        self.max_rank = max((len(one.down) for one in layers if one is not None), default=0)
+        self.num_bytes = sum(one.num_bytes for one in layers if one is not None)
+        self._structures = (_LowRank * len(layers))()
+        for structure, one in zip(self._structures, layers, strict=True):
+            if one is not None and one.panels is not None and one.ranks is not None:
+                addresses = (one.down.data_ptr(), one.panels.packed.data_ptr(), one.ranks.data_ptr())
+                structure.down, structure.up, structure.ranks = addresses
+                structure.rank = len(one.down)
+        self.address = ctypes.addressof(self._structures)
+
+
+class AdapterRuns:
+    """The rows of a pass that have adapters, as runs of neighbouring rows with the same one."""
+
+    def __init__(self, runs: Sequence[tuple[int, int, AdapterTable]]) -> None:
+        """Make the runs of a pass from the first row, the number of rows and the adapter of each."""
+        self._runs = runs
+        firsts, rows, tables = zip(*runs, strict=True)
+        numbers = np.asarray([firsts, rows, [table.address for table in tables]], dtype=np.int64)
+        scratch = torch.empty(sum(count * table.max_rank for _, count, table in runs), device="cpu")
+        self._alive = (numbers, scratch)
+        addresses = (part.ctypes.data for part in numbers)
+        self._structure = _Runs(len(runs), *addresses, scratch.data_ptr())
+        self.address = ctypes.addressof(self._structure)
+
+    @classmethod
+    def of(cls, counts: Sequence[int], tables: Sequence[AdapterTable | None]) -> "AdapterRuns | None":
+        """Return the runs of requests with `counts` rows each, or None if none of them has an adapter."""
+        starts = accumulate(counts, initial=0)
+        groups = [
+            list(group) for _, group in groupby(zip(starts, counts, tables, strict=False), lambda one: id(one[2]))
+        ]
+        runs = [(group[0][0], sum(count for _, count, _ in group), group[0][2]) for group in groups]
+        found = [(first, rows, table) for first, rows, table in runs if table is not None]
+        return cls(found) if found else None
+
+    def add(self, number: int, x: Tensor, y: Tensor) -> None:
+        """Add to `y` [rows, outputs] what the adapters add to the linear layer of this number with inputs `x`.
+
+        With native kernels, a row's result does not depend on the other rows.
+        """
+        if y.device.type == "cpu" and library() is not None:
+            target = y if y.dtype == torch.float32 and y.is_contiguous() else y.float().contiguous()
+            sizes, addresses = (number, x.shape[1], y.shape[1]), (target.data_ptr(), self.address)
+            inputs = x.float().contiguous()
+            call("specinfer_add_low_rank", *sizes, inputs.data_ptr(), *addresses, len(x))
+            if target is not y:
+                y.copy_(target)
+            return
+        for first, rows, table in self._runs:
+            if (one := table.layers[number]) is not None:
+                assert one.up is not None
+                part = slice(first, first + rows)
+                y[part] += functional.linear(functional.linear(x[part].to(one.down.dtype), one.down), one.up)

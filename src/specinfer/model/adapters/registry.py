@@ -1,0 +1,77 @@
+"""The adapters that an engine has in memory."""
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from specinfer.core.errors import ModelError, RequestError
+from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
+from specinfer.kernels import AdapterTable
+from specinfer.model.adapters.peft_folder import read_adapter
+from specinfer.model.adapters.sites import connect
+from specinfer.model.load import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters:
+    """The adapters of a target, loaded when a request first names them; any thread may ask for one.
+
+    When there are too many, the least recently used one is dropped. Requests that run keep theirs until they end.
+
+    Args:
+        name: Name of the target, which adapters were trained with.
+    """
+
+    def __init__(self, target: LoadedModel, config: LoRAConfig, name: str) -> None:
+        self.config = config
+        self._name, self._device = name, target.device
+        self._sites = connect(target.model, len(target.layer_shapes))
+        self._linears = {part: shape for site in self._sites for part, shape in site.parts.items()}
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[int, Adapter] = OrderedDict()
+        self._count = itertools.count(1)
+
+    def find(self, request: LoRARequest) -> Adapter:
+        """Return an adapter, loaded now unless it is in memory.
+
+        Raises:
+            ModelError: It cannot be loaded; the message says what to change.
+            RequestError: Its number is that of another adapter.
+        """
+        with self._lock:
+            found = self._loaded.get(request.lora_int_id)
+            if found is not None and found.request != request:
+                raise RequestError(
+                    f"lora_request: lora_int_id {request.lora_int_id} is that of {found.name!r} from "
+                    f"{found.request.lora_path}; give each adapter a number of its own"
+                )
+            if found is None:
+                found = self._loaded[request.lora_int_id] = self._load(request)
+                while len(self._loaded) > self.config.max_cpu_loras:
+                    self._loaded.popitem(last=False)
+            self._loaded.move_to_end(request.lora_int_id)
+            return found
+
+    def drop(self, lora_int_id: int) -> bool:
+        """Forget an adapter, and return whether it was in memory; requests that have it keep it."""
+        with self._lock:
+            return self._loaded.pop(lora_int_id, None) is not None
+
+    def _load(self, request: LoRARequest) -> Adapter:
+        folder = Path(request.lora_path).expanduser()
+        if not folder.is_dir():
+            raise ModelError(f"lora_path: no folder {request.lora_path!r:.200}; name a folder in PEFT's format")
+        config, pairs = read_adapter(folder, self._linears, self.config.max_lora_rank)
+        if config.base is not None and _stem(config.base) != _stem(self._name):
+            logger.warning("adapter %s was trained with %s, and this is %s", request.lora_name, config.base, self._name)
+        table = AdapterTable([site.low_rank(pairs, self._device) for site in self._sites])
+        logger.info("adapter %s: %.1f MiB from %s", request.lora_name, table.num_bytes / 2**20, folder)
+        return Adapter(request, f"{request.lora_name}-{next(self._count)}", table)
+
+
+def _stem(name: str) -> str:
+    """Return the last part of a model's name, which is the same for a folder and for a model of the hub."""
+    return Path(name.partition("@")[0].rstrip("/")).name.lower()
