@@ -14,6 +14,7 @@ from specinfer.cli.measure import acceptance, latency, throughput
 from specinfer.cli.models import list_models, pull, rm
 from specinfer.cli.moved import add_moved
 from specinfer.cli.plan import plan
+from specinfer.cli.quantize import quantize
 from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
 from specinfer.cli.text import chat, complete, generate, run
@@ -32,8 +33,8 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run, "chat": chat, "complete": complete, "generate": generate, "run-batch": run_batch, "serve": serve,
-    "pull": pull, "list": list_models, "rm": rm, "demo": demo, "plan": plan, "tune": tune, "trace": trace,
-    "collect-env": collect_env, "version": version,
+    "pull": pull, "list": list_models, "rm": rm, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize,
+    "trace": trace, "collect-env": collect_env, "version": version,
 }  # fmt: skip
 for name, command in COMMANDS.items():
     add_command(app, command, called=name, environment=command is serve)

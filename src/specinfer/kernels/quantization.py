@@ -18,6 +18,7 @@ Bits = Literal[8, 4]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 GROUP_SIZES: dict[int, int] = {8: 64, 4: 32}
 ZEROS: dict[int, int] = {8: 128, 4: 8}  # the codes that stand for 0
+RANGES: dict[int, tuple[int, int]] = {8: (-127, 127), 4: (-8, 7)}  # of codes without the zero
 # The smallest magnitude that is not treated as 0: below it, 127 over the magnitude may be infinite.
 TINY = 2.0**-120
 
@@ -74,18 +75,22 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     scales = torch.empty((size, groups), dtype=torch.bfloat16, device=weight.device)
     if weight.is_meta:  # read later: only shapes matter
         return QuantizedWeight(codes, scales, bits, depth)
-    lowest, highest = (-_LARGEST, _LARGEST) if bits == 8 else (-8, 7)
-    find_scales = _full_range if bits == 8 else _least_squares
+    lowest, highest = RANGES[bits]
     rows = max(1, _AT_ONCE // codes.shape[1])
     for start in range(0, size, rows):
         part = slice(start, start + rows)
         values = functional.pad(weight[part].float(), (0, codes.shape[1] - depth))
         values = values.view(-1, groups, group_size)
-        scale = find_scales(values).to(torch.bfloat16)
+        scale = find_scales(values, bits).to(torch.bfloat16)
         scales[part] = scale.squeeze(2)
         rounded = (values / scale.float().masked_fill(scale == 0, torch.inf)).round_().clamp_(lowest, highest)
         codes[part] = rounded.add_(zero).to(torch.uint8).view(-1, codes.shape[1])
     return QuantizedWeight(codes, scales, bits, depth)
+
+
+def find_scales(values: Tensor, bits: Bits) -> Tensor:
+    """Return scales [rows, groups, 1] for groups of weights, [rows, groups, size]."""
+    return _full_range(values) if bits == 8 else _least_squares(values)
 
 
 def _full_range(values: Tensor) -> Tensor:

@@ -125,6 +125,12 @@ def make_trunk(fields: Mapping[str, Any]) -> Any:
     return trunk.eval().requires_grad_(False)
 
 
+def outline(folder: Path) -> Any:
+    """Return the family's definition of a folder's model, with parameters on the meta device."""
+    with quietly(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(folder))
+
+
 def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     """Load the family's definition with the folder's weights and transformers' own attention.
 

@@ -54,11 +54,7 @@ def quantize_linears(
         ModelError: The model has no such linear layers.
     """
     inside = layer_names(model, config.get_text_config().num_hidden_layers)
-    names = [
-        name
-        for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and name.startswith(inside) and not ROUTER.search(name)
-    ]
+    names = quantizable_names(model, inside)
     stacks = {name for name, weight in model.named_parameters() if weight.ndim > 2 and name.startswith(inside)}
     if not names:
         raise ModelError(
@@ -75,6 +71,15 @@ def quantize_linears(
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
+
+
+def quantizable_names(model: nn.Module, inside: tuple[str, ...]) -> list[str]:
+    """Return the names of linear layers with these prefixes, those of decoder layers, but for routers."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and name.startswith(inside) and not ROUTER.search(name)
+    ]
 
 
 def cut_head(model: nn.Module, token_ids: Tensor) -> None:

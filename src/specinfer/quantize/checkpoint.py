@@ -1,0 +1,282 @@
+"""Quantized checkpoints in the pack-quantized format of compressed-tensors, which vLLM and transformers read too.
+
+A weight [out, in] of a linear layer becomes `weight_packed` [out, in * bits / 32] int32, whose lowest bits have the
+first inputs, `weight_scale` [out, groups] and `weight_shape` [2]. All other tensors stay as they are.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specinfer.core.errors import ModelError
+from specinfer.kernels.quantization import BITS, GROUP_SIZES, Bits, QuantizedWeight, quantize
+from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer, outline
+from specinfer.model.folder import weight_shapes
+from specinfer.model.linears import layer_lists, layer_names, quantizable_names
+from specinfer.model.offload.shards import has_safetensors
+from specinfer.quantize.gptq import round_layers
+from specinfer.reporting.files import check_files
+from specinfer.setup.model_names import find_target
+from specinfer.tuning.corpus import read_prompts
+
+_FORMAT, _METHOD = "pack-quantized", "compressed-tensors"
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+_INDEX = "model.safetensors.index.json"
+_LEAST_TEXT = 8  # tokens of a text cut from data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig:
+    """Options of `specinfer quantize`.
+
+    Attributes:
+        model: A folder of safetensors, or a model of the hub.
+        to: "int4" or "int8".
+        out: Folder to write; it must not exist, or be empty.
+        data: Text files, JSON lines of prompts or chats, or folders of these. Weights of 4 bits are calibrated on nine
+            tenths of them, and perplexity is measured on the others. Without data weights are rounded to nearest.
+        num_texts: Number of calibration texts.
+        text_tokens: Length of a text in tokens.
+        json: File to write the report to.
+
+    Raises:
+        ValueError: A field is out of range; the message names it.
+    """
+
+    model: str
+    to: str
+    out: str | Path
+    data: tuple[str, ...] = ()
+    num_texts: int = 64
+    text_tokens: int = 512
+    json: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.to not in BITS:
+            raise ValueError(f"to: {self.to!r} is none of {', '.join(BITS)}")
+        if self.num_texts < 1:
+            raise ValueError(f"num_texts: {self.num_texts} is not positive")
+        if self.text_tokens < _LEAST_TEXT:
+            raise ValueError(f"text_tokens: {self.text_tokens} is less than {_LEAST_TEXT}")
+        folder = Path(self.out)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"out: {folder} is not empty; name a new folder")
+        check_files(self.json, None)
+
+    @property
+    def bits(self) -> Bits:
+        return BITS[self.to]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """Size of a quantized checkpoint, and its loss of quality.
+
+    Attributes:
+        num_layers: Number of quantized linear layers.
+        num_bytes_before, num_bytes: Sizes of the weight files.
+        perplexity_before, perplexity: Of held-out texts with unrounded activations, or None without data.
+    """
+
+    folder: Path
+    num_layers: int
+    num_bytes_before: int
+    num_bytes: int
+    perplexity_before: float | None = None
+    perplexity: float | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "folder": str(self.folder),
+            "num_quantized_layers": self.num_layers,
+            "num_bytes_before": self.num_bytes_before,
+            "num_bytes": self.num_bytes,
+            "perplexity_before": self.perplexity_before,
+            "perplexity": self.perplexity,
+        }
+
+
+def write_quantized(
+    config: QuantizeConfig, stage: Callable[[str, int], None], note: Callable[[int], None]
+) -> QuantizeReport:
+    """Quantize the linear layers of a model and write the folder, all of it or nothing.
+
+    Args:
+        stage: Called with the name of the work that begins and its number of steps.
+        note: Called with the number of steps done.
+
+    Raises:
+        ModelError: The model cannot be quantized.
+        ValueError: The data cannot be used.
+        OSError: The folder cannot be written.
+    """
+    source = find_target(config.model)
+    if not has_safetensors(source):
+        raise ModelError(f"model: {config.model} has no safetensors files; its weights are quantized already, or GGUF")
+    names, ignored = _linear_layers(source, config.bits)
+    rounded: dict[str, QuantizedWeight] = {}
+    perplexity: tuple[float, float] | tuple[()] = ()
+    if config.data:
+        rounded, perplexity = _calibrate(config, source, names, stage, note)
+    out = Path(config.out)
+    partial = out.with_name(f".{out.name}-partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        stage("writing", len(files := _weight_files(source)))
+        index: dict[str, str] = {}
+        for number, file in enumerate(files, start=1):
+            tensors = _rounded_tensors(file, names, rounded, config.bits)
+            save_file(tensors, partial / file.name, metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, file.name)
+            note(number)
+        _write_fields(source, partial, quantization_fields(config.bits, ignored), index if len(files) > 1 else None)
+        written = sum(file.stat().st_size for file in _weight_files(partial))
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    before = sum(file.stat().st_size for file in files)
+    return QuantizeReport(out, len(names), before, written, *perplexity)
+
+
+def _linear_layers(source: Path, bits: Bits) -> tuple[list[str], list[str]]:
+    """Return the names of the linear layers to quantize, and of those that stay as they are.
+
+    Raises:
+        ModelError: There are none to quantize.
+    """
+    model = outline(source)
+    linears = {name: one for name, one in model.named_modules() if type(one) is nn.Linear}
+    inside = layer_names(model, load_config(source).get_text_config().num_hidden_layers)
+    size, stored = GROUP_SIZES[bits], weight_shapes(source)
+    names = [
+        name
+        for name in quantizable_names(model, inside)
+        if linears[name].in_features % size == 0 and f"{name}.weight" in stored
+    ]
+    if not names:
+        raise ModelError(f"model: {source} has no linear layers that can be quantized")
+    return names, [name for name in linears if name not in names]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files that the index names, or the only one."""
+    index = folder / _INDEX
+    if index.is_file():
+        return [
+            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        ]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _rounded_tensors(
+    file: Path, names: Sequence[str], rounded: dict[str, QuantizedWeight], bits: Bits
+) -> dict[str, Tensor]:
+    """Return the tensors of a file, with those of the named layers rounded and packed."""
+    tensors: dict[str, Tensor] = {}
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 - it is no dict
+            tensor, layer = opened.get_tensor(key), key.removesuffix(".weight")
+            if layer in names and key != layer:
+                weight = rounded.pop(layer) if layer in rounded else quantize(tensor, bits)
+                tensors |= {f"{layer}.{name}": one for name, one in packed(weight, tensor.dtype).items()}
+            else:
+                tensors[key] = tensor
+    return tensors
+
+
+def packed(weight: QuantizedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a weight's tensors in the pack-quantized format, by the ends of their names.
+
+    Args:
+        dtype: Type of the scales, the model's.
+    """
+    per_word = 32 // weight.bits
+    codes = weight.codes.to(torch.int32).unflatten(1, (-1, per_word))
+    words = torch.zeros(codes.shape[:2], dtype=torch.int32)
+    for place in range(per_word):
+        words |= codes[..., place] << (weight.bits * place)
+    shape = torch.tensor([weight.out_features, weight.in_features])
+    scales = weight.scales.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}
+
+
+def _write_fields(source: Path, out: Path, quantization: dict[str, Any], index: dict[str, str] | None) -> None:
+    """Write config.json and the index, and copy tokenizer, template and generation defaults."""
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != _INDEX:
+                shutil.copyfile(file, out / file.name)
+    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    fields["quantization_config"] = quantization
+    (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if index is not None:
+        total = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (out / _INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def quantization_fields(bits: Bits, ignored: Sequence[str]) -> dict[str, Any]:
+    """Return `quantization_config` of config.json; all linear layers but the ignored ones have this many bits."""
+    weights: dict[str, Any] = {
+        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZES[bits],
+        "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": _METHOD, "format": _FORMAT, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }  # fmt: skip
+
+
+def _calibrate(
+    config: QuantizeConfig,
+    source: Path,
+    names: Sequence[str],
+    stage: Callable[[str, int], None],
+    note: Callable[[int], None],
+) -> tuple[dict[str, QuantizedWeight], tuple[float, float]]:
+    """Return the calibrated codes by layer, and perplexity before and after."""
+    length = min(config.text_tokens, known_positions(source) or config.text_tokens)
+    vocab_size = int(load_config(source).get_text_config().vocab_size)
+    texts = read_prompts(
+        [Path(name) for name in config.data], load_tokenizer(source), count=config.num_texts,
+        num_held_out=max(config.num_texts // 4, 1), length=length, num_texts=0, text_length=length, most=length,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    model = load_plain(source, torch.float32).eval().requires_grad_(False)
+    before = perplexity_of(model, texts.held_out)
+    layers = _decoder_layers(source, model)
+    stage("calibrating layers", len(layers))
+    rounded = round_layers(model, layers, names, texts.training, config.bits, note)
+    return rounded, (before, perplexity_of(model, texts.held_out))
+
+
+def _decoder_layers(source: Path, model: nn.Module) -> dict[str, nn.Module]:
+    lists = layer_lists(model, load_config(source).get_text_config().num_hidden_layers)
+    return {f"{name}.{i}": layer for name, found in lists.items() for i, layer in enumerate(found)}
+
+
+@torch.no_grad()
+def perplexity_of(model: Any, texts: Sequence[Sequence[int]]) -> float:
+    """Return the perplexity of texts, whose tokens are predicted from those before them."""
+    surprise, count = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([text])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        surprise += float(nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        count += len(text) - 1
+    return math.exp(surprise / count)
