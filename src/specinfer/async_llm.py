@@ -114,8 +114,7 @@ class AsyncLLM:
             lora_request: Adapter for the request, loaded first if it is not in memory.
 
         Raises:
-            ModelError: The adapter cannot be loaded.
-            RequestError: The prompt or its parameters cannot be served.
+            RequestError: The prompt or its parameters cannot be served, or the adapter cannot be loaded.
             QueueFullError: The queue is full.
             EngineDeadError: The engine failed, or is shutting down.
         """

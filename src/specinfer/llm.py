@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from specinfer.core.config import SpeculativeConfig, TreeShape
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.flags import current_names
 from specinfer.core.lora import LoRARequest
 from specinfer.core.noise import derive_seed
@@ -338,8 +338,7 @@ class LLM:
         """Return the requests for a prompt, ready to be added to the engine.
 
         Raises:
-            ModelError: The adapter cannot be loaded.
-            RequestError: The prompt cannot be served.
+            RequestError: The prompt cannot be served, or the adapter cannot be loaded.
         """
         if self.drafter is None and params.tree not in (None, "off", "auto"):
             raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
@@ -347,7 +346,11 @@ class LLM:
             return self.reader.job(request_id, prompt, params, seed)
         if self.adapters is None:
             raise RequestError("lora_request: the model was loaded without adapters; load it with enable_lora=True")
-        return self.reader.job(request_id, prompt, params, seed, self.adapters.find(lora_request))
+        try:
+            adapter = self.adapters.find(lora_request)
+        except ModelError as error:
+            raise RequestError(str(error)) from error
+        return self.reader.job(request_id, prompt, params, seed, adapter)
 
     def next_seed(self) -> int:
         """Return the seed of the next request that has none of its own."""

@@ -70,6 +70,10 @@ def serve(
         if argument is not None and source_of(context, "model") != "COMMANDLINE":
             engine = engine.without_model()
         args, configured, limits = engine.args(argument), server.config(), server.limits()
+        if configured.lora_modules and not args.enable_lora:
+            raise ValueError("lora_modules: the model is loaded without adapters; add --enable-lora")
+        if configured.allow_runtime_lora_updating and replicas.replicas is not None:
+            raise ValueError("allow_runtime_lora_updating: each replica has its own adapters; leave it out")
         deployment = None
         if replicas.replicas is None:
             replicas.check_alone()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from specinfer.cli.options import flag
+from specinfer.core.lora import parse_modules
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.server.config import ServerConfig
 from specinfer.server.keys import read_key_file
@@ -24,6 +25,15 @@ class ServerOptions:
     chat_template: Annotated[
         str | None, flag("Model", "Chat template to use instead of that of the model.", metavar="FILE")
     ] = None
+
+    lora_modules: Annotated[
+        list[str] | None,
+        flag("Model", "LoRA adapter to serve as a model: NAME=PATH, or JSON with name and path. May be repeated."),
+    ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        flag(_ACCESS, "Let API keys with the role admin load and unload adapters.", "--allow-runtime-lora-updating"),
+    ] = False
 
     host: Annotated[str, flag(_ADDRESS, "Address to listen on; any but loopback requires an API key.")] = "127.0.0.1"
     port: Annotated[int, flag(_ADDRESS, "Port; 0 chooses a free one.")] = 8000
@@ -51,7 +61,8 @@ class ServerOptions:
         str | None,
         flag(
             _ACCESS,
-            "File of API keys, one per line, each with its roles (generate, metrics), name and limits if it has some.",
+            "File of API keys, one per line, each with its roles (generate, metrics, admin), name and limits if it has "
+            "some.",
             metavar="FILE",
         ),
     ] = None
@@ -143,6 +154,7 @@ class ServerOptions:
             "allowed_origins": tuple(self.allowed_origins or ()),
             "allowed_hosts": tuple(name.lower() for name in self.allowed_hosts or ()),
             "chat_template": None if self.chat_template is None else _text_of("chat_template", self.chat_template),
+            "lora_modules": parse_modules(self.lora_modules or ()),
             "page": not self.no_page,
             "docs": not self.no_docs,
             "metrics": not self.no_metrics,

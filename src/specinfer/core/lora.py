@@ -1,5 +1,8 @@
 """LoRA adapters as callers name them, and the limits of an engine for them."""
 
+import itertools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +73,35 @@ class Adapter:
     @property
     def name(self) -> str:
         return self.request.lora_name
+
+
+def parse_modules(given: Sequence[str]) -> dict[str, LoRARequest]:
+    """Return the adapters of --lora-modules by name, from NAME=PATH or JSON with name and path.
+
+    Raises:
+        ValueError: One of them cannot be read, or two have the same name.
+    """
+    found: dict[str, LoRARequest] = {}
+    ids = itertools.count(1)
+    for text in given:
+        for name, path in _parse(text):
+            if name in found:
+                raise ValueError(f"lora_modules: {name!r:.80} is named twice; give each adapter a name of its own")
+            found[name] = LoRARequest(name, next(ids), path)
+    return found
+
+
+def _parse(text: str) -> list[tuple[str, str]]:
+    if not text.lstrip().startswith(("{", "[")):
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ValueError(f"lora_modules: {text!r:.80} is no adapter; write NAME=PATH")
+        return [(name, path)]
+    try:
+        fields = json.loads(text)
+        listed = fields if isinstance(fields, list) else [fields]
+        return [(one["name"], one["path"]) for one in listed]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f'lora_modules: {text!r:.80} is no adapter; write {{"name": "NAME", "path": "PATH"}}'
+        ) from error

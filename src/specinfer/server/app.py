@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import specinfer
 from specinfer.core.text import counted
 from specinfer.server import (
+    adapters,
     anthropic,
     chat,
     completions,
@@ -34,7 +35,7 @@ from specinfer.server.state import ServerState, Serving, state_of
 
 _MODULES = (
     *(chat, completions, responses, anthropic, ollama, ollama_models, embeddings),
-    *(tokens, operations, page),
+    *(tokens, operations, adapters, page),
 )
 
 

@@ -16,7 +16,12 @@ from specinfer.server.config import ServerConfig, is_loopback
 from specinfer.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping"})
-_ROLE_OF = {"/metrics": "metrics", "/load": "metrics"}  # all other paths need "generate"
+_ROLE_OF = {
+    "/metrics": "metrics",
+    "/load": "metrics",
+    "/v1/load_lora_adapter": "admin",
+    "/v1/unload_lora_adapter": "admin",
+}  # all other paths need "generate"
 _ANY_ROLE = frozenset({"/version", "/v1/models"})
 _PAGE_PREFIX = "/static/"  # files that / loads; they hold no secrets
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
 from specinfer.core.errors import check_float, check_int
+from specinfer.core.lora import LoRARequest
 from specinfer.server.keys import KeySettings, check_key, named
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -37,6 +38,8 @@ class ServerConfig:
         ping_seconds: Seconds without output before a stream sends a comment; 0 for no comments.
         stream_interval: Tokens that a stream gathers before it sends them, unless the request sets its own.
         chat_template: The operator's chat template as text, or None for the model's.
+        lora_modules: Adapters that are served from the start, by name.
+        allow_runtime_lora_updating: Whether keys with the role admin may load and unload adapters.
         page: Whether / shows the web page.
         docs: Whether /openapi.json is served.
         metrics: Whether /metrics is served.
@@ -74,6 +77,8 @@ class ServerConfig:
     ping_seconds: float = 15.0
     stream_interval: int = 1
     chat_template: str | None = None
+    lora_modules: Mapping[str, LoRARequest] = field(default_factory=dict)
+    allow_runtime_lora_updating: bool = False
     page: bool = True
     docs: bool = True
     metrics: bool = True

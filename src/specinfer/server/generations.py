@@ -10,6 +10,7 @@ from fastapi import Request
 
 from specinfer.core.config import parse_tree
 from specinfer.core.errors import RequestError
+from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.request import Fault, StepTrace
 from specinfer.core.request import Request as EngineRequest
@@ -39,6 +40,7 @@ class Call:
     name: str
     tenant: str
     cache_salt: str | None
+    adapter: LoRARequest | None = None
 
     @classmethod
     def of(cls, request: Request, fields: SharedFields) -> "Call":
@@ -66,7 +68,7 @@ class Call:
                 "could show; leave trace out"
             )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
-        return cls(state, fields, name, tenant_of(request), salt)
+        return cls(state, fields, name, tenant_of(request), salt, state.adapters.get(fields.model or ""))
 
     @property
     def model(self) -> str:
@@ -107,6 +109,7 @@ class Call:
                         priority=self.fields.priority or 0,
                         tenant=self.tenant,
                         trace=bool(self.fields.trace),
+                        lora_request=self.adapter,
                     )
                 )
         except BaseException:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from specinfer.core.queue_limits import TenantLimits
 
-ROLES = frozenset({"generate", "metrics"})
+ROLES = frozenset({"admin", "generate", "metrics"})
 MIN_KEY_LENGTH = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LIMITS = tuple(each.name for each in fields(TenantLimits))
@@ -18,7 +18,7 @@ class KeySettings:
 
     Attributes:
         name: Its name in metrics; without one it is called by its place, such as "key-1".
-        roles: "generate", "metrics" or both.
+        roles: "generate", "metrics" and "admin", or some of them.
 
     Raises:
         ValueError: A field cannot be used; the message names it and the remedy.
@@ -32,9 +32,7 @@ class KeySettings:
         if self.name and not _NAME.fullmatch(self.name):
             raise ValueError(f"name: {self.name!r:.80} must be up to 64 letters, digits, '.', '_' and '-'")
         if not self.roles or not ROLES.issuperset(self.roles):
-            raise ValueError(
-                f"{','.join(self.roles)!r:.60} after a key; write {' or '.join(sorted(ROLES))}, or both with a comma"
-            )
+            raise ValueError(f"{','.join(self.roles)!r:.60} after a key; write {', '.join(sorted(ROLES))}, with commas")
 
 
 def check_key(name: str, key: str) -> None:

@@ -14,9 +14,9 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the names that the model is served under."""
+    """List the names that the model is served under, and its adapters."""
     state = state_of(request)
-    return {"object": "list", "data": [_model(state, name) for name in state.names]}
+    return {"object": "list", "data": [_model(state, name) for name in (*state.names, *state.adapters)]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -28,13 +28,14 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
+    adapter = state.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": int(state.started),
         "owned_by": "specinfer",
-        "root": state.root,
-        "parent": None,
+        "root": state.root if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.names[0],
         "max_model_len": state.engine.llm.max_model_len,
     }
 

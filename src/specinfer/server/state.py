@@ -1,5 +1,6 @@
 """The state that all routes share."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -34,6 +35,8 @@ class ServerState:
         last_end: How the engine before this one ended, such as "ended by SIGSEGV", or "" for the first one.
 
     Attributes:
+        adapters: LoRA adapters by the names of models that clients choose them by.
+        adapter_ids: Numbers for further adapters.
         is_stopping: True when the server is shutting down and takes no new work.
         scrape: Returns the metrics in Prometheus format; None if metrics are not served.
         count_refusal: Called with the error code of every refused request.
@@ -48,10 +51,14 @@ class ServerState:
         last_end: str = "",
     ) -> None:
         self.config, self.last_end, self.quotas = config, last_end, quotas_of(config)
+        self.adapters = dict(config.lora_modules)
+        self.adapter_ids = itertools.count(len(self.adapters) + 1)
         self._engine: AsyncLLM | None = None
         if engine is not None:
             self.put_engine(engine)
         self.names = tuple(names)
+        if taken := sorted(config.lora_modules.keys() & set(names)):
+            raise ValueError(f"lora_modules: {taken[0]!r:.80} is a name of the model; give the adapter another")
         self.root = root or self.names[0]
         self.started = time.time()
         self.is_stopping = False
@@ -62,8 +69,12 @@ class ServerState:
         """Serve this engine from now on.
 
         Raises:
+            ModelError: An adapter cannot be used with this model.
             ValueError: The operator's chat template cannot be used with this model.
         """
+        for adapter in self.adapters.values():
+            assert engine.llm.adapters is not None, "--lora-modules without --enable-lora"
+            engine.llm.adapters.find(adapter)
         if self.config.chat_template is not None:
             engine.llm.reader.chat_template = self.config.chat_template
         engine.put_quotas(self.quotas)
@@ -93,8 +104,8 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Raise the error for a model that is not served here; None accepts the served model."""
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = ", ".join((*self.names, *self.adapters))
             message = f"model: {name!r:.80} is not served here; use {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

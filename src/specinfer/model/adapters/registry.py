@@ -43,16 +43,20 @@ class Adapters:
         """
         with self._lock:
             found = self._loaded.get(request.lora_int_id)
-            if found is not None and found.request != request:
+        if found is None:
+            loaded = self._load(request)  # other requests need not wait for it
+        with self._lock:
+            if found is None:
+                found = self._loaded.setdefault(request.lora_int_id, loaded)
+                while len(self._loaded) > self.config.max_cpu_loras:
+                    self._loaded.popitem(last=False)
+            if found.request != request:
                 raise RequestError(
                     f"lora_request: lora_int_id {request.lora_int_id} is that of {found.name!r} from "
                     f"{found.request.lora_path}; give each adapter a number of its own"
                 )
-            if found is None:
-                found = self._loaded[request.lora_int_id] = self._load(request)
-                while len(self._loaded) > self.config.max_cpu_loras:
-                    self._loaded.popitem(last=False)
-            self._loaded.move_to_end(request.lora_int_id)
+            if request.lora_int_id in self._loaded:
+                self._loaded.move_to_end(request.lora_int_id)
             return found
 
     def drop(self, lora_int_id: int) -> bool:
