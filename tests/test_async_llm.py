@@ -89,7 +89,7 @@ def test_chunks_add_up(llm: LLM, n: int) -> None:
 def test_a_slow_reader_gets_everything(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> tuple[list[TextChunk], Any]:
         generation = await engine.submit("the", LONG)
-        await _until(lambda: generation.requests[0].is_finished)
+        await _until(lambda: generation.has_ended)
         return await _read(generation.__aiter__()), generation.output()
 
     chunks, output = serve(llm, use)

@@ -26,7 +26,7 @@ from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
 from specinfer.inputs.prompts import Job, Prompt
-from specinfer.inputs.read_pool import ReadPool
+from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas
 
@@ -45,7 +45,7 @@ class AsyncLLM:
         self.llm = llm
         self.limits = limits or QueueLimits()
         self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
-        self._reads = ReadPool(self.capacity + _SPARE_READS)
+        self._reads = ReadPools(self.capacity + _SPARE_READS)
         llm.reader.has_grammar_trials = True  # callers need not be trusted
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
         self._num_reading: Counter[str] = Counter()  # outputs of prompts that are still being read, by tenant
@@ -124,7 +124,12 @@ class AsyncLLM:
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
-            job = await self.read(lambda: self.llm.job(name, prompt, params, seed, lora_request), tenant)
+            job = await self._reads.run(
+                lambda: self.llm.job(name, prompt, params, seed, lora_request),
+                tenant,
+                num_bytes=len(prompt) if isinstance(prompt, str) else 0,
+                has_grammar=params.structured_outputs is not None,
+            )
             self._check_alive()
             self._check_tokens(job)
         self.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
@@ -153,14 +158,17 @@ class AsyncLLM:
         """
         return await (await self.submit(prompt, params, lora_request=lora_request)).finish()
 
-    async def read(self, action: Callable[[], T], tenant: str = "") -> T:
+    async def read(self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
+
+        Args:
+            num_bytes: Size of the request. Few long ones are read at once, and not by the threads of shorter ones.
 
         Raises:
             QueueFullError: Too many actions of this tenant wait.
             EngineDeadError: The engine has been shut down.
         """
-        return await self._reads.run(action, tenant)
+        return await self._reads.run(action, tenant, num_bytes=num_bytes)
 
     def _forget(self, generation: Generation) -> None:
         """End a generation that has no reader any more; the engine reports its end as for any other."""
@@ -282,6 +290,11 @@ class AsyncLLM:
     def has_failed(self) -> bool:
         """True if the engine failed as a whole, or a process that it needs is gone."""
         return self._thread.error is not None or self.llm.failure is not None
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if the engine's thread has ended; prompts may still be read."""
+        return self._thread.has_stopped
 
     @property
     def is_hung(self) -> bool:

@@ -1,13 +1,16 @@
 """The pool of threads that read prompts: turns by tenant, callers that leave, and its end."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from specinfer.core.errors import EngineDeadError, QueueFullError
-from specinfer.inputs.read_pool import ReadPool
+from specinfer.inputs import read_pool
+from specinfer.inputs.read_pool import ReadPool, ReadPools
 
 
 def hold(gate: threading.Event) -> Callable[[], None]:
@@ -26,7 +29,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_one_tenant_leaves_a_thread_to_the_others() -> None:
     async def scenario() -> None:
-        pool, gate = ReadPool(max_waiting=100), threading.Event()
+        pool, gate = ReadPool(max_waiting=100, num_threads=2), threading.Event()
         greedy = [asyncio.ensure_future(pool.run(hold(gate), "greedy")) for _ in range(20)]
         await until(lambda: pool.age > 0)
         assert await asyncio.wait_for(pool.run(lambda: "read", "other"), 10) == "read"
@@ -40,7 +43,7 @@ def test_one_tenant_leaves_a_thread_to_the_others() -> None:
 
 def test_tenants_take_turns() -> None:
     async def scenario() -> None:
-        pool, gate, order = ReadPool(max_waiting=100), threading.Event(), []
+        pool, gate, order = ReadPool(max_waiting=100, num_threads=2), threading.Event(), []
         holders = [asyncio.ensure_future(pool.run(hold(gate), f"holder {i}")) for i in range(4)]
         await asyncio.sleep(0)
         reads = [
@@ -58,7 +61,7 @@ def test_tenants_take_turns() -> None:
 
 def test_a_caller_that_leaves_loses_its_turn() -> None:
     async def scenario() -> None:
-        pool, gate, done = ReadPool(max_waiting=100), threading.Event(), []
+        pool, gate, done = ReadPool(max_waiting=100, num_threads=2), threading.Event(), []
         first = asyncio.ensure_future(pool.run(hold(gate), "a"))
         rest = [asyncio.ensure_future(pool.run(lambda i=i: done.append(i), "a")) for i in range(8)]
         others = [asyncio.ensure_future(pool.run(hold(gate), f"other {i}")) for i in range(4)]
@@ -79,7 +82,7 @@ def test_a_caller_that_leaves_loses_its_turn() -> None:
 
 def test_a_failing_action_raises_in_its_caller_and_frees_its_thread() -> None:
     async def scenario() -> None:
-        pool = ReadPool(max_waiting=100)
+        pool = ReadPool(max_waiting=100, num_threads=2)
         for _ in range(10):
             with pytest.raises(ZeroDivisionError):
                 await pool.run(lambda: 1 / 0, "a")
@@ -90,7 +93,7 @@ def test_a_failing_action_raises_in_its_caller_and_frees_its_thread() -> None:
 
 def test_too_many_waiting_actions_of_one_tenant_are_refused_and_others_are_not() -> None:
     async def scenario() -> None:
-        pool, gate = ReadPool(max_waiting=3), threading.Event()
+        pool, gate = ReadPool(max_waiting=3, num_threads=2), threading.Event()
         tasks = [asyncio.ensure_future(pool.run(hold(gate), "a")) for _ in range(10)]
         await asyncio.sleep(0.01)
         refused = [task for task in tasks if task.done()]
@@ -106,7 +109,7 @@ def test_too_many_waiting_actions_of_one_tenant_are_refused_and_others_are_not()
 
 def test_a_closed_pool_refuses_what_waits_and_what_comes() -> None:
     async def scenario() -> None:
-        pool, gate = ReadPool(max_waiting=100), threading.Event()
+        pool, gate = ReadPool(max_waiting=100, num_threads=2), threading.Event()
         tasks = [asyncio.ensure_future(pool.run(hold(gate), "a")) for _ in range(10)]
         await asyncio.sleep(0.01)
         assert not await pool.close(0.01), "one is still at work"
@@ -118,3 +121,36 @@ def test_a_closed_pool_refuses_what_waits_and_what_comes() -> None:
             await pool.run(lambda: 1)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", [{"num_bytes": 10**6}, {"has_grammar": True}], ids=str)
+def test_long_texts_and_grammars_of_any_number_of_tenants_do_not_delay_short_texts(kind: dict[str, int]) -> None:
+    async def scenario() -> None:
+        pools, gate = ReadPools(max_waiting=100), threading.Event()
+        others = [asyncio.ensure_future(pools.run(hold(gate), f"tenant {i}", **kind)) for i in range(20)]
+        await until(lambda: pools.age > 0)
+        assert await asyncio.wait_for(pools.run(lambda: "read", "tenant 0", num_bytes=100), 10) == "read"
+        gate.set()
+        await asyncio.gather(*others)
+        assert await pools.close(10)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are those of Linux")
+def test_long_texts_are_read_at_a_lower_priority_and_their_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def scenario() -> tuple[int, int]:
+        pools = ReadPools(max_waiting=100)
+        found = await pools.run(niceness), await pools.run(niceness, num_bytes=10**6)
+        assert await pools.close(10)
+        return found
+
+    called: list[tuple[str, int]] = []
+    monkeypatch.setattr(read_pool, "call_c", lambda *given: called.append(given))
+    short, long = asyncio.run(scenario())
+    assert short == niceness()
+    assert long == min(short + 5, 19)
+    assert called == [("malloc_trim", 0)]

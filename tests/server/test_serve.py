@@ -210,8 +210,8 @@ def test_a_prompt_that_takes_long_to_read_is_left_behind_at_the_end(llm: LLM, mo
     code, _ = run(lambda: llm, work, ends=False, left=left, shutdown_timeout=0.2)
     took = time.monotonic() - begun
     goes_on.set()
-    assert code == 1
-    assert left == [1], "the process does not wait for the thread"
+    assert code == 0, "a client cannot make the server's end a failure"
+    assert left == [0], "the process does not wait for the thread"
     assert took < 15
 
 

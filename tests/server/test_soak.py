@@ -1,12 +1,14 @@
 """A short soak of the embedded pair: no wrong answer, nothing left behind. `tests/support/soak.py` is the long one.
 
-`tests/support/crowd.py` is a crowd of clients that never complete what they begin.
+`tests/support/crowd.py` is a crowd of clients that never complete what they begin, `tests/support/attack.py` an attack
+in many ways at once.
 """
 
 import socket
 
 import pytest
 
+from attack import attack
 from crowd import DESCRIPTORS, press
 from soak import soak
 
@@ -36,3 +38,13 @@ def test_more_idle_and_slow_clients_than_descriptors_lock_nobody_out(seconds: fl
     assert report.num_lines < 10
     assert report.num_files[1] <= report.num_files[0] + 8, "nothing is left of them"
     assert report.answer_seconds < 5
+
+
+@pytest.mark.slow
+def test_honest_clients_are_served_as_before_beside_hostile_ones_and_memory_stays_flat() -> None:
+    report = attack(240.0, port=_free_port())
+    assert not report.failed
+    assert not report.wrong
+    assert report.num_hostile > 100
+    assert report.ratio < 2.0, "1.3 on a machine without other work"
+    assert report.growth() < 15.0, "in MiB a minute; less in longer runs"

@@ -4,10 +4,12 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 5  # added for threads that others should not wait for
 _UNLIMITED = 1 << 20
 _MOST = 1 << 16  # more than any server needs; some programs walk through all of them
 
@@ -25,6 +27,13 @@ def call_c(name: str, *arguments: int) -> None:
     except (AttributeError, OSError, TypeError):  # TypeError: Windows
         return
     function(*arguments)
+
+
+def lower_thread_priority() -> None:
+    """Let the system prefer the other threads of this process to the calling one. Linux only."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)  # at most 19
 
 
 def die_with_parent() -> None:

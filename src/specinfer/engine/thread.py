@@ -73,6 +73,10 @@ class EngineThread:
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout)
+        return self.has_stopped
+
+    @property
+    def has_stopped(self) -> bool:
         return not self._thread.is_alive()
 
     @property

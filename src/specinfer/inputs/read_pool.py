@@ -9,23 +9,70 @@ from typing import Any, TypeVar
 
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.errors import EngineDeadError, QueueFullError
+from specinfer.core.systems import call_c, lower_thread_priority
 
 T = TypeVar("T")
+
+_LONG = 2**17  # bytes of a request from which on it is read at a lower priority
+_NUM_WAITING = 4  # threads for grammars, which wait for the processes that try these first
+
+
+class ReadPools:
+    """Threads for requests of usual length, and others for long texts and for grammars, so that nobody waits for these.
+
+    A megabyte of text takes a second and some 250 MiB to tokenize. So only few of these are read at once, at a lower
+    priority than the engine's, and their memory is returned to the system, which the allocator would keep.
+
+    Args:
+        max_waiting: Number of actions of one tenant that may wait in each pool.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        cpus = usable_cpus()
+        self._short = ReadPool(max_waiting, max(2, min(cpus, 4)))
+        self._long = ReadPool(max_waiting, max(1, min(cpus, 8) // 4), lower_thread_priority)
+        self._grammars = ReadPool(max_waiting, _NUM_WAITING)
+        self._pools = (self._short, self._long, self._grammars)
+
+    async def run(
+        self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0, has_grammar: bool = False
+    ) -> T:
+        """Run an action for a request of this many bytes, or one that compiles a grammar; see `ReadPool.run`."""
+        if num_bytes >= _LONG:
+            return await self._long.run(lambda: _run_and_trim(action), tenant)
+        return await (self._grammars if has_grammar else self._short).run(action, tenant)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the oldest of the running actions began; 0 if there is none."""
+        return max(pool.age for pool in self._pools)
+
+    async def close(self, timeout: float) -> bool:
+        """Refuse all further actions, and return whether those that run ended in time."""
+        return all(await asyncio.gather(*(pool.close(timeout) for pool in self._pools)))
+
+
+def _run_and_trim(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    finally:
+        call_c("malloc_trim", 0)  # of glibc
 
 
 class ReadPool:
     """Threads that run actions with tokenizers, templates and grammars. All methods belong to one event loop.
 
-    Tenants take turns, and one thread is left to the others: the long texts of one tenant do not delay another's.
+    Tenants take turns, and one thread of several is left to the others: prompts of one tenant do not delay another's.
     The tokenizers and grammar libraries release Python's lock while they work.
 
     Args:
         max_waiting: Number of actions of one tenant that may wait.
+        prepare: Function that each thread calls at its start.
     """
 
-    def __init__(self, max_waiting: int) -> None:
-        self._num_threads = max(2, min(usable_cpus(), 4))
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="specinfer-reader")
+    def __init__(self, max_waiting: int, num_threads: int, prepare: Callable[[], None] | None = None) -> None:
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "specinfer-reader", initializer=prepare)
         self._max_waiting = max_waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next in turn first
         self._num_running: Counter[str] = Counter()  # by tenant
@@ -79,7 +126,7 @@ class ReadPool:
 
     def _give_turns(self) -> None:
         """Let as many actions begin as there are threads for."""
-        most = self._num_threads - 1
+        most = max(self._num_threads - 1, 1)
         while self._num_running.total() < self._num_threads:
             tenant = next((name for name in self._waiting if self._num_running[name] < most), None)
             if tenant is None:

@@ -115,10 +115,8 @@ async def count_tokens(fields: CountFields, request: Request) -> dict[str, int]:
     chat, conversation = _as_chat(fields, request)
     chat.check()
     call = Call.of(request, chat)
-    engine = call.state.engine
     try:
-        work = engine.read(lambda: read_conversation(engine.llm, chat), call.tenant)
-        read = await until_disconnect(request, work)
+        read = await until_disconnect(request, call.read(lambda: read_conversation(call.state.engine.llm, chat)))
     except RequestError as error:
         raise _named(error, conversation) from error
     return {"input_tokens": len(read.ids)}

@@ -129,6 +129,11 @@ def tenant_of(request: Request) -> str:
     return str(getattr(request.state, "tenant", ""))
 
 
+def body_size_of(request: Request) -> int:
+    """Return the bytes of the request's body."""
+    return int(getattr(request.state, "body_size", 0))
+
+
 def cache_salt_of(request: Request, config: ServerConfig, asked: str | None) -> str | None:
     """Return the salt that separates cached prefixes: the request's own, and with several keys also the tenant."""
     if len(config.api_keys) < 2:

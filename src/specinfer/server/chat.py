@@ -64,7 +64,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         QueueFullError: The queue has no room for it.
     """
     engine = call.state.engine
-    read = await engine.read(lambda: read_conversation(engine.llm, fields), call.tenant)
+    read = await call.read(lambda: read_conversation(engine.llm, fields))
     texts = None
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
@@ -105,7 +105,7 @@ async def queue_conversation(
         QueueFullError: The queue has no room for it.
     """
     try:
-        found = await call.state.engine.read(read, call.tenant)
+        found = await call.read(read)
         return found, await call.submit_one(found.ids, found.params)
     except RequestError as error:
         raise named(error) from error

@@ -43,11 +43,11 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
     max_tokens = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
-    params = await engine.read(lambda: completion_params(fields, engine.llm, max_tokens), call.tenant)
+    params = await call.read(lambda: completion_params(fields, engine.llm, max_tokens))
     given = as_prompts(fields.prompt)
     call.check_count(len(given), len(given) * params.n)
     # Read one at a time, so that prompts of other requests are read in between.
-    prompts = [await engine.read(partial(read_prompt, engine.llm, p, fields, params), call.tenant) for p in given]
+    prompts = [await call.read(partial(read_prompt, engine.llm, p, fields, params)) for p in given]
     texts = None
     if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))

@@ -3,8 +3,9 @@
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -16,11 +17,13 @@ from specinfer.core.request import Fault, StepTrace
 from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
-from specinfer.server.auth import cache_salt_of, tenant_of
+from specinfer.server.auth import body_size_of, cache_salt_of, tenant_of
 from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
+
+T = TypeVar("T")
 
 # Limits of one request. An entry takes about 100 bytes, and as much again in the response; a prompt's come all at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
@@ -40,6 +43,7 @@ class Call:
     name: str
     tenant: str
     cache_salt: str | None
+    body_size: int
     adapter: LoRARequest | None = None
 
     @classmethod
@@ -68,7 +72,13 @@ class Call:
                 "could show; leave trace out"
             )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
-        return cls(state, fields, name, tenant_of(request), salt, state.adapters.get(fields.model or ""))
+        return cls(
+            state, fields, name, tenant_of(request), salt, body_size_of(request), state.adapters.get(fields.model or "")
+        )
+
+    async def read(self, action: Callable[[], T]) -> T:
+        """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn."""
+        return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size)
 
     @property
     def model(self) -> str:

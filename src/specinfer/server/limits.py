@@ -58,6 +58,7 @@ class Bodies:
         body = await self._read(headers, receive, scope["state"]["tenant"])
         if body is None:
             return  # the client is gone
+        scope["state"]["body_size"] = len(body)
         if body:
             scope = _as_json(scope, headers)
             if len(body) > _SMALL:

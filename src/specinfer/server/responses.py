@@ -46,9 +46,8 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         RequestError: The request cannot be served.
         QueueFullError: The queue has no room for it.
     """
-    engine = call.state.engine
     try:
-        read = await engine.read(lambda: _read(engine.llm, fields), call.tenant)
+        read = await call.read(lambda: _read(call.state.engine.llm, fields))
         (generation,) = await call.submit([(read.ids, read.params)])  # a limit above the context's capacity is refused
     except RequestError as error:
         raise type(error)(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error

@@ -1,13 +1,15 @@
 """POST /tokenize and /detokenize, in vLLM's formats."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from specinfer.core.errors import RequestError
-from specinfer.server.auth import tenant_of
+from specinfer.server.auth import body_size_of, tenant_of
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.state import ServerState, state_of
@@ -15,7 +17,8 @@ from specinfer.server.state import ServerState, state_of
 T = TypeVar("T")
 router = APIRouter()
 
-MAX_CHARACTERS = 1_000_000  # other requests wait for the tokenizer meanwhile
+MAX_CHARACTERS = 1_000_000  # some 250 MiB while they are tokenized
+_PIECE = 4096  # values of a list that become JSON at once; the engine then gets Python's lock
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 
@@ -59,12 +62,13 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request, asked: TokenizeRequest) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
     state = _state(request, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
-    return await _read(request, state, lambda: _tokenized(state, asked))
+    body = await _read(request, state, lambda: _tokenized(state, asked))
+    return Response(body, media_type="application/json")
 
 
 @router.post("/detokenize")
@@ -83,7 +87,8 @@ async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeRe
 async def _read(request: Request, state: ServerState, action: Callable[[], T]) -> T:
     """Run an action in turn with those of other tenants, unless the client leaves first."""
     try:
-        return await until_disconnect(request, state.engine.read(action, tenant_of(request)))
+        work = state.engine.read(action, tenant_of(request), num_bytes=body_size_of(request))
+        return await until_disconnect(request, work)
     except ValueError as error:
         raise as_api_error(error) from error
 
@@ -96,15 +101,25 @@ def _state(request: Request, model: str | None) -> ServerState:
     return state
 
 
-def _tokenized(state: ServerState, asked: TokenizeRequest) -> TokenizeResponse:
+def _tokenized(state: ServerState, asked: TokenizeRequest) -> str:
+    """Return the response as JSON."""
     llm = state.engine.llm
     if asked.messages is None:
         special = True if asked.add_special_tokens is None else asked.add_special_tokens
-        tokens = list(llm.tokenizer.encode(asked.prompt, add_special_tokens=special, verbose=False))
+        ids = llm.tokenizer.encode(asked.prompt, add_special_tokens=special, verbose=False, return_attention_mask=False)
+        tokens = list(ids)
     else:
         tokens = _render(state, asked)
-    names = list(map(str, llm.tokenizer.convert_ids_to_tokens(tokens))) if asked.return_token_strs else None
-    return TokenizeResponse(count=len(tokens), max_model_len=llm.max_model_len, tokens=tokens, token_strs=names)
+    names = "null"
+    if asked.return_token_strs:
+        names = _json_list(list(map(str, llm.tokenizer.convert_ids_to_tokens(tokens))))
+    fields = f'"count":{len(tokens)},"max_model_len":{llm.max_model_len},"tokens":{_json_list(tokens)}'
+    return f'{{{fields},"token_strs":{names}}}'
+
+
+def _json_list(values: Sequence[int | str]) -> str:
+    pieces = (json.dumps(values[i : i + _PIECE])[1:-1] for i in range(0, len(values), _PIECE))
+    return f"[{','.join(pieces)}]"
 
 
 def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:
