@@ -27,12 +27,14 @@ LOOKUPS: dict[str, LookupKind] = {
     ),
 }
 MTP = "mtp"  # the drafter of the layers for several tokens that some targets have in their own checkpoints
+# The drafters that are the target itself with its weights rounded further, with their quantization.
+SELF_DRAFTERS = {"self:int8": "int8", "self:int4": "int4"}
 PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
 
 
 def reserved_names() -> tuple[str, ...]:
     """Return the names of drafters that stand for no folder, even if there is one."""
-    return (*LOOKUPS, MTP)
+    return (*LOOKUPS, MTP, *SELF_DRAFTERS)
 
 
 def is_model(drafter: str) -> bool:

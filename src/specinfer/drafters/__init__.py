@@ -14,6 +14,7 @@ from specinfer.drafters.lookup.suffix import SuffixDrafter
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.drafters.merge.selection import Selection
 from specinfer.drafters.remote.drafter import RemoteDrafter, RemoteModel
+from specinfer.drafters.self_drafter import SelfDrafter, SelfRunner
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.runner import ModelRunner
@@ -27,6 +28,8 @@ __all__ = [
     "NGramDrafter",
     "PredictionDrafter",
     "RemoteDrafter",
+    "SelfDrafter",
+    "SelfRunner",
     "SmallModelDrafter",
     "SuffixDrafter",
     "make_drafter",
@@ -74,7 +77,7 @@ def make_drafter(
             drafters.append(RemoteDrafter(kind, name, draft_sampling, calibration))
             continue
         vocabulary = vocabularies[i] if vocabularies else None
-        made = SmallModelDrafter
+        made = SelfDrafter if isinstance(kind, SelfRunner) else SmallModelDrafter
         if isinstance(kind, HeadRunner):
             made = BlockDrafter if kind.head.block is not None else FeatureDrafter
         drafters.append(made(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen))

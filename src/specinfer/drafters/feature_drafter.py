@@ -82,6 +82,7 @@ class FeatureDrafter(SmallModelDrafter):
     """A drafter that grows trees of a head's next tokens; arguments as for the class above."""
 
     runner: HeadRunner
+    reads_target = True
     keeps_drafts = False
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:

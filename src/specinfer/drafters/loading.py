@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specinfer.core.config import check_quantization
+from specinfer.core.config import OffloadConfig, check_quantization
 from specinfer.core.errors import ModelError
-from specinfer.core.lookups import MTP
+from specinfer.core.lookups import MTP, SELF_DRAFTERS
 from specinfer.drafters.feature_drafter import NextTokens
+from specinfer.drafters.self_drafter import load_self
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.model.definition import load_config, load_tokenizer
@@ -25,7 +26,14 @@ class SmallModel:
     vocabulary: Vocabulary
 
 
-def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, quantization: str | None) -> SmallModel:
+def load_small(
+    name: str,
+    folder: Path,
+    target: LoadedModel,
+    tokenizer: Any,
+    quantization: str | None,
+    offload: OffloadConfig | None = None,
+) -> SmallModel:
     """Load the model in a folder on the target's device; with a token map its head computes only those tokens' logits.
 
     A head on the target's hidden states is loaded too.
@@ -34,10 +42,14 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
         tokenizer: The target's tokenizer.
         quantization: The quantization of its linear layers. On CPUs None means "drafter_quantization" in its
             config.json, if that is set.
+        offload: Settings of a streamed target, or None for no streaming.
 
     Raises:
         ModelError: The model cannot be used.
     """
+    if name in SELF_DRAFTERS:
+        loaded = load_self(name, target, offload or OffloadConfig())
+        return SmallModel(loaded, SharedVocabulary(target.vocab_size, target.vocab_size, None))
     if reads_target(name, folder):
         loaded = load_head(folder, target, quantization)
         kind = SharedVocabulary if isinstance(loaded.model, BlockHead) else NextTokens
@@ -58,8 +70,8 @@ def load_small(name: str, folder: Path, target: LoadedModel, tokenizer: Any, qua
 
 
 def reads_target(name: str, folder: Path) -> bool:
-    """Return whether a drafter is a head on the target's hidden states rather than a model of its own."""
-    return name == MTP or find_format(folder) is not None
+    """Return whether a drafter needs the target in its process: a head on hidden states, or a copy of the target."""
+    return name == MTP or name in SELF_DRAFTERS or find_format(folder) is not None
 
 
 def _usual_quantization(config: Any, folder: Path) -> str | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from specinfer.core.errors import check_float
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.feature_drafter import FeatureDrafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.learning.online_trainer import OnlineTrainer
@@ -46,7 +45,7 @@ class Adaptation:
         config: AdaptationConfig | None = None,
     ) -> None:
         models = [drafter for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
-        learning = [one for one in models if one.shares_vocabulary and not isinstance(one, FeatureDrafter)]
+        learning = [one for one in models if one.shares_vocabulary and not one.reads_target]
         if not learning:
             why = (
                 "is a language model that has the target's tokenizer, without which it cannot learn"

@@ -158,7 +158,7 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
         drafter.draft([span], [TreeBudget.expansion(widths)])
 
     try:
-        if target.loaded.taps is not None:  # a head drafts only what the target has read
+        if any(getattr(part, "reads_target", False) for part in getattr(drafter, "drafters", (drafter,))):
             known = target.cache.reserve(_PROBE, _PROMPT - 1)
             target.forward([Piece.of_span(request.token_ids[1:], None, NO_SLOTS, known)])
             target.cache.commit(_PROBE, range(_PROMPT - 1))

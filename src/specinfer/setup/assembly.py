@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.dialect_choice import choose_dialect
@@ -17,6 +18,7 @@ from specinfer.drafters.loading import load_small, reads_target
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
+from specinfer.drafters.self_drafter import SelfRunner
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
@@ -71,8 +73,9 @@ class Assembly:
     def close(self) -> None:
         """Release the target's threads, files and ranks; it cannot be used any more."""
         self.speculator.close()
-        if self.target.loaded.stream is not None:
-            self.target.loaded.stream.close()
+        for runner in (self.target, *self.speculator.small_models.values()):
+            if runner.loaded.stream is not None:
+                runner.loaded.stream.close()
         if isinstance(self.target, DistributedRunner):
             self.target.close()
 
@@ -156,7 +159,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         tokenizer = load_tokenizer(folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
         remote = {} if ranks is None else _remote_models(ranks, placement)
         small = {
-            name: load_small(name, path, target, tokenizer, args.drafter_quantization)
+            name: load_small(name, path, target, tokenizer, args.drafter_quantization, settings.offload)
             for name, path in drafters.items()
             if path is not None and name not in remote
         }
@@ -176,12 +179,16 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 target, num_slots, ranks, keeps_prefixes=args.enable_prefix_caching, capacity=capacity
             )
         )
-        here = {
-            name: HeadRunner(one.loaded, runner, num_slots, keeps_prefixes=args.enable_prefix_caching)
-            if isinstance(one.loaded.model, FeatureHead)
-            else make_runner(one.loaded)
-            for name, one in small.items()
-        }
+
+        def runner_of(name: str, loaded: LoadedModel) -> ModelRunner:
+            if isinstance(loaded.model, FeatureHead):
+                return HeadRunner(loaded, runner, num_slots, keeps_prefixes=args.enable_prefix_caching)
+            if name in SELF_DRAFTERS:
+                assert isinstance(runner, ModelRunner)
+                return SelfRunner(loaded, runner)
+            return make_runner(loaded)
+
+        here = {name: runner_of(name, one.loaded) for name, one in small.items()}
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
         for each in (runner, *here.values()):
             if isinstance(each, ModelRunner):

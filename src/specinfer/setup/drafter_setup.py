@@ -9,7 +9,7 @@ from specinfer.core.config import SpeculativeConfig, TreeShape
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS, reserved_names
 from specinfer.core.progress import ProgressCallback
-from specinfer.drafters import HeadRunner, MergedDrafter, make_drafter
+from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
@@ -122,8 +122,10 @@ class Speculator:
                 'select: drafters on other ranks are not scored; load the model with drafter_placement="first", or '
                 "leave select out"
             )
-        if config.max_asked is not None and any(isinstance(kind, HeadRunner) for kind in kinds):
-            raise ValueError("select: heads on the target's hidden states are not scored; leave select out")
+        if config.max_asked is not None and any(isinstance(kind, HeadRunner | SelfRunner) for kind in kinds):
+            raise ValueError(
+                "select: heads on the target's hidden states and copies of the target are not scored; leave select out"
+            )
         self.drafter = make_drafter(
             kinds,
             target.vocab_size,

@@ -1,0 +1,166 @@
+"""The target as its own drafter, with its weights rounded to fewer bits: self-speculation, SubSpec (arXiv 2509.18344).
+
+It reads no prompt and keeps no cache. It attends to the keys and values that the target stored, and borrows slots of
+the target's cache for its drafts, which it gives back before the target's pass. So cached prefixes, preempted requests
+and accepted paths need no care here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from specinfer.core.config import OffloadConfig
+from specinfer.core.errors import ModelError
+from specinfer.core.lookups import SELF_DRAFTERS
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.drafters.growth.expansion import GrowingTree
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.vocabulary.token_map import Known
+from specinfer.model.batch import Piece
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.kv_cache import Slots
+from specinfer.model.load import LoadedModel, load_model, num_bytes_of
+from specinfer.model.offload.budget import Budget
+from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.runner import ModelRunner
+from specinfer.verify import Acceptance
+
+
+class SelfRunner(ModelRunner):
+    """A runner of the target's quantized copy, which computes in the target's cache."""
+
+    def __init__(self, loaded: LoadedModel, target: ModelRunner) -> None:
+        self.loaded, self.capacity, self.padded = loaded, None, None
+        self.cache, self.tensors = target.cache, target.tensors
+
+
+class BorrowedCache(DrafterCache):
+    """The target's cache, with borrowed slots for the last known token and the nodes of the growing tree."""
+
+    _runner: SelfRunner
+
+    def borrow(self, request: Request, count: int) -> Slots:
+        """Return [count] more slots.
+
+        Raises:
+            OutOfSlotsError: There are too few.
+        """
+        return self._cache.reserve(_borrower(request.request_id), count)
+
+    def borrowed(self, request: Request) -> Slots:
+        """Return the [1 + nodes] borrowed slots, that of the last known token first."""
+        return self._cache.reserved(_borrower(request.request_id))
+
+    def sync(self, request: Request) -> Known | None:
+        self.release(request.request_id)
+        if len(self._cache.slots(request.request_id)) != len(request.token_ids) - 1:
+            return None  # the target has not read the prompt yet
+        self.known[request.request_id] = Known(request.token_ids, len(request.token_ids), len(request.token_ids))
+        return self.known[request.request_id]
+
+    def catch_up(self, requests: Sequence[Request]) -> Tensor:
+        """Compute the last known token of each request, which the target has not computed; return its logits."""
+        pieces = []
+        for request in requests:
+            last = request.token_ids[-1]
+            known = self._cache.slots(request.request_id)
+            pieces.append(Piece.of_span([last], TokenTree.root(last), known, self.borrow(request, 1)))
+        return self._runner.forward(pieces)
+
+    def release(self, request_id: str) -> None:
+        self._cache.free(_borrower(request_id))
+
+
+def _borrower(request_id: str) -> str:
+    return f"{request_id}, drafts"
+
+
+class SelfDrafter(SmallModelDrafter):
+    """A drafter that grows trees with a quantized copy of the target; arguments as for the class above."""
+
+    runner: SelfRunner
+    reads_target = True
+    keeps_drafts = False
+
+    def _make_cache(self, runner: ModelRunner) -> BorrowedCache:
+        self._borrowed = BorrowedCache(runner, self.vocabulary, None)
+        return self._borrowed
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        try:
+            return super().draft(spans, budgets)
+        finally:
+            for span in spans:  # the target's pass needs the slots
+                self._borrowed.release(span.request.request_id)
+
+    def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
+        request = growing_tree.request
+        root = len(request.token_ids) - 1
+        earlier, new = [0, *growing_tree.computed], list(growing_tree.frontier)
+        growing_tree.computed += new
+        earlier_slots = self._borrowed.borrowed(request)
+        return Piece(
+            tokens=growing_tree.tokens[new].tolist(),
+            positions=(root + growing_tree.depths[new]).tolist(),
+            prefix_slots=self.runner.cache.slots(request.request_id),
+            slots=self._borrowed.borrow(request, len(new)),
+            visible=growing_tree.ancestry[new][:, earlier + new],
+            num_logits=len(new),
+            earlier_slots=earlier_slots,
+            earlier_positions=(root + growing_tree.depths[earlier]).tolist(),
+        )
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        self._growing_trees.pop(request.request_id, None)
+
+
+def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedModel:
+    """Load a quantized copy of the target, all of it in memory; it shares the target's embedding.
+
+    Args:
+        name: "self:int8" or "self:int4".
+        offload: Settings of a streamed target; its copy is kept in the folder of the packed copies.
+
+    Raises:
+        ModelError: The target is split over several processes, or has this quantization itself.
+        ValueError: A streamed target has no folder for copies, or the memory budget is too small.
+    """
+    quantization = SELF_DRAFTERS[name]
+    if not target.shard.is_whole:
+        raise ModelError(f"drafters: {name} needs a target in one process; leave its parallel sizes out")
+    if target.quantization == quantization:
+        raise ModelError(f"drafters: {name} is the target itself, which is {quantization} too; leave one out")
+    if target.stream is not None and offload.offload_folder is None:
+        raise ValueError(f"offload_folder: {name} is read from a packed copy; name a folder for it")
+    try:
+        copy = load_model(target.folder, target.dtype, target.device, quantization, offload=offload)
+    except ModelError as error:
+        raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
+    if copy.layer_shapes != target.layer_shapes:
+        raise ModelError(f"drafters: {name} stores other keys and values than its target; leave it out")
+    if isinstance(copy.model, FusedDecoder) and isinstance(target.model, FusedDecoder):
+        copy.model.embedding, copy.model.embedded = None, target.model.embedded  # type: ignore[method-assign]
+    if copy.stream is not None:
+        _keep_all(name, copy.stream, Budget(offload.budget_bytes, target.device))
+    return replace(copy, layer_shapes=(), num_bytes=num_bytes_of(copy.model))  # it needs no cache of its own
+
+
+def _keep_all(name: str, stream: LayerStream, budget: Budget) -> None:
+    """Read all layers of a copy, which stay in memory.
+
+    Raises:
+        ValueError: The memory budget is too small for them.
+    """
+    num_bytes = stream.num_layers * stream.buffer_bytes
+    try:
+        budget.spare(num_bytes, budget.cache_bytes, f"{name}, two layers of the target, and the cache")
+        stream.settle(num_bytes)
+        for layer in range(stream.num_layers):
+            stream.acquire(layer)
+            stream.release(layer)
+    except BaseException:
+        stream.close()
+        raise

@@ -1,0 +1,118 @@
+"""Copies of the target as its drafter: what is accepted, same text, no slot kept, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reference
+from references_of_text import assert_first_tokens_are_distributed_as_the_models
+from specinfer import LLM, SamplingParams
+from specinfer.core.errors import ModelError
+from specinfer.core.request import Request
+from specinfer.drafters.self_drafter import SelfDrafter
+from tiny import make_model, random_prompts, save_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = random_prompts([5, 40, 1, 17])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("llama")
+
+
+def _llm(target: Path, *drafters: str, **options: Any) -> LLM:
+    return LLM(target, drafters=list(drafters), dtype="float32", **({"max_num_seqs": 4} | options))
+
+
+def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
+def test_a_copy_of_8_bits_is_accepted_at_nearly_every_level(family: str, tmp_path: Path) -> None:
+    with LLM(save_model(tmp_path, family), drafters="self:int8", dtype="float32", tree="1,1,1,1") as llm:
+        _texts(llm)
+        steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
+        num_accepted = sum(step.num_generated - step.num_requests for step in steps)
+        assert num_accepted / sum(step.num_guessed for step in steps) > 0.85
+
+
+@pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
+@pytest.mark.parametrize("drafters", [("self:int4",), ("self:int4", "suffix")], ids=str)
+def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters: tuple[str, ...], tree: str) -> None:
+    with _llm(target, *drafters, tree=tree) as llm:
+        assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
+        assert llm.target.cache.is_balanced()
+        assert llm.target.cache.num_owned == 0
+
+
+@pytest.mark.parametrize("verification", ["multi-step", "traversal", "target-only", "coupled"])
+def test_every_rule_draws_from_the_targets_distribution(verification: str, target: Path, model: Any) -> None:
+    with _llm(target, "self:int4", tree="3,2", verification=verification, max_num_seqs=64, seed=3) as llm:
+        assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
+
+
+def test_preempted_and_aborted_requests_leave_no_borrowed_slots(target: Path, model: Any) -> None:
+    wanted = [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
+    with _llm(target, "self:int4", tree="2,2,1", max_model_len=72, kv_cache_memory_bytes=33_000) as llm:
+        assert _texts(llm) == wanted
+        assert llm.engine.metrics.num_preempted > 0
+        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(PROMPTS)]
+        for request in requests:
+            llm.engine.add(request)
+        for _ in range(4):
+            llm.engine.step()
+            assert all(not len(llm.target.cache.reserved(f"{one.request_id}, drafts")) for one in requests)
+        llm.engine.abort(requests[0])
+        while not all(request.is_finished for request in requests):
+            llm.engine.step()
+        assert [request.token_ids[len(request.prompt_ids) :] for request in requests[1:]] == wanted[1:]
+        assert llm.target.cache.is_balanced()
+        assert llm.target.cache.num_owned == 0
+
+
+def test_a_streamed_target_drafts_with_a_copy_that_stays_in_memory(target: Path, model: Any, tmp_path: Path) -> None:
+    with _llm(target, "self:int4", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
+        assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
+        assert llm.drafter is not None
+        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        stream = drafter.runner.loaded.stream
+        assert stream is not None
+        assert (stream.num_resident, stream.bytes_per_pass) == (stream.num_layers, 0)
+        read = stream.bytes_read
+        _texts(llm)
+        assert stream.bytes_read == read
+
+
+def test_a_copy_takes_no_memory_of_the_cache(target: Path) -> None:
+    sizes = []
+    for drafter in ("ngram", "self:int8"):
+        with _llm(target, drafter, kv_cache_memory_bytes=500_000) as llm:
+            sizes.append(llm.target.cache.num_slots)
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"quantization": "int4"}, ModelError, "self:int4 is the target itself, which is int4 too"),
+        ({"offload": "disk"}, ValueError, "offload_folder: self:int4 is read from a packed copy"),
+        ({"adapt_drafters": True}, ValueError, "adapt_drafters: no drafter is a language model"),
+        ({"drafters": ["self:int4", "self:int8"], "select": "hedge:1"}, ValueError, "select: .* copies of the target"),
+        ({"drafters": ["self:int3"]}, ModelError, "self:int3 is none of self:int8, self:int4"),
+    ],
+    ids=repr,
+)
+def test_what_a_copy_cannot_do_is_refused_by_name(
+    options: dict[str, Any], error: type[Exception], message: str, target: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(target, **({"drafters": ["self:int4"], "dtype": "float32"} | options))
