@@ -32,6 +32,7 @@ def _table(matrices: tuple[Tensor, Tensor] | None) -> AdapterTable:
     return AdapterTable([None, None, None if matrices is None else LowRank.of(*matrices)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @several_isas
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=6),
@@ -39,10 +40,17 @@ def _table(matrices: tuple[Tensor, Tensor] | None) -> AdapterTable:
 )  # fmt: skip
 @example([(1, 0), (15, 1), (3, 0), (2, 2), (1, 3)], 65, 96, [1, 4, 9], 0)
 def test_each_row_gets_the_product_of_its_adapter(
-    isa: str, requests: list[tuple[int, int]], inputs: int, outputs: int, ranks: list[int], seed: int
+    isa: str,
+    dtype: torch.dtype,
+    requests: list[tuple[int, int]],
+    inputs: int,
+    outputs: int,
+    ranks: list[int],
+    seed: int,
 ) -> None:
     """Adapter 0 is none; the call alone adds the same as the call within a linear layer, and a row alone the same."""
-    adapters = [None, *(_adapter(inputs, outputs, rank, seed + i) for i, rank in enumerate(ranks))]
+    made = (_adapter(inputs, outputs, rank, seed + i) for i, rank in enumerate(ranks))
+    adapters = [None, *((down.to(dtype), up.to(dtype)) for down, up in made)]
     tables = [None if one is None else _table(one) for one in adapters]
     counts, rows = [count for count, _ in requests], sum(count for count, _ in requests)
     x, weight = _random(rows, inputs, seed=seed), _random(outputs, inputs, seed=seed + 1)
@@ -57,7 +65,7 @@ def test_each_row_gets_the_product_of_its_adapter(
         if one is None:
             assert torch.equal(y[part], plain[part])
             continue
-        exact = x[part].double() @ (weight + (one[1] @ one[0])).double().T
+        exact = x[part].double() @ (weight.double() + one[1].double() @ one[0].double()).T
         torch.testing.assert_close(y[part].double(), exact, rtol=1e-4, atol=1e-3)
         alone = AdapterRuns.of([1], [tables[i]])
         assert torch.equal(call(x[part][:1].contiguous(), runs=alone)[0], y[part][0])

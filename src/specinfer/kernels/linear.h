@@ -160,6 +160,7 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
         const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
         const uint16_t *weight_scales = layer->scales ? layer->scales + p * groups * WIDTH : nullptr;
         float *sums = totals.of(rows);
+        if (runs) fetch_up(layer, p, runs);
         for (int64_t k = 0; k < depth; k += part) {
             const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
             const int64_t group = k / shape.group;
@@ -174,11 +175,11 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
             }
             place += bytes;
         }
-        if (runs) go_up(layer, p, runs, sums);
+        if (runs) panel_up(layer, p, runs, sums);
         finish(sums, layer->bias, y, rows, p * WIDTH, outputs, ending);
     };
     // Few activations are ready before another thread has come.
     in_parallel((depth + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
-    if (runs) go_down(layer, x, runs, threads);
+    if (runs) all_down(layer, x, runs, threads);
     in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
 }

@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.library import call, library
-from specinfer.kernels.panels import WIDTH, Panels
+from specinfer.kernels.panels import TYPES, WIDTH
 
+LANES = 16  # as in types.h
 _RANKS = 4  # ranks are padded to a multiple of it; as in low_rank.h
 
 
 class _LowRank(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("down", "up", "ranks")),
-        ("rank", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("down", "up", "blocks")),
+        *((name, ctypes.c_int64) for name in ("rank", "type")),
     )
 
 
@@ -34,34 +35,34 @@ class _Runs(ctypes.Structure):
 class LowRank:
     """The matrices of one adapter for one linear layer, which adds `up @ (down @ x)`.
 
-    On a CPU with native kernels, `up` is packed.
+    With native kernels, `up` has only the ranks that each block of `LANES` outputs needs: layers that are computed
+    together have their own ranks each.
     """
 
     down: Tensor  # [rank, inputs]
-    up: Tensor | None  # [outputs, rank]
-    panels: Panels | None = None  # `up`
-    ranks: Tensor | None = None  # [panels, 2] int32 the ranks that a panel needs: the first, and the end
+    up: Tensor  # [outputs, rank], or [ranks of all blocks, LANES]
+    blocks: Tensor | None = None  # [blocks, 3] int32 first rank, number of ranks, and the place of the first in `up`
 
     @classmethod
     def of(cls, down: Tensor, up: Tensor) -> "LowRank":
-        """Return the addition of `up` [outputs, rank] times `down` [rank, inputs]."""
+        """Return the addition of `up` [outputs, rank] times `down` [rank, inputs], both float32 or bfloat16."""
         if down.device.type != "cpu" or library() is None:
             return cls(down, up)
         padding = -len(down) % _RANKS
-        down = functional.pad(down.float(), (0, 0, 0, padding)).contiguous()
-        up = functional.pad(up.float(), (0, padding))
-        outputs, rank = up.shape
-        panels = functional.pad(up, (0, 0, 0, -outputs % WIDTH)).view(-1, WIDTH, rank)
-        used = (panels != 0).any(dim=1)
-        ends = torch.where(used, torch.arange(1, rank + 1), 0).amax(dim=1)
-        firsts = torch.where(used, torch.arange(rank), rank).amin(dim=1).minimum(ends)
-        return cls(down, None, Panels.of(up), torch.stack([firsts, ends], dim=1).int().contiguous())
+        down = functional.pad(down, (0, 0, 0, padding)).contiguous()
+        parts = functional.pad(up, (0, padding, 0, -len(up) % WIDTH)).view(-1, LANES, len(down)).transpose(1, 2)
+        used, ranks = (parts != 0).any(dim=2), torch.arange(len(down))
+        ends = torch.where(used, ranks + 1, 0).amax(dim=1)
+        firsts = torch.where(used, ranks, len(down)).amin(dim=1).minimum(ends)
+        is_needed = (ranks >= firsts[:, None]) & (ranks < ends[:, None])
+        counts = ends - firsts
+        blocks = torch.stack([firsts, counts, counts.cumsum(0) - counts], dim=1)
+        return cls(down, parts[is_needed].contiguous(), blocks.int().contiguous())
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.down, self.up, self.ranks)
-        packed = 0 if self.panels is None else self.panels.num_bytes
-        return packed + sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+        tensors = (self.down, self.up, self.blocks)
+        return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
 class AdapterTable:
@@ -73,10 +74,10 @@ class AdapterTable:
         self.num_bytes = sum(one.num_bytes for one in layers if one is not None)
         self._structures = (_LowRank * len(layers))()
         for structure, one in zip(self._structures, layers, strict=True):
-            if one is not None and one.panels is not None and one.ranks is not None:
-                addresses = (one.down.data_ptr(), one.panels.packed.data_ptr(), one.ranks.data_ptr())
-                structure.down, structure.up, structure.ranks = addresses
-                structure.rank = len(one.down)
+            if one is not None and one.blocks is not None:
+                addresses = (one.down.data_ptr(), one.up.data_ptr(), one.blocks.data_ptr())
+                structure.down, structure.up, structure.blocks = addresses
+                structure.rank, structure.type = len(one.down), TYPES[one.down.dtype]
         self.address = ctypes.addressof(self._structures)
 
 
@@ -120,6 +121,5 @@ class AdapterRuns:
             return
         for first, rows, table in self._runs:
             if (one := table.layers[number]) is not None:
-                assert one.up is not None
                 part = slice(first, first + rows)
                 y[part] += functional.linear(functional.linear(x[part].to(one.down.dtype), one.down), one.up)

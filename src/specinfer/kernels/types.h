@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 6;
+static const int LAYOUT = 7;
 
 enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -38,10 +38,11 @@ struct Linear {  // as in panels.py
 };
 
 struct LowRank {  // what an adapter adds to a linear layer; as in low_rank.py
-    const float *down;     // [rank][inputs]
-    const float *up;       // [panels][rank][WIDTH]
-    const int32_t *ranks;  // [panels][2] the first of the ranks that a panel needs, and the end of them
-    int64_t rank;          // a multiple of 4; 0: it adds nothing
+    const void *down;       // [rank][inputs]
+    const void *up;         // of each block of 16 outputs [ranks][16]
+    const int32_t *blocks;  // [blocks][3] of each block: its first rank, the number of its ranks, and those before it
+    int64_t rank;           // a multiple of 4; 0: it adds nothing
+    int64_t type;           // FP32 or BF16
 };
 
 struct Runs {  // neighbouring rows with the same adapter; as in low_rank.py

@@ -6,6 +6,8 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+import torch
+
 from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
 from specinfer.kernels import AdapterTable
@@ -27,7 +29,9 @@ class Adapters:
 
     def __init__(self, target: LoadedModel, config: LoRAConfig, name: str) -> None:
         self.config = config
-        self._name, self._device = name, target.device
+        # As vLLM has them, in the type of the model: half the bytes of a pass in bfloat16.
+        dtype = target.dtype if target.dtype == torch.bfloat16 or target.device.type != "cpu" else torch.float32
+        self._name, self._place = name, (target.device, dtype)
         self._sites = connect(target.model, len(target.layer_shapes))
         self._linears = {part: shape for site in self._sites for part, shape in site.parts.items()}
         self._lock = threading.Lock()
@@ -71,7 +75,7 @@ class Adapters:
         config, pairs = read_adapter(folder, self._linears, self.config.max_lora_rank)
         if config.base is not None and _stem(config.base) != _stem(self._name):
             logger.warning("adapter %s was trained with %s, and this is %s", request.lora_name, config.base, self._name)
-        table = AdapterTable([site.low_rank(pairs, self._device) for site in self._sites])
+        table = AdapterTable([site.low_rank(pairs, *self._place) for site in self._sites])
         logger.info("adapter %s: %.1f MiB from %s", request.lora_name, table.num_bytes / 2**20, folder)
         return Adapter(request, f"{request.lora_name}-{next(self._count)}", table)
 

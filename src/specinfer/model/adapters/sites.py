@@ -32,8 +32,12 @@ class Site:
     parts: Mapping[str, Shape]
     interleaved: bool = False
 
-    def low_rank(self, pairs: Mapping[str, Pair], device: torch.device) -> LowRank | None:
-        """Return what an adapter adds here, or None if it has no matrices for it."""
+    def low_rank(self, pairs: Mapping[str, Pair], device: torch.device, dtype: torch.dtype) -> LowRank | None:
+        """Return what an adapter adds here, or None if it has no matrices for it.
+
+        Args:
+            dtype: Type of its matrices.
+        """
         own = [pairs.get(name) for name in self.parts]
         found = [pair for pair in own if pair is not None]
         if not found:
@@ -46,7 +50,8 @@ class Site:
                 up[:, start : start + len(pair.down)] = pair.up
                 start += len(pair.down)
             ups.append(up)
-        return LowRank.of(down.to(device), together(ups, interleaved=self.interleaved).to(device))
+        up = together(ups, interleaved=self.interleaved)
+        return LowRank.of(down.to(device, dtype), up.to(device, dtype))
 
 
 def connect(model: Any, num_layers: int) -> list[Site]:
