@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 import reference
+from adapters import save_adapter
 from references_of_text import assert_first_tokens_are_distributed_as_the_models
-from specinfer import LLM, SamplingParams
+from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
 from specinfer.drafters.self_drafter import SelfDrafter
@@ -90,6 +91,21 @@ def test_a_streamed_target_drafts_with_a_copy_that_stays_in_memory(target: Path,
         read = stream.bytes_read
         _texts(llm)
         assert stream.bytes_read == read
+
+
+def test_a_copy_drafts_with_the_adapter_of_the_request(target: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", target, 3, r=8, lora_alpha=64)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    shares = []
+    for options in ({}, {"lora_request": LoRARequest("a", 1, str(adapter))}):
+        with _llm(target, "self:int8", tree="1,1,1", enable_lora=True) as llm:
+            texts = llm.generate(prompts, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
+            steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
+            num_accepted = sum(step.num_generated - step.num_requests for step in steps)
+            shares.append((num_accepted / sum(step.num_guessed for step in steps), texts[0].outputs[0].token_ids))
+    (plain, text), (adapted, other) = shares
+    assert text != other
+    assert adapted > 0.85 < plain
 
 
 def test_a_copy_takes_no_memory_of_the_cache(target: Path) -> None:

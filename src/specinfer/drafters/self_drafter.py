@@ -19,6 +19,7 @@ from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Known
+from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_cache import Slots
@@ -30,11 +31,24 @@ from specinfer.verify import Acceptance
 
 
 class SelfRunner(ModelRunner):
-    """A runner of the target's quantized copy, which computes in the target's cache."""
+    """A runner of the target's quantized copy, which computes in the target's cache.
 
-    def __init__(self, loaded: LoadedModel, target: ModelRunner) -> None:
+    Args:
+        takes_adapters: Whether requests with a LoRA adapter are drafted for with it.
+    """
+
+    def __init__(self, loaded: LoadedModel, target: ModelRunner, *, takes_adapters: bool = False) -> None:
         self.loaded, self.capacity, self.padded = loaded, None, None
         self.cache, self.tensors = target.cache, target.tensors
+        if takes_adapters:
+            connect(loaded.model, len(target.loaded.layer_shapes))
+        self._takes_adapters = takes_adapters
+
+    def adapted(self, request: Request, piece: Piece) -> Piece:
+        """Return a piece that is computed with the request's adapter, if it has one."""
+        if request.adapter is None or not self._takes_adapters:
+            return piece
+        return replace(piece, adapter=request.adapter.table)
 
 
 class BorrowedCache(DrafterCache):
@@ -67,7 +81,8 @@ class BorrowedCache(DrafterCache):
         for request in requests:
             last = request.token_ids[-1]
             known = self._cache.slots(request.request_id)
-            pieces.append(Piece.of_span([last], TokenTree.root(last), known, self.borrow(request, 1)))
+            piece = Piece.of_span([last], TokenTree.root(last), known, self.borrow(request, 1))
+            pieces.append(self._runner.adapted(request, piece))
         return self._runner.forward(pieces)
 
     def release(self, request_id: str) -> None:
@@ -102,7 +117,7 @@ class SelfDrafter(SmallModelDrafter):
         earlier, new = [0, *growing_tree.computed], list(growing_tree.frontier)
         growing_tree.computed += new
         earlier_slots = self._borrowed.borrowed(request)
-        return Piece(
+        piece = Piece(
             tokens=growing_tree.tokens[new].tolist(),
             positions=(root + growing_tree.depths[new]).tolist(),
             prefix_slots=self.runner.cache.slots(request.request_id),
@@ -112,6 +127,7 @@ class SelfDrafter(SmallModelDrafter):
             earlier_slots=earlier_slots,
             earlier_positions=(root + growing_tree.depths[earlier]).tolist(),
         )
+        return self.runner.adapted(request, piece)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         self._growing_trees.pop(request.request_id, None)

@@ -185,7 +185,8 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 return HeadRunner(loaded, runner, num_slots, keeps_prefixes=args.enable_prefix_caching)
             if name in SELF_DRAFTERS:
                 assert isinstance(runner, ModelRunner)
-                return SelfRunner(loaded, runner)
+                alike = type(loaded.model) is type(target.model)  # then they compute the same linear layers together
+                return SelfRunner(loaded, runner, takes_adapters=args.enable_lora and alike)
             return make_runner(loaded)
 
         here = {name: runner_of(name, one.loaded) for name, one in small.items()}
