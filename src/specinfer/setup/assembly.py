@@ -18,9 +18,10 @@ from specinfer.drafters.loading import load_small, reads_target
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
-from specinfer.drafters.self_drafter import SelfRunner
+from specinfer.drafters.self_drafter import USUAL_COPY, SelfRunner, copy_fits
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
+from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
@@ -114,6 +115,9 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     if names is None:
         # Machines may have different models in their caches; what is chosen must be the same on all.
         chosen = usual_drafters(args.model, folder, small_models=args.nnodes == 1 and args.offload is None)
+        is_alone = chosen.names == (LOOKUP,) and parallel.world_size == 1
+        if is_alone and copy_fits(folder, args.offload_config, args.quantization):
+            chosen = DrafterChoice((USUAL_COPY, LOOKUP_WITH_MODEL), "a copy in 4 bits fits into the memory budget")
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
     settings = TargetConfig(
