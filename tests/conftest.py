@@ -44,6 +44,7 @@ settings.register_profile(
 settings.load_profile("suite")
 
 _RUNNERS: "weakref.WeakSet[ModelRunner]" = weakref.WeakSet()
+_USED: "weakref.WeakSet[KVCache]" = weakref.WeakSet()  # since they were last found empty
 
 
 def pytest_collection_finish() -> None:
@@ -76,7 +77,7 @@ def _quick_ceilings() -> Iterator[None]:
 def _watched_engines() -> Iterator[None]:
     """Every runner is known to the check below; every step of every engine leaves its cache in order."""
     with pytest.MonkeyPatch.context() as patch:
-        make, step = ModelRunner.__init__, Engine.step
+        make, step, reserve = ModelRunner.__init__, Engine.step, KVCache.reserve
 
         def recorded(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
             make(self, *args, **kwargs)
@@ -87,6 +88,11 @@ def _watched_engines() -> Iterator[None]:
             _check_step(self)
             return said
 
+        def noted(self: KVCache, request_id: str, count: int) -> Any:
+            _USED.add(self)
+            return reserve(self, request_id, count)
+
+        patch.setattr(KVCache, "reserve", noted)
         patch.setattr(ModelRunner, "__init__", recorded)
         patch.setattr(Engine, "step", checked)
         yield
@@ -134,14 +140,15 @@ def _log_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _pools_balance() -> Iterator[None]:
-    """After every test, the pools of all models that are still there: targets' and drafters'."""
+    """After every test, the pools that it used, of all models that are still there: targets' and drafters'."""
     yield
-    for runner in list(_RUNNERS):
+    for runner in [runner for runner in _RUNNERS if runner.cache in _USED]:
         try:
             check_empty(runner.cache)
         except BaseException:
             _RUNNERS.discard(runner)  # the tests that follow are not to blame
             raise
+    _USED.clear()
 
 
 @pytest.fixture(scope="session")

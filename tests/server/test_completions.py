@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from serving import events_of, served
+from soak import agree
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.request import StepTrace, TracedNode
@@ -194,7 +195,7 @@ def test_pieces_put_together_are_the_whole_answer(llm: LLM, seed: int) -> None:
         assert pieces[0]["prompt_token_ids"] == choice["prompt_token_ids"]
         for name, values in choice["logprobs"].items():
             told = [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]]
-            assert told == values
+            assert agree(told, values)
         for name in ("tokens", "text_offset"):
             assert choice["logprobs"][name] == other["logprobs"][name]
         num_echoed = len(choice["prompt_token_ids"])

@@ -92,14 +92,14 @@ def response_of(body: Body) -> list[Any]:
     return json.loads(json.dumps(answer))  # type: ignore[no-any-return]
 
 
-def _agree(got: Any, want: Any) -> bool:
+def agree(got: Any, want: Any) -> bool:
     """Log-probabilities may differ in their last digits, as sums depend on the shape of a pass; nothing else may."""
     if isinstance(got, float) and isinstance(want, float):
         return abs(got - want) < 1e-3
     if isinstance(got, dict) and isinstance(want, dict):
-        return got.keys() == want.keys() and all(_agree(got[key], want[key]) for key in got)
+        return got.keys() == want.keys() and all(agree(got[key], want[key]) for key in got)
     if isinstance(got, list) and isinstance(want, list):
-        return len(got) == len(want) and all(map(_agree, got, want))
+        return len(got) == len(want) and all(map(agree, got, want))
     return bool(got == want)
 
 
@@ -237,7 +237,7 @@ class Soak:
 
     def _compare(self, i: int, got: list[Any], want: list[Any] | None = None) -> None:
         self.report.num_responses += 1
-        if not _agree(got, want or self._answers[i]):
+        if not agree(got, want or self._answers[i]):
             self.report.wrong.append({"case": i, "asked": self._asked[i], "got": got, "want": want or self._answers[i]})
 
     async def _watch(self, client: httpx.AsyncClient, every: float) -> None:

@@ -82,8 +82,9 @@ def test_pruning_keeps_the_nodes_of_highest_path_probability(
         mine = [by_path[path] for path in paths_of(kept)]
         able = sorted((w for w in path_probs[1:] if w >= budget.min_path_prob), reverse=True)[: budget.max_nodes]
         assert sorted(mine[1:], reverse=True) == pytest.approx(able)
-        of_kept = {path: [d[1:] for d in tree.draws if paths_of(tree)[d.node] == path] for path in paths_of(kept)}
-        assert of_kept == {path: [d[1:] for d in kept.draws if paths_of(kept)[d.node] == path] for path in of_kept}
+        paths, kept_paths = paths_of(tree), paths_of(kept)
+        of_kept = {path: [d[1:] for d in tree.draws if paths[d.node] == path] for path in kept_paths}
+        assert of_kept == {path: [d[1:] for d in kept.draws if kept_paths[d.node] == path] for path in of_kept}
 
 
 def test_rivals_that_err_together_are_found_out() -> None:
