@@ -28,7 +28,7 @@ from specinfer.core.lora import LoRAConfig
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sizes import parse_bytes
-from specinfer.demo.chat_model import CHAT, CODE
+from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
 
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ class EngineArgs:
     drafters: str | Sequence[str] = setting(
         "auto",
         _SPECULATION,
-        f"A folder, a GGUF file, a Hugging Face model ID, {', '.join(reserved_names())}, demo, demo-2, demo-3, "
+        f"A folder, a GGUF file, a Hugging Face model ID, {', '.join((*reserved_names(), *EMBEDDED))}, "
         "or none. May be repeated. (default: auto, the target's MTP layers, a head or small model for it, or a lookup)",
         name="drafter",
         metavar="NAME",

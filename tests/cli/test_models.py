@@ -1,5 +1,6 @@
 """run, pull, list and rm, with a hub on this machine."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from fake_hub import FakeHub, fake_hub
 from specinfer.cli.app import app
+from specinfer.demo import chat_model, pair
 from tiny import save_model, save_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
@@ -88,6 +90,14 @@ def test_drafters_of_a_target_are_listed_with_what_is_known_of_them(hub: FakeHub
     assert found[-2:] == ["suffix lookup built in", "ngram lookup built in"]
     assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1] == "mtp MTP layers of the target can be pulled"
     assert "did you mean Qwen/Qwen3-8B" in refusal("list", "--drafters", "Qwen/Qwen3-8")
+
+
+def test_damage_of_embedded_files_is_listed(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(chat_model.PACKED_HEADS / "demo-eagle3", tmp_path / "packed" / "demo-eagle3"))
+    monkeypatch.setattr(pair, "PACKED", tmp_path / "packed")
+    assert rows("--verify")[1] == "demo embedded can be loaded"
+    (folder / "config.json").write_text("{}")
+    assert "config.json is damaged: reinstall" in " ".join(run("list", "--verify", code=1).stdout.split())
 
 
 def test_a_revision_is_pulled_and_damage_is_listed(hub: FakeHub) -> None:

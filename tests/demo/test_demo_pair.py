@@ -10,11 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from demo_pair import packing
+from heads import save_eagle3
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo import corpus, pair
 from specinfer.demo.chat_model import DRAFTER_NAMES
 from specinfer.demo.pair import DemoFilesError
+from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.llm import LLM
 
 NAMES = ("target", "drafter")
@@ -53,6 +55,21 @@ def test_round_trip_is_within_half_a_step(source: Path, packed: Path, tmp_path: 
     for name, tensor in before.items():
         half_step = tensor.abs().amax(dim=-1, keepdim=True) / 254 if tensor.ndim == 2 else 0
         assert ((tensor - after[name]).abs() <= half_step + 1e-7).all(), name
+
+
+def test_four_bits_take_half_a_byte_a_weight_and_come_back_as_the_quantized_weights(tmp_path: Path) -> None:
+    source = save_eagle3(tmp_path / "head", draft_ids=range(3, 90, 2))
+    packing.pack(source, tmp_path / "packed", without=("t2d",), bits=4, drafter_quantization="int4")
+    pair.unpack(tmp_path / "packed", tmp_path / "folder")
+    before, packed, after = (load_file(tmp_path / name / pair.WEIGHTS) for name in ("head", "packed", "folder"))
+    assert after.keys() == before.keys() - {"t2d"}
+    assert packed["fc.weight"].numel() == before["fc.weight"].numel() / 2
+    assert torch.equal(after["fc.weight"], dequantize(quantize(before["fc.weight"], 4)))
+    half_step = before["midlayer.mlp.down_proj.weight"].abs().amax(dim=1, keepdim=True) / 254  # 48 inputs: as int8
+    assert ((before["midlayer.mlp.down_proj.weight"] - after["midlayer.mlp.down_proj.weight"]).abs() <= half_step).all()
+    assert torch.equal(after["d2t"], before["d2t"])
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["drafter_quantization"] == "int4"
 
 
 def test_packed_matrices_take_one_byte_a_weight(packed: Path) -> None:
@@ -129,6 +146,18 @@ def test_the_set_foresees_more_than_its_first() -> None:
         passes.append(sum(output.metrics.speculative_decoding["num_target_passes"] for output in outputs))
     assert said[0] == said[1]
     assert passes[1] < 0.85 * passes[0]
+
+
+def test_the_embedded_head_is_accepted_more_often_than_not_and_changes_no_text() -> None:
+    prompts, params = corpus.heldout_prompts(2), SamplingParams(temperature=0.0, max_tokens=32)
+    with LLM("demo", drafters=["demo-eagle3"], tree="1,1,1") as llm:
+        (runner,) = llm.small_models.values()
+        assert runner.loaded.quantization == "int4"
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    with LLM("demo", tree="off") as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in plain]
+    assert sum(one.metrics.speculative_decoding["num_target_passes"] for one in outputs) < 32
 
 
 def test_an_unpacked_pair_that_was_cut_short_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

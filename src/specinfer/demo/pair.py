@@ -1,6 +1,7 @@
-"""The embedded weights: one byte per weight in the package, ordinary Hugging Face folders in use.
+"""The embedded weights: a byte or half a byte per weight in the package, ordinary Hugging Face folders in use.
 
-Each matrix is stored as int8 rows with one scale per row, next to a list of checksums. The weights are unpacked once
+Each matrix is stored as int8 rows with one scale per row, or as 4-bit codes (`kernels/quantization.py`), next to a list
+of checksums. The weights are unpacked once
 into the user's cache, under a name taken from the checksums, so that a new pair never uses an old cache.
 """
 
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
-from specinfer.demo.chat_model import OTHERS
+from specinfer.demo.chat_model import CHAT_HEADS, OTHERS, PACKED_HEADS
+from specinfer.kernels.quantization import QuantizedWeight, dequantize
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
 CHECKSUMS = "checksums.json"
 WEIGHTS = "model.safetensors"
 ROW_SCALE = ".row_scale"  # after the name of a matrix stored as int8
+GROUP_SCALES = ".group_scales"  # after the name of a matrix stored as 4-bit codes, two in a byte
 _DIGESTS = "unpacked.json"  # checksums of an unpacked folder's files: a damaged one is unpacked again
 
 
@@ -68,11 +71,10 @@ def unpack(
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         stored = load_file(packed / WEIGHTS)
-        tensors = {
-            name: (tensor * stored[name + ROW_SCALE] if name + ROW_SCALE in stored else tensor).to(dtype)
-            for name, tensor in stored.items()
-            if not name.endswith(ROW_SCALE)
-        } | {name: tensor.to(dtype) for name, tensor in others().items()}
+        names = [name for name in stored if not name.endswith((ROW_SCALE, GROUP_SCALES))]
+        tensors = {name: _restored(name, stored, dtype) for name in names} | {
+            name: tensor.to(dtype) for name, tensor in others().items()
+        }
         save(tensors, partial / WEIGHTS)
         for name in sums.keys() - {WEIGHTS, "config.json"}:
             shutil.copyfile(packed / name, partial / name)
@@ -84,6 +86,15 @@ def unpack(
         _move_into_place(partial, folder, sums)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _restored(name: str, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    tensor = stored[name]
+    if name + GROUP_SCALES in stored:
+        return dequantize(QuantizedWeight.of_bytes(tensor, stored[name + GROUP_SCALES], 4, 2 * tensor.shape[1]), dtype)
+    if name + ROW_SCALE in stored:
+        return (tensor * stored[name + ROW_SCALE]).to(dtype)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def verify(packed: Path) -> dict[str, str]:
@@ -111,6 +122,27 @@ def demo_folders() -> DemoPair:
     found = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in names}
     others = {f"demo-{number}": found[f"drafter-{number}"] for number in OTHERS}
     return DemoPair(target=found["target"], drafter=found["drafter"], others=others)
+
+
+def head_folder(name: str) -> Path:
+    """Return an embedded drafter that reads hidden states, one of `HEAD_NAMES`, as an ordinary folder in the cache.
+
+    Raises:
+        ModelError: An embedded file is damaged, or the cache cannot be written.
+    """
+    sums = verify(PACKED_HEADS / name)
+    dtype = torch.bfloat16 if name in CHAT_HEADS else torch.float32
+    return unpacked(PACKED_HEADS / name, f"demo-{digest_of(sums)}/{name}", sums, dtype)
+
+
+def verify_all() -> None:
+    """Compare all embedded files with their checksums.
+
+    Raises:
+        DemoFilesError: One is missing or damaged.
+    """
+    for listing in PACKED.rglob(CHECKSUMS):
+        verify(listing.parent)
 
 
 def digest_of(sums: Mapping[str, object]) -> str:

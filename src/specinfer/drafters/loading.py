@@ -11,6 +11,7 @@ from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.drafters.self_drafter import load_self
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
+from specinfer.hub.files import read_object
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import read_token_map
 from specinfer.model.heads.block import BlockHead
@@ -50,6 +51,8 @@ def load_small(
     if name in SELF_DRAFTERS:
         loaded = load_self(name, target, offload or OffloadConfig())
         return SmallModel(loaded, SharedVocabulary(target.vocab_size, target.vocab_size, None))
+    if quantization is None and target.device.type == "cpu" and folder != target.folder:
+        quantization = _usual_quantization(folder)
     if reads_target(name, folder):
         loaded = load_head(folder, target, quantization)
         kind = SharedVocabulary if isinstance(loaded.model, BlockHead) else NextTokens
@@ -57,8 +60,6 @@ def load_small(
     try:
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
-        if quantization is None and target.device.type == "cpu":
-            quantization = _usual_quantization(config, folder)
         token_map = read_token_map(folder, vocab_size)
         loaded = load_model(folder, target.dtype, target.device, quantization, token_map=token_map)
     except ModelError as error:
@@ -74,10 +75,10 @@ def reads_target(name: str, folder: Path) -> bool:
     return name == MTP or name in SELF_DRAFTERS or find_format(folder) is not None
 
 
-def _usual_quantization(config: Any, folder: Path) -> str | None:
-    usual: str | None = getattr(config, "drafter_quantization", None)
+def _usual_quantization(folder: Path) -> str | None:
+    usual: str | None = (read_object(folder / "config.json") or {}).get("drafter_quantization")
     try:
-        check_quantization(f"drafter_quantization in {folder / 'config.json'}", usual)
+        check_quantization(f"drafters: drafter_quantization in {folder / 'config.json'}", usual)
     except ValueError as error:
         raise ModelError(str(error)) from error
     return usual

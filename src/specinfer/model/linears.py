@@ -43,24 +43,33 @@ def _kind(module: nn.Module) -> str:
 
 
 def quantize_linears(
-    model: nn.Module, quantization: str, config: Any, device: torch.device, *, native: bool = True, warns: bool = True
+    model: nn.Module,
+    quantization: str,
+    config: Any,
+    device: torch.device,
+    *,
+    native: bool = True,
+    warns: bool = True,
 ) -> None:
     """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
     Embeddings are not quantized, even if they are tied to the head. Neither are norms, routers, and experts that are
     one stack of matrices.
 
+    Args:
+        config: The model's configuration, or None for a drafter's layers, all of whose linear layers are quantized.
+
     Raises:
         ModelError: The model has no such linear layers.
     """
-    inside = layer_names(model, config.get_text_config().num_hidden_layers)
-    names = quantizable_names(model, inside)
+    inside = ("",) if config is None else layer_names(model, config.get_text_config().num_hidden_layers)
+    heads = _head_names(model)
+    names = [name for name in quantizable_names(model, inside) if name not in heads]
     stacks = {name for name, weight in model.named_parameters() if weight.ndim > 2 and name.startswith(inside)}
     if not names:
         raise ModelError(
             f"model: family {config.model_type!r} has no layers that can be quantized; leave quantization out"
         )
-    heads = _head_names(model)
     for name in [*names, *heads]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)

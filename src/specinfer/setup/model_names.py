@@ -6,8 +6,8 @@ from typing import Any
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.demo import chat_drafter, chat_model
-from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, MISSING
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
+from specinfer.demo.pair import demo_folders, head_folder
 from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_tokenizer
@@ -47,6 +47,8 @@ def find_drafter(name: str) -> Path:
         raise ModelError(f"model: {name} is none of {', '.join(SELF_DRAFTERS)}")
     if name in DRAFTER_NAMES:
         return demo_folders().drafters[name]
+    if name in HEAD_NAMES:
+        return head_folder(name)
     if name != CHAT:
         return find_folder(name)
     folder = chat_drafter.chat_drafter_folder()

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
@@ -22,7 +20,7 @@ from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.mtp import load_mtp
 from specinfer.model.heads.pair import EagleHead
 from specinfer.model.kv_cache import TapShape
-from specinfer.model.linears import QUANTIZE, ROUTER
+from specinfer.model.linears import quantize_linears
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 
 _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
@@ -69,7 +67,8 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         head = _HEADS[str(find_format(folder))](checkpoint, shape, ends)
         checkpoint.check_all_taken()
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
-    _quantize(head, quantization)
+    if quantization is not None:
+        quantize_linears(head, quantization, None, target.device)
     head.eval().requires_grad_(False)
     if target.device.type == "cpu":
         pack_linears(head)
@@ -102,14 +101,3 @@ def taps_of(target: LoadedModel, drafters: Iterable[LoadedModel]) -> TapShape | 
     layers = {layer for head in heads for layer in head.may_read}
     width = load_config(target.folder).get_text_config().hidden_size if heads else 0
     return TapShape(tuple(sorted(layers)), int(width)) if layers else None
-
-
-def _quantize(head: FeatureHead, quantization: str | None) -> None:
-    if quantization is None:
-        return
-    for name in [
-        name for name, module in head.named_modules() if type(module) is nn.Linear and not ROUTER.search(name)
-    ]:
-        layer = head.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        head.set_submodule(name, QUANTIZE[quantization](layer, layer.weight.device == torch.device("cpu")))
