@@ -32,6 +32,8 @@ class Adapters:
         # As vLLM has them, in the type of the model: half the bytes of a pass in bfloat16.
         dtype = target.dtype if target.dtype == torch.bfloat16 or target.device.type != "cpu" else torch.float32
         self._name, self._place = name, (target.device, dtype)
+        if target.device.type != "cpu":
+            logger.info("passes with adapters are launched kernel by kernel; those without are captured as before")
         self._sites = connect(target.model, len(target.layer_shapes))
         self._linears = {part: shape for site in self._sites for part, shape in site.parts.items()}
         self._lock = threading.Lock()
