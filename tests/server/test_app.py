@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from serving import error_of, serve, slow_steps, without_engine
@@ -295,6 +296,22 @@ def test_the_schema_is_served_unless_turned_off(llm: LLM) -> None:
             assert set(operation["responses"]) == {"200", "4XX", "5XX"}  # and no 422, which is never answered
     assert serve(llm, body) == (200, 404)
     assert serve(llm, body, docs=False) == (404, 404)
+
+
+def test_the_schema_is_made_outside_of_the_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, threads = FastAPI.openapi, []
+
+    def openapi(self: FastAPI) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return made(self)
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> Any:
+        return (await client.get("/llm/openapi.json")).json()["servers"]
+
+    monkeypatch.setattr(FastAPI, "openapi", openapi)
+    assert serve(llm, body, root_path="/llm") == [{"url": "/llm"}]
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_a_prefix_that_a_proxy_strips_or_leaves(llm: LLM) -> None:

@@ -45,18 +45,26 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="SpecInfer",
         version=specinfer.__version__,
-        openapi_url="/openapi.json" if config.docs else None,
+        openapi_url=None,  # FastAPI would make the schema in the event loop, which takes 0.2 s
         docs_url=None,  # FastAPI's page loads scripts from the network
         redoc_url=None,
         middleware=checks(state),
         responses={name: {"model": ErrorResponse} for name in ("4XX", "5XX")},
     )
     app.state.server = state
+    if config.docs:
+        app.add_route("/openapi.json", _schema)
     for module in _MODULES:
         app.include_router(module.router)
     for kind in KNOWN:
         app.add_exception_handler(kind, _error_response)
     return app
+
+
+def _schema(request: Request) -> JSONResponse:
+    """Return the schema of the API; runs in a thread."""
+    schema, root = request.app.openapi(), request.scope.get("root_path", "").rstrip("/")
+    return JSONResponse(schema | {"servers": [{"url": root}]} if root else schema)
 
 
 def checks(state: Serving) -> list[Middleware]:
