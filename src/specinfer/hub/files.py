@@ -10,6 +10,9 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
 _GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+READ_METHODS = frozenset(
+    {"compressed-tensors", "gptq", "awq", "fp8"}
+)  # most of their variants, see quantized/formats.py
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
 # Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
 _HEADS = {
@@ -52,7 +55,7 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
         if file := choose_gguf(found, None):
             return f"it has no config.json, but GGUF files; name one of them, such as {file}"
         return "it has no config.json; it is not a Hugging Face model folder"
-    if method := _quantization(config):
+    if (method := _quantization(config)) and method not in READ_METHODS:
         return already_quantized(method)
     architectures = [str(name) for name in config.get("architectures") or ()]
     if (head := head_format(config)) is not None:
@@ -88,8 +91,8 @@ def may_be_eagle(config: Mapping[str, Any]) -> bool:
 def already_quantized(method: str) -> str:
     """Return why a quantized checkpoint is refused."""
     return (
-        f"its weights are quantized already ({_METHODS.get(method, method)}), and such checkpoints are not read; use "
-        'the original one with quantization="int4" or "int8", or a GGUF file'
+        f"its weights are quantized already ({_METHODS.get(method, method)}) in a way that is not read; use the "
+        'original one with quantization="int4" or "int8", or a GGUF file'
     )
 
 

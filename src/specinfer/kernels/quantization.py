@@ -7,6 +7,7 @@ the other rows. This plain PyTorch code defines the format: other implementation
 the last bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,8 @@ _LARGEST = 127  # of rounded activations, and of 8-bit weights
 # Numbers of steps from 0 to a group's largest weight that are tried for 4 bits. That weight gets the lowest code of -8
 # to 7. Fewer steps leave room on the other side; more are finer and clip the largest weight. Other numbers gain little.
 _STEPS = (8.0, 8.6, 7.0)
+_MOST_VALUES = 16  # of 4 bits; groups with no more distinct ones were rounded before, and keep their values
+_ALL_STEPS = (8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0)  # tried for such groups, whose largest weight may have any code
 _AT_ONCE = 2**18  # weights quantized at a time, few enough for the processor's cache
 _MAX_ROWS, _MAX_PRODUCTS = 256, 2**20  # rows multiplied at a time; products in memory, which fit into the cache
 
@@ -90,7 +93,12 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
 
 def find_scales(values: Tensor, bits: Bits) -> Tensor:
     """Return scales [rows, groups, 1] for groups of weights, [rows, groups, size]."""
-    return _full_range(values) if bits == 8 else _least_squares(values)
+    if bits == 8:
+        return _full_range(values)
+    # Rounded scales are compared in double, where none that is exact loses against another.
+    return (
+        _least_squares(values.double(), _ALL_STEPS) if _has_few_values(values[:1]) else _least_squares(values, _STEPS)
+    )
 
 
 def _full_range(values: Tensor) -> Tensor:
@@ -102,8 +110,13 @@ def _full_range(values: Tensor) -> Tensor:
     return values.abs().amax(dim=2, keepdim=True) / _LARGEST
 
 
-def _least_squares(values: Tensor) -> Tensor:
-    """Return scales [rows, groups, 1] with the least squared error among the roundings of `_STEPS`.
+def _has_few_values(values: Tensor) -> bool:
+    """Return whether each group of [rows, groups, size] weights has so few distinct ones that they were rounded."""
+    return all(len(group.unique()) <= _MOST_VALUES for group in values.flatten(0, 1))
+
+
+def _least_squares(values: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Return scales [rows, groups, 1] with the least squared error among roundings to these numbers of steps.
 
     Args:
         values: [rows, groups, size].
@@ -114,12 +127,14 @@ def _least_squares(values: Tensor) -> Tensor:
     unit = values / largest.masked_fill(largest.abs() < TINY, torch.inf)
     codes, products = torch.empty_like(unit), torch.empty_like(unit)
     best_gain, best = torch.full_like(largest, -1.0), torch.zeros_like(largest)
-    for steps in _STEPS:
+    for steps in numbers:
         torch.mul(unit, -steps, out=codes).round_().clamp_(-8, 7)
         fit = torch.mul(unit, codes, out=products).sum(dim=2, keepdim=True)
         norm = torch.mul(codes, codes, out=products).sum(dim=2, keepdim=True).clamp_(min=1.0)
         scale = fit / norm  # has the least squared error for these codes; `gain` is the decrease of the error
-        gain = fit * scale
+        if values.dtype == torch.float64:
+            scale = (scale * largest).bfloat16() / largest.masked_fill(largest == 0, torch.inf)
+        gain = scale * (2 * fit - norm * scale) if values.dtype == torch.float64 else fit * scale
         best = torch.where(gain > best_gain, scale, best)
         best_gain = torch.maximum(gain, best_gain)
     return best * largest

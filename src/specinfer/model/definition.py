@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging as transformers_logging
 
 from specinfer.core.errors import ModelError, first_line
-from specinfer.hub.files import already_quantized, read_object
+from specinfer.hub.files import read_object
 from specinfer.hub.locate import TOKENIZERS
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
@@ -55,7 +55,10 @@ def load_config(folder: Path) -> Any:
 def _read_config(folder: Path) -> Any:
     fields = read_object(folder / "config.json") or {}
     if (family := _SAME_AS.get(fields.get("model_type", ""))) is None:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for part in (config, config.get_text_config()):  # weights are decoded by `Shards`, not by transformers
+            vars(part).pop("quantization_config", None)
+        return config
     fields.pop("auto_map", None)
     return AutoConfig.for_model(**(fields | {"model_type": family}))
 
@@ -168,10 +171,6 @@ def quietly() -> Iterator[None]:
 def check_architecture(config: Any) -> None:
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
-    for part in (config, config.get_text_config()):
-        if (done := getattr(part, "quantization_config", None)) is not None:
-            method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
-            raise ModelError(f"model: {already_quantized(method or 'method not named')}")
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")

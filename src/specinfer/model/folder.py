@@ -13,8 +13,8 @@ from torch import Tensor
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.sampling import SamplingParams
 from specinfer.hub.locate import locate
-from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
-from specinfer.model.offload.shards import Shards, has_safetensors
+from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
+from specinfer.model.offload.shards import Shards
 
 logger = logging.getLogger(__name__)
 TOKEN_MAP = "token_map.json"  # in a drafter's folder: the only tokens whose logits it computes
@@ -112,7 +112,7 @@ def _check_files(folder: Path) -> None:
         json.loads(generation.read_text(encoding="utf-8") if generation.is_file() else "{}")
     except ValueError as error:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
-    if not has_safetensors(folder):
+    if weights_file(folder) is not None:
         return  # made from a file that was checked
     index = folder / "model.safetensors.index.json"
     if index.is_file():

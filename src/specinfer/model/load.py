@@ -30,6 +30,7 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
+from specinfer.model.quantized.sources import kept_quantization
 from specinfer.model.shard_definition import BuiltModel, read_shard
 from specinfer.model.sharding.shard import connect_shards, rank_layers
 from specinfer.model.streamed import load_streamed
@@ -133,7 +134,8 @@ def load_model(
 
     Args:
         dtype: Type of the weights; "auto" for the checkpoint's own.
-        quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None.
+        quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None for that of the
+            checkpoint.
         native: Whether to use native kernels where they are faster, and the fused decoder on a GPU. False to run the
             model with transformers and PyTorch only.
         offload: Settings to stream the decoder layers instead of keeping them in memory. At first all layers are
@@ -153,6 +155,7 @@ def load_model(
     check_architecture(config)
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
+    quantization = quantization or kept_quantization(folder)
     job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map)
     if offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")

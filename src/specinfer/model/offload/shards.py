@@ -18,8 +18,10 @@ from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
+from specinfer.model.quantized.sources import DecodedSource, quantization_settings, with_decoded
 
 _DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
@@ -103,14 +105,14 @@ class Shards:
     """A model folder's weights by name, none of them read yet.
 
     Args:
-        dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
+        dtype: Type that quantized weights are decoded to, or None for the file's own.
 
     Raises:
         ModelError: A file is not a safetensors or GGUF file, or the index names a missing one.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        self.sources: dict[str, Source | GgufSource] = {}
+        self.sources: dict[str, Source | GgufSource | DecodedSource] = {}
         self.files: list[DirectFile] = []
         try:
             if (gguf := weights_file(folder)) is not None:
@@ -121,6 +123,7 @@ class Shards:
                 file = DirectFile(path)
                 self.files.append(file)
                 self.sources |= _sources(file)
+            self.sources = with_decoded(self.sources, folder, dtype)
         except BaseException:
             self.close()
             raise
@@ -138,7 +141,7 @@ class Shards:
 
 def has_safetensors(folder: Path) -> bool:
     """Return whether transformers can read the folder's weights by itself."""
-    return weights_file(folder) is None
+    return weights_file(folder) is None and quantization_settings(folder) is None
 
 
 def _paths(folder: Path) -> list[Path]:

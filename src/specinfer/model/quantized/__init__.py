@@ -1,0 +1,1 @@
+"""Checkpoints whose weights are quantized already: compressed-tensors, AWQ, GPTQ, FP8."""

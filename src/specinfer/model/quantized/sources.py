@@ -1,0 +1,122 @@
+"""Weights of quantized checkpoints as a model's weights, decoded a matrix at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.core.errors import ModelError
+from specinfer.hub.files import already_quantized, read_object
+from specinfer.model.cut import Cut
+from specinfer.model.quantized.formats import Format, find_format
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def quantization_settings(folder: Path) -> dict[str, Any] | None:
+    """Return quantization_config of a folder's config.json, or None for a model that is not quantized."""
+    config = read_object(folder / "config.json") or {}
+    for part in (config, config.get("text_config")):
+        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if isinstance(settings, dict):
+            return settings
+    return None
+
+
+def kept_quantization(folder: Path) -> str | None:
+    """Return the quantization whose codes are those of the folder's weights, or None."""
+    settings = quantization_settings(folder)
+    found = None if settings is None else find_format(settings)
+    return "int4" if found is not None and found.is_symmetric else None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSource:
+    """A weight that is stored as several tensors.
+
+    Attributes:
+        stored: Sources of the tensors, by the ends of their names.
+    """
+
+    format: Format
+    stored: Mapping[str, Any]
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """Read and decode the whole weight.
+
+        Raises:
+            ModelError: The tensors do not fit each other.
+            WeightsError: A file cannot be read.
+        """
+        tensors = {name: source.read() for name, source in self.stored.items()}
+        try:
+            weight = self.format.decode(tensors)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise ModelError(f"model: quantized weights do not fit each other: {str(error)[:200]}") from error
+        if tuple(weight.shape) != self.shape:
+            raise ModelError(f"model: quantized weights give {tuple(weight.shape)}, not {self.shape}")
+        return weight.to(self.dtype)
+
+    def read_part(self, cut: Cut) -> Tensor:
+        """Read a part of the weight."""
+        return cut.of(self.read())
+
+    def parts(self, cut: Cut | None) -> None:
+        """Return None: no part is stored in the form used for computing, see `Source.parts`."""
+
+
+def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the sources of a folder, with one for each quantized weight in place of its tensors.
+
+    Args:
+        dtype: Type that weights are decoded to, or None for that of config.json.
+
+    Raises:
+        ModelError: The format is not read, or a tensor is missing.
+    """
+    settings = quantization_settings(folder)
+    if settings is None:
+        return dict(sources)
+    found = find_format(settings)
+    if found is None:
+        raise ModelError(
+            f"model: {folder}: {already_quantized(str(settings.get('quant_method') or 'method not named'))}"
+        )
+    fields = read_object(folder / "config.json") or {}
+    usual = _DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")), torch.bfloat16)
+    result, layers = dict(sources), []
+    for name in sources:
+        layer = name.removesuffix(f".{found.names[0]}")
+        if layer != name and (found.names[0] != "weight" or f"{layer}.{found.names[1]}" in sources):
+            layers.append(layer)
+    for layer in layers:
+        stored = {end: result.pop(f"{layer}.{end}", None) for end in (*found.names, *found.others)}
+        if missing := [end for end in found.names if stored[end] is None]:
+            raise ModelError(f"model: tensor {layer}.{missing[0]} is missing; fetch the model again")
+        own = {end: source for end, source in stored.items() if source is not None}
+        result[f"{layer}.weight"] = DecodedSource(found, own, _shape(found, own, layer), dtype or usual)
+    return result
+
+
+def _shape(found: Format, stored: Mapping[str, Any], layer: str) -> tuple[int, int]:
+    try:
+        if found.shape is not None:
+            return found.shape({end: tuple(source.shape) for end, source in stored.items()})
+        rows, columns = map(int, stored["weight_shape"].read().tolist())
+    except (ValueError, IndexError) as error:
+        raise ModelError(
+            f"model: the tensors of {layer} have shapes that no weight has; fetch the model again"
+        ) from error
+    words = stored["weight_packed"].shape
+    if not 0 < rows <= words[0] or not 0 < columns <= 32 * words[1]:
+        raise ModelError(f"model: {layer}.weight_shape is ({rows}, {columns}), more than {layer}.weight_packed has")
+    return rows, columns

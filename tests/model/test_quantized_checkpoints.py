@@ -1,0 +1,112 @@
+"""Quantized safetensors: decoded weights, the same texts with and without speculation, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reference
+from quantized_files import FORMATS, save_quantized
+from specinfer import LLM, SamplingParams
+from specinfer.core.errors import ModelError
+from specinfer.kernels.quantization import dequantize, quantize
+from specinfer.model.definition import load_plain
+from specinfer.model.load import load_model
+from specinfer.model.offload.shards import Shards
+from tiny import random_prompts, save_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = random_prompts([5, 20, 3])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("source"), hidden_size=64, intermediate_size=96)
+
+
+def _texts(folder: Path, **options: object) -> list[list[int]]:
+    with LLM(folder, dtype="float32", **options) as llm:  # type: ignore[arg-type]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoded_weights_are_those_of_the_format(name: str, source: Path, tmp_path: Path) -> None:
+    plain = load_file(save_quantized(source, tmp_path / "quantized", name) / "model.safetensors")
+    with Shards(tmp_path / "quantized", torch.float32) as shards:
+        assert set(shards.sources) == set(plain)
+        for key, weight in plain.items():
+            torch.testing.assert_close(shards.sources[key].read(), weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "GPTQ"])
+def test_greedy_text_is_that_of_the_decoded_model(name: str, source: Path, tmp_path: Path) -> None:
+    model = load_plain(save_quantized(source, tmp_path / "quantized", name), torch.float32)
+    wanted = [reference.greedy(model, prompt, 12) for prompt in PROMPTS]
+    found = [_texts(tmp_path / "quantized", drafters="suffix", tree=tree) for tree in ("off", "2,1,1")]
+    if name != "pack-quantized":
+        assert found[0] == wanted
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["pack-quantized", "GPTQ"])
+def test_codes_of_4_bits_around_0_are_kept(name: str, source: Path, tmp_path: Path) -> None:
+    plain = load_file(save_quantized(source, tmp_path / "quantized", name) / "model.safetensors")
+    loaded = load_model(tmp_path / "quantized", torch.bfloat16, CPU, native=False)
+    assert loaded.quantization == "int4"
+    for key, weight in plain.items():
+        if "_proj" in key:
+            layer = loaded.model.get_submodule(key.removesuffix(".weight"))
+            # The codes are the same, and scales may differ in the last bit of bfloat16.
+            torch.testing.assert_close(dequantize(layer.quantized), weight, rtol=2**-7, atol=0)
+
+
+def test_rounded_weights_are_rounded_to_themselves() -> None:
+    torch.manual_seed(1)
+    codes = torch.randint(-8, 8, (64, 96)).float()
+    for limit in (8, 7, 5, 3, 1):
+        scales = torch.rand(64, 3).bfloat16().float() + 2**-6
+        scales = scales.bfloat16().float()
+        weight = codes.clamp(-limit, min(limit, 7)) * scales.repeat_interleave(32, 1)
+        torch.testing.assert_close(dequantize(quantize(weight, 4)), weight, rtol=0, atol=0)
+        # Stored in bfloat16, scales may be off by their last bit, and no code is.
+        torch.testing.assert_close(dequantize(quantize(weight.bfloat16(), 4)), weight, rtol=2**-7, atol=0)
+
+
+def test_quantized_checkpoints_are_streamed_and_draft(source: Path, tmp_path: Path) -> None:
+    save_quantized(source, tmp_path / "quantized", "AWQ")
+    alone = _texts(tmp_path / "quantized", tree="off")
+    streamed = _texts(tmp_path / "quantized", drafters="ngram", offload="disk", offload_folder=tmp_path / "packed")
+    drafted = _texts(tmp_path / "quantized", drafters=str(tmp_path / "quantized"), tree="1,1")
+    assert alone == streamed == drafted
+
+
+@pytest.mark.parametrize(
+    ("changes", "drop", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "", "quantized already \\(bitsandbytes\\)"),
+        ({"bits": 3}, "", "quantized already \\(GPTQ\\)"),
+        ({"bits": "many"}, "", "quantized already \\(GPTQ\\)"),
+        ({}, "scales", "tensor model.layers.0.* is missing"),
+        ({"group_size": 16}, "g_idx", "do not fit each other|give "),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_decoded_is_refused_by_name(
+    changes: dict[str, object], drop: str, message: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantized"
+    save_quantized(source, folder, "GPTQ")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: one for name, one in tensors.items() if not drop or not name.endswith(drop)},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(ModelError, match=message):
+        LLM(folder)

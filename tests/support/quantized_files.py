@@ -1,0 +1,143 @@
+"""Folders of quantized checkpoints, packed as each format's documentation has it, and the numbers they stand for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word belongs to
+Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the weight [out, in] float32
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Pack [rows, columns] codes along the columns, the first in the lowest bits."""
+    per_word = 32 // bits
+    words = torch.zeros(codes.shape[0], -(-codes.shape[1] // per_word), dtype=torch.int64)
+    for column in range(codes.shape[1]):
+        words[:, column // per_word] |= codes[:, column].long() << bits * (column % per_word)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def _codes(
+    weight: Tensor, bits: int, size: int, *, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes from 0 on [out, in], scales and zeros [out, groups]."""
+    groups = weight.unflatten(1, (-1, size))
+    top = (1 << bits) - 1
+    if symmetric:
+        scales = (groups.abs().amax(2) / (top // 2)).to(dtype)
+        zeros = torch.full(scales.shape, (top + 1) // 2)
+    else:
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = ((high - low) / top).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, top).long()
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top)
+    return codes.flatten(1).long(), scales, zeros
+
+
+def _decoded(codes: Tensor, scales: Tensor, zeros: Tensor, size: int) -> Tensor:
+    return ((codes - zeros.repeat_interleave(size, 1)).float() * scales.float().repeat_interleave(size, 1)).float()
+
+
+def pack_quantized(weight: Tensor, bits: int = 4, size: int = 32, *, symmetric: bool = True) -> Encoded:
+    codes, scales, zeros = _codes(weight, bits, size, symmetric=symmetric, dtype=torch.bfloat16)
+    tensors = {
+        "weight_packed": _words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape),
+    }  # fmt: skip
+    if not symmetric:
+        tensors["weight_zero_point"] = _words(zeros.T, bits).T.contiguous()
+    return tensors, _decoded(codes, scales, zeros, size)
+
+
+def int_quantized(weight: Tensor) -> Encoded:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scales.float()).round().clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
+
+
+def float_quantized(weight: Tensor) -> Encoded:
+    scale = (weight.abs().amax() / 448).reshape(1)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def gptq(weight: Tensor, bits: int = 4, size: int = 32, *, added: int = 1, act_order: bool = False) -> Encoded:
+    order = torch.randperm(weight.shape[1]) if act_order else torch.arange(weight.shape[1])
+    codes, scales, zeros = _codes(weight[:, order], bits, size, symmetric=True, dtype=torch.float16)
+    back = order.argsort()
+    tensors = {
+        "qweight": _words(codes[:, back], bits).T.contiguous(), "scales": scales.T.contiguous(),
+        "qzeros": _words(zeros.T - added, bits), "g_idx": (back // size).int(),
+    }  # fmt: skip
+    return tensors, _decoded(codes, scales, zeros, size)[:, back]
+
+
+def awq(weight: Tensor, size: int = 32) -> Encoded:
+    codes, scales, zeros = _codes(weight, 4, size, symmetric=False, dtype=torch.float16)
+
+    def packed(values: Tensor) -> Tensor:
+        return _words(values.unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1), 4)
+
+    tensors = {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": scales.T.contiguous()}
+    return tensors, _decoded(codes, scales, zeros, size)
+
+
+def fp8(weight: Tensor, block: int = 24) -> Encoded:
+    rows, columns = (-(-size // block) for size in weight.shape)
+    scales = torch.rand(rows, columns) + 0.5
+    spread = scales.repeat_interleave(block, 0)[: len(weight)].repeat_interleave(block, 1)[:, : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+
+
+def _compressed(form: str, kind: str, bits: int, **weights: Any) -> dict[str, Any]:
+    fields = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "group", "group_size": 32} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": fields, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+# quantization_config of each format, and its encoder.
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
+    "pack-quantized": (_compressed("pack-quantized", "int", 4), pack_quantized),
+    "pack-quantized of 8 bits": (_compressed("pack-quantized", "int", 8), lambda w: pack_quantized(w, 8)),
+    "pack-quantized, asymmetric": (
+        _compressed("pack-quantized", "int", 4, symmetric=False), lambda w: pack_quantized(w, symmetric=False),
+    ),
+    "int-quantized": (_compressed("int-quantized", "int", 8, strategy="channel"), int_quantized),
+    "float-quantized": (_compressed("float-quantized", "float", 8, strategy="tensor"), float_quantized),
+    "GPTQ": (_GPTQ, gptq),
+    "GPTQ v2 of 8 bits": (
+        _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, 8, added=0),
+    ),
+    "GPTQ, ordered by activations": (_GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
+    "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
+    "FP8": ({"quant_method": "fp8", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}, fp8),
+}  # fmt: skip
+
+
+def save_quantized(source: Path, folder: Path, name: str) -> Path:
+    """Write a quantized copy of a model, and return the folder of the model that its numbers are, in float32."""
+    settings, encode = FORMATS[name]
+    torch.manual_seed(0)
+    tensors, plain = {}, {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        if "_proj" in key:
+            stored, plain[key] = encode(tensor.float())
+            tensors |= {f"{key.removesuffix('.weight')}.{end}": one.contiguous() for end, one in stored.items()}
+        else:
+            tensors[key] = plain[key] = tensor
+    fields = json.loads((source / "config.json").read_text())
+    reference = folder.with_name(f"{folder.name}-plain")
+    for place, found, config in (
+        (folder, tensors, fields | {"quantization_config": settings}),
+        (reference, plain, fields),
+    ):
+        place.mkdir(parents=True)
+        save_file({key: one.contiguous() for key, one in found.items()}, place / "model.safetensors")
+        (place / "config.json").write_text(json.dumps(config))
+    return reference
