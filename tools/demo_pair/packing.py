@@ -52,7 +52,7 @@ def pack(
         elif tensor.ndim == 2:
             tensors[name], tensors[name + ROW_SCALE] = quantize_rows(tensor)
         else:
-            tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
+            tensors[name] = tensor.float() if tensor.is_floating_point() else tensor.int()
     target_folder.mkdir(parents=True, exist_ok=True)
     save(tensors, target_folder / WEIGHTS)
     copied = [name for name in _COPIED if name not in without and (source_folder / name).is_file()]
