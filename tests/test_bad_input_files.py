@@ -58,11 +58,12 @@ def test_28_44_45_nothing_is_evaluated_or_unpickled() -> None:
         "compile", "__import__", "os.system", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load",
         "torch.distributed.broadcast_object_list", "torch.distributed.recv_object_list", "multiprocessing.connection",
     }  # fmt: skip
-    # Training reads what it wrote itself; heads of drafters are published as pickles too. Both read tensors only.
-    trains = {"loop.py", "report.py", "train.py", "training.py", "checkpoint.py"}
+    # Training reads what it wrote itself; heads and adapters are published as pickles too. All read tensors only.
+    trains = {"loop.py", "report.py", "train.py", "training.py", "checkpoint.py", "peft_folder.py"}
     found = [
         (path.name, name) for path, tree in sources() for node in ast.walk(tree) for name in names_of(node) & refused
     ]
+    found.remove(("peft_folder.py", "pickle"))  # for the name of an error
     assert {pair for pair in found if pair[1] != "torch.load" or pair[0] not in trains} == set()
     for path, tree in sources():
         for node in ast.walk(tree):

@@ -1,5 +1,6 @@
 """A real terminal: what is typed while a model answers is not shown, and Tab completes commands and flags."""
 
+import contextlib
 import os
 import pty
 import select
@@ -94,7 +95,11 @@ def test_what_is_typed_during_an_answer_is_shown_with_the_next_line_only(convers
 
 
 def interrupt(terminal: Terminal, _: int) -> int:
-    terminal.type("\x03")
+    deadline = time.monotonic() + 60
+    while terminal.process.poll() is None and time.monotonic() < deadline:
+        terminal.type("\x03")  # one that arrives while a line is shown is lost now and then
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            terminal.process.wait(timeout=5)
     return -signal.SIGINT
 
 
