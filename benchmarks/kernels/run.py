@@ -25,7 +25,7 @@ from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import check_distinct, check_dtype, check_seed, check_whole, rotated
 from specinfer.bench.roofline import read_bytes
 from specinfer.core.config import MAX_TREE_NODES, check_quantization
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import reserved_names
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
 from specinfer.model.definition import known_positions, load_config
@@ -197,7 +197,7 @@ class _Subject:
         self._add(Pass(PROMPT, prompt), self.target, 0)
         for context in contexts:
             self._add(Pass(CONTEXT, context), self.target, context)
-        folders = [Path(name) for name in models.drafters if name not in LOOKUPS]
+        folders = [Path(name) for name in models.drafters if name not in reserved_names()]
         if folders:
             drafter = self._load(folders[0])
             context = min(config.context, drafter.max_position - max(_LEVEL_NODES))

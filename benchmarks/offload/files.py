@@ -10,7 +10,7 @@ from benchmarks.offload.plans import OffloadBenchConfig
 from benchmarks.peers.names import LIBRARIES, parse_peer
 from benchmarks.peers.race import gguf_place
 from specinfer.bench.models import GrowthPlan, Models
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import reserved_names
 from specinfer.core.places import cache_folder
 from specinfer.model.folder import count_parameters
 
@@ -55,7 +55,7 @@ def needs_of(config: OffloadBenchConfig, models: Models, plan: GrowthPlan | None
         dtype: Data type that models are loaded in.
     """
     growths = {} if plan is None else plan.growths
-    folders = [str(models.target), *(name for name in models.drafters if name not in LOOKUPS)]
+    folders = [str(models.target), *(name for name in models.drafters if name not in reserved_names())]
     sizes: dict[Path, int] = {}  # of each model as it will be measured, the target first
     for name in folders:
         growth = growths.get(name)

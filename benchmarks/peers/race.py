@@ -21,7 +21,7 @@ from benchmarks.peers.report import PeerReport
 from benchmarks.process import Worker, WorkerError
 from specinfer.bench.models import Models
 from specinfer.bench.results import Arm, Run
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import reserved_names
 from specinfer.core.places import cache_folder
 from specinfer.core.sampling import SamplingParams
 from specinfer.model.definition import load_config
@@ -165,7 +165,7 @@ class Peers:
                 raise WorkerError(f"the drafter's vocabulary of {sizes[0]} tokens is not the target's of {sizes[1]}")
 
     def _drafter(self) -> Path:
-        folders = [Path(name) for name in self._models.drafters if name not in LOOKUPS]
+        folders = [Path(name) for name in self._models.drafters if name not in reserved_names()]
         if not folders:
             raise WorkerError("no drafter is a model")
         return folders[0]
