@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
+from pair_heads import save_mtp
 from quantized_files import FORMATS, save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
@@ -74,6 +75,13 @@ def test_rounded_weights_are_rounded_to_themselves() -> None:
         torch.testing.assert_close(dequantize(quantize(weight, 4)), weight, rtol=0, atol=0)
         # Stored in bfloat16, scales may be off by their last bit, and no code is.
         torch.testing.assert_close(dequantize(quantize(weight.bfloat16(), 4)), weight, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek_v3"])
+def test_mtp_layers_of_a_quantized_checkpoint_draft(family: str, tmp_path: Path) -> None:
+    save_mtp(tmp_path / "whole", family)
+    save_quantized(tmp_path / "whole", tmp_path / "quantized", "FP8")
+    assert _texts(tmp_path / "quantized", drafters="mtp", tree="2,1") == _texts(tmp_path / "quantized", tree="off")
 
 
 def test_quantized_checkpoints_are_streamed_and_draft(source: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def save_quantized(source: Path, folder: Path, name: str) -> Path:
     torch.manual_seed(0)
     tensors, plain = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
-        if "_proj" in key:
+        if "_proj" in key and tensor.ndim == 2:
             stored, plain[key] = encode(tensor.float())
             tensors |= {f"{key.removesuffix('.weight')}.{end}": one.contiguous() for end, one in stored.items()}
         else:
