@@ -1,8 +1,11 @@
 """Resolution of a folder, GGUF file or hub name to a complete model folder, whose weight files are checked."""
 
+import contextlib
 import json
 import logging
 import math
+import shutil
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +36,30 @@ def find_folder(model: str | Path) -> Path:
         return find_gguf_folder(folder)
     _check_files(folder)
     return folder
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Return a context with an empty folder that takes the place of `folder` at the end, unless an error occurs.
+
+    Raises:
+        OSError: A folder cannot be written.
+    """
+    partial, old = (folder.with_name(f".{folder.name}-{kind}") for kind in ("partial", "old"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        readable = (partial / "config.json").stat().st_mode
+        for file in partial.glob("*.safetensors"):  # these are written with permissions for the owner only
+            file.chmod(readable)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

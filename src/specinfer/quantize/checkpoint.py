@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import BITS, GROUP_SIZES, Bits, QuantizedWeight, quantize
 from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer, outline
-from specinfer.model.folder import weight_shapes
+from specinfer.model.folder import replacing, weight_shapes
 from specinfer.model.linears import layer_lists, layer_names, quantizable_names
-from specinfer.model.offload.shards import has_safetensors
+from specinfer.model.offload.shards import has_safetensors, weight_paths
 from specinfer.quantize.gptq import round_layers
 from specinfer.reporting.files import check_files
 from specinfer.setup.model_names import find_target
@@ -128,27 +128,17 @@ def write_quantized(
     perplexity: tuple[float, float] | tuple[()] = ()
     if config.data:
         rounded, perplexity = _calibrate(config, source, names, stage, note)
-    out = Path(config.out)
-    partial = out.with_name(f".{out.name}-partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        stage("writing", len(files := _weight_files(source)))
-        index: dict[str, str] = {}
+    out, index = Path(config.out), dict[str, str]()
+    with replacing(out) as partial:
+        stage("writing", len(files := weight_paths(source)))
         for number, file in enumerate(files, start=1):
             tensors = _rounded_tensors(file, names, rounded, config.bits)
             save_file(tensors, partial / file.name, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file.name)
             note(number)
         _write_fields(source, partial, quantization_fields(config.bits, ignored), index if len(files) > 1 else None)
-        written = sum(file.stat().st_size for file in _weight_files(partial))
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    before = sum(file.stat().st_size for file in files)
-    return QuantizeReport(out, len(names), before, written, *perplexity)
+    before, after = (sum(file.stat().st_size for file in paths) for paths in (files, weight_paths(out)))
+    return QuantizeReport(out, len(names), before, after, *perplexity)
 
 
 def _linear_layers(source: Path, bits: Bits) -> tuple[list[str], list[str]]:
@@ -169,16 +159,6 @@ def _linear_layers(source: Path, bits: Bits) -> tuple[list[str], list[str]]:
     if not names:
         raise ModelError(f"model: {source} has no linear layers that can be quantized")
     return names, [name for name in linears if name not in names]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that the index names, or the only one."""
-    index = folder / _INDEX
-    if index.is_file():
-        return [
-            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        ]
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _rounded_tensors(

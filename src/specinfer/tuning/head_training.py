@@ -6,7 +6,6 @@ before, and attention sees at the last j places what those levels computed. So a
 """
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from specinfer.learning.distillation import DraftLogits
 from specinfer.learning.training_examples import Batch
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.families import rotate
-from specinfer.model.folder import read_weight
+from specinfer.model.folder import read_weight, replacing
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.eagle3 import Eagle3Head, usual_reads
 from specinfer.model.heads.head import TargetEnds, TargetShape
@@ -197,12 +196,8 @@ def export_head(trained: TrainableHead, target: Path, folder: Path) -> None:
         "norm_output": head.dialect.norm_output, "norm_before_residual": head.dialect.norm_before_residual,
     }  # fmt: skip
     token_map = None if head.token_map is None else head.token_map.tolist()
-    partial = folder.with_name(f".{folder.name}-partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write(partial, tensors, fields, token_map, int(config.vocab_size))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with replacing(folder) as partial:
+        _write(partial, tensors, fields, token_map, int(config.vocab_size))
 
 
 def _write(
@@ -217,10 +212,8 @@ def _write(
         members = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
         tensors = tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": members}
     fields["draft_vocab_size"] = len(tensors["lm_head.weight"])
-    config, weights = folder / "config.json", folder / "model.safetensors"
-    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, weights)
-    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    weights.chmod(config.stat().st_mode)  # safetensors files are written with permissions for the owner only
+    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _fields(config: Any, target: Path, reads: Iterable[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
 from specinfer.model.definition import load_config, load_plain
-from specinfer.model.folder import TOKEN_MAP
+from specinfer.model.folder import TOKEN_MAP, replacing
 from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
 from specinfer.tuning.head_training import TrainableHead, export_head, new_head, read_head
@@ -238,28 +238,15 @@ def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | No
         OSError: The folder cannot be written.
     """
     if isinstance(model, TrainableHead):
-        return export_head(model, target, folder)
-    partial = folder.with_name(f".{folder.name}-partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+        export_head(model, target, folder)
+        return
+    with replacing(folder) as partial:
         model.config.use_cache = True
         # The target's is copied below: a drafter generates nothing alone, and its own might be rejected here.
         model.generation_config = type(model.generation_config)()
         model.save_pretrained(partial)
-        readable = (partial / "config.json").stat().st_mode
-        for file in partial.glob("*.safetensors"):  # safetensors files are written with permissions for the owner only
-            file.chmod(readable)
         for pattern in _TOKENIZER_FILES:
             for file in target.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
         if token_map is not None:
             (partial / TOKEN_MAP).write_text(json.dumps(list(token_map)) + "\n", encoding="utf-8")
-        old = folder.with_name(f".{folder.name}-old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

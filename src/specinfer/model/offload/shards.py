@@ -119,7 +119,7 @@ class Shards:
                 self.files.append(DirectFile(gguf))
                 self.sources |= gguf_sources(gguf, dtype)
                 return
-            for path in _paths(folder):
+            for path in weight_paths(folder):
                 file = DirectFile(path)
                 self.files.append(file)
                 self.sources |= _sources(file)
@@ -144,7 +144,8 @@ def has_safetensors(folder: Path) -> bool:
     return weights_file(folder) is None and quantization_settings(folder) is None
 
 
-def _paths(folder: Path) -> list[Path]:
+def weight_paths(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: the only one, or those that the index names."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
