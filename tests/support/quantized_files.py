@@ -86,12 +86,12 @@ def awq(weight: Tensor, size: int = 32) -> Encoded:
     return tensors, _decoded(codes, scales, zeros, size)
 
 
-def fp8(weight: Tensor, block: int = 24) -> Encoded:
+def fp8(weight: Tensor, block: int = 24, name: str = "weight_scale_inv") -> Encoded:
     rows, columns = (-(-size // block) for size in weight.shape)
     scales = torch.rand(rows, columns) + 0.5
     spread = scales.repeat_interleave(block, 0)[: len(weight)].repeat_interleave(block, 1)[:, : weight.shape[1]]
     codes = (weight / spread).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
+    return {"weight": codes, name: scales}, codes.float() * spread
 
 
 def _compressed(form: str, kind: str, bits: int, **weights: Any) -> dict[str, Any]:
@@ -110,6 +110,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
     ),
     "int-quantized": (_compressed("int-quantized", "int", 8, strategy="channel"), int_quantized),
     "float-quantized": (_compressed("float-quantized", "float", 8, strategy="tensor"), float_quantized),
+    "float-quantized in blocks": (
+        _compressed("float-quantized", "float", 8, strategy="block", block_structure=[24, 24]),
+        lambda w: fp8(w, name="weight_scale"),
+    ),
+    "pack-quantized of 2 bits": (_compressed("pack-quantized", "int", 2), lambda w: pack_quantized(w, 2)),
+    "GPTQ of 2 bits": (_GPTQ | {"bits": 2}, lambda w: gptq(w, 2)),
     "GPTQ": (_GPTQ, gptq),
     "GPTQ v2 of 8 bits": (
         _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, 8, added=0),

@@ -10,9 +10,8 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
 _GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-READ_METHODS = frozenset(
-    {"compressed-tensors", "gptq", "awq", "fp8"}
-)  # most of their variants, see quantized/formats.py
+# Of most of their variants; see `model.quantized.formats`.
+READ_METHODS = frozenset({"compressed-tensors", "gptq", "awq", "fp8"})
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
 # Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
 _HEADS = {
@@ -55,8 +54,9 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
         if file := choose_gguf(found, None):
             return f"it has no config.json, but GGUF files; name one of them, such as {file}"
         return "it has no config.json; it is not a Hugging Face model folder"
-    if (method := _quantization(config)) and method not in READ_METHODS:
-        return already_quantized(method)
+    settings = quantization_settings(config)
+    if settings is not None and settings.get("quant_method") not in READ_METHODS:
+        return already_quantized(settings)
     architectures = [str(name) for name in config.get("architectures") or ()]
     if (head := head_format(config)) is not None:
         if head not in SUPPORTED_HEADS:
@@ -88,8 +88,9 @@ def may_be_eagle(config: Mapping[str, Any]) -> bool:
     return config.get("num_hidden_layers") == 1 and head_format(config) is None
 
 
-def already_quantized(method: str) -> str:
-    """Return why a quantized checkpoint is refused."""
+def already_quantized(settings: Mapping[str, Any]) -> str:
+    """Return why a checkpoint with this quantization_config is refused."""
+    method = str(settings.get("quant_method") or settings.get("quant_algo") or "method not named")
     return (
         f"its weights are quantized already ({_METHODS.get(method, method)}) in a way that is not read; use the "
         'original one with quantization="int4" or "int8", or a GGUF file'
@@ -121,11 +122,12 @@ def check_gguf_name(name: str) -> str | None:
     return None
 
 
-def _quantization(config: Mapping[str, Any]) -> str | None:
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the quantization_config of a config.json, or None for a model that is not quantized."""
     for part in (config, config.get("text_config")):
         settings = part.get("quantization_config") if isinstance(part, Mapping) else None
         if isinstance(settings, Mapping):
-            return str(settings.get("quant_method") or settings.get("quant_algo") or "method not named")
+            return settings
     return None
 
 

@@ -18,7 +18,7 @@ from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
-from specinfer.model.quantized.sources import DecodedSource, quantization_settings, with_decoded
+from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -141,7 +141,7 @@ class Shards:
 
 def has_safetensors(folder: Path) -> bool:
     """Return whether transformers can read the folder's weights by itself."""
-    return weights_file(folder) is None and quantization_settings(folder) is None
+    return weights_file(folder) is None and not is_quantized(folder)
 
 
 def weight_paths(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ _BLOCK = 32  # the groups of inputs that our own weights of 4 bits have
 Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
+Block = tuple[int, int]  # rows and columns of a weight that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +53,54 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return ((words.unsqueeze(2) >> places) & (1 << bits) - 1).flatten(1)
 
 
-def _spread(scales: Tensor, size: int, dim: int) -> Tensor:
-    """Return scales repeated along a dimension so that there is one for each of `size`."""
-    if scales.shape[dim] == 1:
+def _spread(scales: Tensor, dim: int, size: int, each: int) -> Tensor:
+    """Return scales with one for each of `size` along a dimension: one of all, or one of `each`, the last of fewer."""
+    count = scales.shape[dim]
+    if count == 1:
         return scales
-    return scales.repeat_interleave(-(-size // scales.shape[dim]), dim=dim).narrow(dim, 0, size)
+    if count != -(-size // each):
+        raise ValueError(f"{count} scales for {size} weights, {each} each")
+    return scales.repeat_interleave(each, dim=dim).narrow(dim, 0, size)
+
+
+def _scaled(weight: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """Return a weight, changed in place, times the scale of each block, or of all where there is one scale."""
+    scales = _two_dims(scales.float())
+    for dim, each in enumerate(block):
+        scales = _spread(scales, dim, weight.shape[dim], each)
+    return weight.mul_(scales)
+
+
+def _two_dims(scales: Tensor) -> Tensor:
+    return scales.reshape(-1, 1) if scales.ndim < 2 else scales
 
 
 def _compressed(settings: Fields) -> Format | None:
-    groups = list(settings["config_groups"].values())
-    kinds = {(one["weights"]["num_bits"], one["weights"]["type"]) for one in groups}
+    weights = [one["weights"] for one in settings["config_groups"].values()]
+    kinds = {(one["num_bits"], one["type"], _block_of(one)) for one in weights}
     if len(kinds) != 1:
         return None
-    ((bits, kind),) = kinds
+    ((bits, kind, block),) = kinds
     stored = settings.get("format")
     if stored == "pack-quantized" and kind == "int" and 32 % bits == 0:
-        weights = [one["weights"] for one in groups]
-        alike = bits == _SYMMETRIC_BITS and all(_is_kept(one) for one in weights)
         return Format(
             ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx"), None,
-            lambda tensors: _packed(tensors, bits), alike,
+            lambda tensors: _packed(tensors, bits, block), bits == _SYMMETRIC_BITS and all(map(_is_kept, weights)),
         )  # fmt: skip
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         return Format(
-            ("weight", "weight_scale"),
-            ("weight_zero_point", "input_scale"),
-            lambda shapes: _two(shapes["weight"]),
-            _plain,
+            ("weight", "weight_scale"), ("weight_zero_point", "input_scale"),
+            lambda shapes: _two(shapes["weight"]), lambda tensors: _plain(tensors, block),
         )  # fmt: skip
     return None
+
+
+def _block_of(weights: Fields) -> Block:
+    """Return the rows and columns of a weight that share a scale, if there is more than one of each."""
+    if weights["strategy"] == "block":
+        rows, columns = map(int, weights["block_structure"])
+        return rows, columns
+    return 1, int(weights.get("group_size") or 1)
 
 
 def _is_kept(weights: Fields) -> bool:
@@ -88,7 +108,7 @@ def _is_kept(weights: Fields) -> bool:
     return bool(weights["symmetric"] and has_groups and weights.get("actorder") in (None, "static", "weight"))
 
 
-def _packed(tensors: Tensors, bits: int) -> Tensor:
+def _packed(tensors: Tensors, bits: int, block: Block) -> Tensor:
     rows, columns = map(int, tensors["weight_shape"].tolist())
     middle = 1 << bits - 1
     codes = (_unpack(tensors["weight_packed"], bits)[:rows, :columns] - middle).float()
@@ -96,28 +116,19 @@ def _packed(tensors: Tensors, bits: int) -> Tensor:
     if zeros is not None:  # packed along the outputs
         zeros = (_unpack(zeros.T.contiguous(), bits).T[:rows] - middle).float()
     if (order := tensors.get("weight_g_idx")) is not None:
-        scales = scales[:, order.long()]
+        scales, block = scales[:, order.long()], (1, 1)
         zeros = None if zeros is None else zeros[:, order.long()]
     if zeros is not None:
-        codes -= _spread(zeros, columns, 1)
-    return codes.mul_(_spread(scales, columns, 1))
+        codes -= _spread(zeros, 1, columns, block[1])
+    return _scaled(codes, scales, block)
 
 
-def _plain(tensors: Tensors) -> Tensor:
+def _plain(tensors: Tensors, block: Block) -> Tensor:
     """Return codes of 8 bits times scales: one of all, of each row, of each group of inputs, or of each block."""
     weight = tensors["weight"].float()
     if (zeros := tensors.get("weight_zero_point")) is not None:
-        weight -= _spread(_two_dims(zeros.float()), weight.shape[1], 1)
-    return _scaled(weight, tensors["weight_scale"])
-
-
-def _scaled(weight: Tensor, scales: Tensor) -> Tensor:
-    spread = _spread(_two_dims(scales.float()), weight.shape[1], 1)
-    return weight.mul_(_spread(spread, weight.shape[0], 0))
-
-
-def _two_dims(scales: Tensor) -> Tensor:
-    return scales.reshape(-1, 1) if scales.ndim < 2 else scales
+        weight -= _spread(_two_dims(zeros.float()), 1, weight.shape[1], block[1])
+    return _scaled(weight, tensors["weight_scale"], block)
 
 
 def _gptq(settings: Fields) -> Format | None:
@@ -155,14 +166,15 @@ def _awq(settings: Fields) -> Format | None:
     if int(settings["bits"]) != 4 or str(settings.get("version", "gemm")).lower() != "gemm":
         return None
 
+    size = int(settings.get("group_size", 128))
+
     def in_order(words: Tensor) -> Tensor:
         return _unpack(words, 4)[:, _in_awq_order(8 * words.shape[1])]
 
     def decode(tensors: Tensors) -> Tensor:
         codes, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])  # [in, out], [groups, out]
-        rows = codes.shape[0]
-        numbers: Tensor = (codes - _spread(zeros, rows, 0)).float() * _spread(tensors["scales"].float(), rows, 0)
-        return numbers.T.contiguous()
+        numbers = (codes - _spread(zeros, 0, len(codes), size)).float()
+        return _scaled(numbers, tensors["scales"], (size, 1)).T.contiguous()
 
     return Format(
         ("qweight", "qzeros", "scales"), (), lambda shapes: (shapes["qweight"][1] * 8, shapes["qweight"][0]), decode
@@ -170,17 +182,11 @@ def _awq(settings: Fields) -> Format | None:
 
 
 def _fp8(settings: Fields) -> Format | None:
-    size = tuple(settings.get("weight_block_size") or ())
-    if len(size) != 2:
-        return None
-
-    def decode(tensors: Tensors) -> Tensor:
-        weight, scales = tensors["weight"].float(), tensors["weight_scale_inv"].float()
-        for dim in (0, 1):  # the last block may be filled in part
-            scales = scales.repeat_interleave(int(size[dim]), dim=dim).narrow(dim, 0, weight.shape[dim])
-        return weight.mul_(scales)
-
-    return Format(("weight", "weight_scale_inv"), (), lambda shapes: _two(shapes["weight"]), decode)
+    rows, columns = map(int, settings["weight_block_size"])
+    return Format(
+        ("weight", "weight_scale_inv"), (), lambda shapes: _two(shapes["weight"]),
+        lambda tensors: _scaled(tensors["weight"].float(), tensors["weight_scale_inv"], (rows, columns)),
+    )  # fmt: skip
 
 
 def _two(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -9,26 +9,21 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import already_quantized, read_object
+from specinfer.hub.files import already_quantized, quantization_settings, read_object
 from specinfer.model.cut import Cut
 from specinfer.model.quantized.formats import Format, find_format
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def quantization_settings(folder: Path) -> dict[str, Any] | None:
-    """Return quantization_config of a folder's config.json, or None for a model that is not quantized."""
-    config = read_object(folder / "config.json") or {}
-    for part in (config, config.get("text_config")):
-        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
-        if isinstance(settings, dict):
-            return settings
-    return None
+def is_quantized(folder: Path) -> bool:
+    """Return whether the weights of a folder of safetensors are quantized."""
+    return quantization_settings(read_object(folder / "config.json") or {}) is not None
 
 
 def kept_quantization(folder: Path) -> str | None:
     """Return the quantization whose codes are those of the folder's weights, or None."""
-    settings = quantization_settings(folder)
+    settings = quantization_settings(read_object(folder / "config.json") or {})
     found = None if settings is None else find_format(settings)
     return "int4" if found is not None and found.is_symmetric else None
 
@@ -83,16 +78,14 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
     Raises:
         ModelError: The format is not read, or a tensor is missing.
     """
-    settings = quantization_settings(folder)
+    config = read_object(folder / "config.json") or {}
+    settings = quantization_settings(config)
     if settings is None:
         return dict(sources)
     found = find_format(settings)
     if found is None:
-        raise ModelError(
-            f"model: {folder}: {already_quantized(str(settings.get('quant_method') or 'method not named'))}"
-        )
-    fields = read_object(folder / "config.json") or {}
-    usual = _DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")), torch.bfloat16)
+        raise ModelError(f"model: {folder}: {already_quantized(settings)}")
+    usual = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
     result, layers = dict(sources), []
     for name in sources:
         layer = name.removesuffix(f".{found.names[0]}")
