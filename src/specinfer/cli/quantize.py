@@ -31,7 +31,7 @@ def quantize(
     as_json: JSON = None,
     debug: DEBUG = False,
 ) -> None:
-    """Write a quantized copy of a model, in the compressed-tensors format, which loads in seconds."""
+    """Write a quantized copy of a model, in the compressed-tensors format."""
     quiet_libraries(debug=debug)
     screen = Screen()
     with checking():

@@ -1,8 +1,8 @@
 """The embedded weights: a byte or half a byte per weight in the package, ordinary Hugging Face folders in use.
 
 Each matrix is stored as int8 rows with one scale per row, or as 4-bit codes (`kernels/quantization.py`), next to a list
-of checksums. The weights are unpacked once
-into the user's cache, under a name taken from the checksums, so that a new pair never uses an old cache.
+of checksums. The weights are unpacked once into the user's cache, under a name taken from the checksums, so that a new
+pair never uses an old cache.
 """
 
 import hashlib

@@ -102,31 +102,31 @@ class SelfDrafter(SmallModelDrafter):
     """A drafter that grows trees with a quantized copy of the target; arguments as for the class above."""
 
     runner: SelfRunner
+    _cache: BorrowedCache
     reads_target = True
     keeps_drafts = False
 
     def _make_cache(self, runner: ModelRunner) -> BorrowedCache:
-        self._borrowed = BorrowedCache(runner, self.vocabulary, None)
-        return self._borrowed
+        return BorrowedCache(runner, self.vocabulary, None)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         try:
             return super().draft(spans, budgets)
         finally:
             for span in spans:  # the target's pass needs the slots
-                self._borrowed.release(span.request.request_id)
+                self._cache.release(span.request.request_id)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         request = growing_tree.request
         root = len(request.token_ids) - 1
         earlier, new = [0, *growing_tree.computed], list(growing_tree.frontier)
         growing_tree.computed += new
-        earlier_slots = self._borrowed.borrowed(request)
+        earlier_slots = self._cache.borrowed(request)
         piece = Piece(
             tokens=growing_tree.tokens[new].tolist(),
             positions=(root + growing_tree.depths[new]).tolist(),
             prefix_slots=self.runner.cache.slots(request.request_id),
-            slots=self._borrowed.borrow(request, len(new)),
+            slots=self._cache.borrow(request, len(new)),
             visible=growing_tree.ancestry[new][:, earlier + new],
             num_logits=len(new),
             earlier_slots=earlier_slots,

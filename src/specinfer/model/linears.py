@@ -67,9 +67,8 @@ def quantize_linears(
     names = [name for name in quantizable_names(model, inside) if name not in heads]
     stacks = {name for name, weight in model.named_parameters() if weight.ndim > 2 and name.startswith(inside)}
     if not names:
-        raise ModelError(
-            f"model: family {config.model_type!r} has no layers that can be quantized; leave quantization out"
-        )
+        what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
+        raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")
     for name in [*names, *heads]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)

@@ -22,7 +22,7 @@ from specinfer.core.cpus import usable_cpus
 from specinfer.core.places import cache_folder
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.merge.merged import MergedDrafter
+from specinfer.drafters.merge.merged import MergedDrafter, parts_of
 from specinfer.model.device import device_name
 from specinfer.model.runner import TargetRunner
 from specinfer.policy.cost_measurement import SIZES, measure_costs, still_apply
@@ -72,7 +72,6 @@ def cached_costs(
 
 def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
     """Return everything that costs depend on."""
-    parts = drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
     selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
     return {
         "device": device_name(target.loaded.device),
@@ -83,7 +82,7 @@ def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
         "specinfer": importlib.metadata.version("specinfer"),
         "dtype": str(target.loaded.dtype),
         "target": _shape(target),
-        "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts],
+        "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts_of(drafter)],
         **({"num_asked": selection.num_asked} if selection else {}),
         **_streaming(target),
         # With a small cache the larger sizes are not measured.

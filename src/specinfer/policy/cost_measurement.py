@@ -12,6 +12,8 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.merge.merged import parts_of
+from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.runner import TargetRunner
@@ -158,7 +160,7 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
         drafter.draft([span], [TreeBudget.expansion(widths)])
 
     try:
-        if any(getattr(part, "reads_target", False) for part in getattr(drafter, "drafters", (drafter,))):
+        if any(isinstance(part, SmallModelDrafter) and part.reads_target for part in parts_of(drafter)):
             known = target.cache.reserve(_PROBE, _PROMPT - 1)
             target.forward([Piece.of_span(request.token_ids[1:], None, NO_SLOTS, known)])
             target.cache.commit(_PROBE, range(_PROMPT - 1))

@@ -35,7 +35,7 @@ class UnloadFields(BaseModel):
 async def load_adapter(fields: LoadFields, request: Request) -> PlainTextResponse:
     """Load an adapter, which later requests choose by its name."""
     state = _updatable(request)
-    if fields.lora_name in (*state.names, *state.adapters):
+    if fields.lora_name in state.model_names:
         message = f"lora_name: {fields.lora_name!r:.80} is served already; unload it first, or choose another name"
         raise ApiError(400, message, param="lora_name")
     try:

@@ -242,7 +242,7 @@ def served_name(request: Request, name: str | None) -> str | None:
         ApiError: The model is not served here.
     """
     state = state_of(request)
-    if name is not None and name not in (*state.names, *state.adapters):
+    if name is not None and name not in state.model_names:
         name = name.removesuffix(":latest")
     state.check_model(name)
     return name

@@ -36,7 +36,7 @@ async def version() -> dict[str, str]:
 async def tags(request: Request) -> dict[str, Any]:
     """List the names that the model is served under."""
     state = state_of(request)
-    return {"models": [_entry(state, name) for name in (*state.names, *state.adapters)]}
+    return {"models": [_entry(state, name) for name in state.model_names]}
 
 
 @router.get("/api/ps")
@@ -49,7 +49,7 @@ async def running(request: Request) -> dict[str, Any]:
         "size_vram": 0 if loaded.device.type == "cpu" else loaded.num_bytes,
         "context_length": state.engine.llm.max_model_len,
     }
-    return {"models": [_entry(state, name) | more for name in (*state.names, *state.adapters)]}
+    return {"models": [_entry(state, name) | more for name in state.model_names]}
 
 
 @router.post("/api/show")

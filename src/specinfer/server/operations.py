@@ -16,7 +16,7 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     """List the names that the model is served under, and its adapters."""
     state = state_of(request)
-    return {"object": "list", "data": [_model(state, name) for name in (*state.names, *state.adapters)]}
+    return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
 
 
 @router.get("/v1/models/{name:path}")

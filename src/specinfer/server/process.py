@@ -191,9 +191,8 @@ class _Process:
         ended = await self._until_forced(engine.drain(seconds))
         if not ended:
             logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
-        await engine.shutdown(
-            1.0 if self._forced.is_set() else 10.0
-        )  # a text may take longer to read, which is no failure
+        await engine.shutdown(1.0 if self._forced.is_set() else 10.0)
+        # A text may take longer to read, which is no failure.
         return 0 if engine.has_stopped and not (self._forced.is_set() or engine.has_failed) else 1
 
     async def _wait_unless_stopped(self, work: "asyncio.Future[LLM]") -> LLM | None:

@@ -102,10 +102,15 @@ class ServerState:
             raise shutting_down()
         engine.check_health()
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that clients may ask for: those of the model, and of its adapters."""
+        return (*self.names, *self.adapters)
+
     def check_model(self, name: str | None) -> None:
         """Raise the error for a model that is not served here; None accepts the served model."""
-        if name is not None and name not in self.names and name not in self.adapters:
-            known = ", ".join((*self.names, *self.adapters))
+        if name is not None and name not in self.model_names:
+            known = ", ".join(self.model_names)
             message = f"model: {name!r:.80} is not served here; use {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,9 @@ from specinfer.drafters.loading import load_small, reads_target
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
-from specinfer.drafters.self_drafter import USUAL_COPY, SelfRunner, copy_fits
+from specinfer.drafters.self_drafter import SelfRunner, copy_fits
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
-from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.capacity import bytes_per_token, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
@@ -114,10 +113,10 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     names, choice = () if speculative.shape.is_off else speculative.drafters, None
     if names is None:
         # Machines may have different models in their caches; what is chosen must be the same on all.
-        chosen = usual_drafters(args.model, folder, small_models=args.nnodes == 1 and args.offload is None)
-        is_alone = chosen.names == (LOOKUP,) and parallel.world_size == 1
-        if is_alone and copy_fits(folder, args.offload_config, args.quantization):
-            chosen = DrafterChoice((USUAL_COPY, LOOKUP_WITH_MODEL), "a copy in 4 bits fits into the memory budget")
+        chosen = usual_drafters(
+            args.model, folder, small_models=args.nnodes == 1 and args.offload is None,
+            fits_copy=parallel.world_size == 1 and copy_fits(folder, args.offload_config, args.quantization),
+        )  # fmt: skip
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
     settings = TargetConfig(
@@ -183,26 +182,12 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 target, num_slots, ranks, keeps_prefixes=args.enable_prefix_caching, capacity=capacity
             )
         )
-
-        def runner_of(name: str, loaded: LoadedModel) -> ModelRunner:
-            if isinstance(loaded.model, FeatureHead):
-                return HeadRunner(loaded, runner, num_slots, keeps_prefixes=args.enable_prefix_caching)
-            if name in SELF_DRAFTERS:
-                assert isinstance(runner, ModelRunner)
-                alike = type(loaded.model) is type(target.model)  # then they compute the same linear layers together
-                return SelfRunner(loaded, runner, takes_adapters=args.enable_lora and alike)
-            return make_runner(loaded)
-
-        here = {name: runner_of(name, one.loaded) for name, one in small.items()}
+        here = {name: _drafter_runner(name, one.loaded, runner, args, make_runner) for name, one in small.items()}
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
         for each in (runner, *here.values()):
             if isinstance(each, ModelRunner):
                 each.prepare(progress)
-        heads = [one for one in here.values() if isinstance(one, HeadRunner)]
-        for head in heads:
-            choose_dialect(head, tokenizer)
-        if heads:
-            runner.keep_taps({layer for one in heads for layer in one.head.reads})
+        _settle_heads([one for one in here.values() if isinstance(one, HeadRunner)], runner, tokenizer)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         most_told = None if capacity is None else capacity.num_guesses
@@ -220,6 +205,31 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
     )  # fmt: skip
     choice = plan.drafter_choice
     return Assembly(runner, ranks, tokenizer, speculator, scheduler, max_model_len, choice, adapters)
+
+
+def _drafter_runner(
+    name: str,
+    loaded: LoadedModel,
+    target: TargetRunner,
+    args: EngineArgs,
+    make_runner: Callable[[LoadedModel], ModelRunner],
+) -> ModelRunner:
+    """Return the runner of a drafter that is a model: a head, a copy of the target, or, by `make_runner`, any other."""
+    if isinstance(loaded.model, FeatureHead):
+        return HeadRunner(loaded, target, target.cache.num_slots, keeps_prefixes=args.enable_prefix_caching)
+    if name in SELF_DRAFTERS:
+        assert isinstance(target, ModelRunner)
+        alike = type(loaded.model) is type(target.loaded.model)  # then they compute the same linear layers together
+        return SelfRunner(loaded, target, takes_adapters=args.enable_lora and alike)
+    return make_runner(loaded)
+
+
+def _settle_heads(heads: Sequence[HeadRunner], target: TargetRunner, tokenizer: Any) -> None:
+    """Choose how the configuration of each head is read, and let the target store only what they read."""
+    for head in heads:
+        choose_dialect(head, tokenizer)
+    if heads:
+        target.keep_taps({layer for one in heads for layer in one.head.reads})
 
 
 def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, RemoteModel]:

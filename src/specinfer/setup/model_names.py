@@ -8,9 +8,10 @@ from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
+from specinfer.drafters.self_drafter import USUAL_COPY
 from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.locate import locate_tokenizer
-from specinfer.model.definition import load_tokenizer
+from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
 from specinfer.model.heads.load import find_format, shows_hidden_states
@@ -72,20 +73,25 @@ def find_tokenizer(name: str | Path, target: LoadedModel) -> Any:
     return tokenizer
 
 
-def usual_drafters(model: str | Path, folder: Path, *, small_models: bool = True) -> DrafterChoice:
+def usual_drafters(
+    model: str | Path, folder: Path, *, small_models: bool = True, fits_copy: bool = False
+) -> DrafterChoice:
     """Return the drafters of a target for which none are chosen.
 
     Args:
         folder: Folder of the target.
         small_models: Whether a model that this machine happens to have, or can download, may be among them.
+        fits_copy: Whether a copy of the target in 4 bits fits into memory, which drafts where no small model may.
     """
     if str(model) == CHAT:
         return DrafterChoice((CHAT, LOOKUP_WITH_MODEL), "its own drafter")
     if str(model) == CODE:
         return DrafterChoice((CODE,), "its own drafter")
-    uses_heads = shows_hidden_states(folder)
+    uses_heads = shows_hidden_states(load_config(folder))
     if uses_heads and has_mtp(folder):
         return auto_drafters(model, has_mtp=True)
-    if not small_models:
-        return DrafterChoice((LOOKUP,), "models are not chosen for streamed targets and for several machines")
-    return auto_drafters(model, uses_heads=uses_heads)
+    if small_models:
+        return auto_drafters(model, uses_heads=uses_heads)
+    if fits_copy:
+        return DrafterChoice((USUAL_COPY, LOOKUP_WITH_MODEL), "a copy in 4 bits fits into the memory budget")
+    return DrafterChoice((LOOKUP,), "models are not chosen for streamed targets and for several machines")

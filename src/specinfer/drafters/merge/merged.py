@@ -20,6 +20,11 @@ from specinfer.drafters.merge.selection import Selection
 from specinfer.verify import Acceptance
 
 
+def parts_of(drafter: Drafter) -> Sequence[Drafter]:
+    """Return the drafters that a merged one asks, or the drafter alone."""
+    return drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
+
+
 class MergedDrafter:
     """A drafter that unites the trees of its drafters by token path.
 

@@ -133,15 +133,15 @@ def read_config(folder: Path, linears: Iterable[str]) -> PeftConfig:
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ModelError(f"lora_path: {file} is larger than {_MAX_BYTES} bytes, and no configuration")
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_BYTES + 1)
+        fields = json.loads(content) if len(content) <= _MAX_BYTES else None
     except FileNotFoundError as error:
         raise ModelError(f"lora_path: {file.parent} has no {CONFIG}; name a folder in PEFT's format") from error
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(f"lora_path: {file} cannot be read: {error}") from error
+    if len(content) > _MAX_BYTES:
+        raise ModelError(f"lora_path: {file} is larger than {_MAX_BYTES} bytes, and no configuration")
     if not isinstance(fields, dict):
         raise ModelError(f"lora_path: {file} is not an object")
     return fields

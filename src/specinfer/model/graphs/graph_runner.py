@@ -32,8 +32,9 @@ class _Captured:
 
 
 class GraphRunner:
-    """A runner of passes over static buffers; passes that are larger than all
-    sizes, or have adapters, get their own and are not captured.
+    """A runner of passes over static buffers.
+
+    Passes that are larger than all sizes, or have adapters, get buffers of their own and are not captured.
 
     Args:
         name: Name of the model, for the log.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch.nn import functional
 
@@ -37,9 +38,9 @@ def find_format(folder: Path) -> str | None:
     return head_format(config)
 
 
-def shows_hidden_states(target: Path) -> bool:
-    """Return whether heads can read the hidden states of the target in a folder."""
-    return load_config(target).model_type not in REPLACED
+def shows_hidden_states(config: Any) -> bool:
+    """Return whether heads can read the hidden states of a target with this configuration."""
+    return config.model_type not in REPLACED
 
 
 def load_head(folder: Path, target: LoadedModel, quantization: str | None = None) -> LoadedModel:
@@ -53,7 +54,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
     """
     register()
     config = load_config(target.folder)
-    if not shows_hidden_states(target.folder):
+    if not shows_hidden_states(config):
         raise ModelError(
             f"drafters: {folder} reads hidden states, which targets of family {config.model_type!r} do not show; name "
             "a small model"
