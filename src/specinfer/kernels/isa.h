@@ -16,5 +16,7 @@ namespace ISA {
 #include "attention.h"
 #include "decoder.h"
 #include "choice.h"
-extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, decode, choose, noise_of, most_probable};
+#include "walk.h"
+extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, decode, choose, noise_of, most_probable,
+                              walk};
 }  // namespace ISA

@@ -198,4 +198,6 @@ PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_
         if (!native->most_probable(scores + i * size, size, count, values + i * count, tokens + i * count, room)) return i;
     return rows;
 }
+
+PUBLIC void specinfer_walk(const Walks *walks, int threads) { native->walk(walks, threads); }
 }

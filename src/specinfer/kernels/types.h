@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 7;
+static const int LAYOUT = 8;
 
 enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -81,6 +81,19 @@ struct Layer {  // of a decoder; as in decoder.py
     int32_t gate;  // how `gated` ends
 };
 
+struct Walks {  // of several trees, whose nodes follow one another in the arrays; as in walk.py
+    int64_t count, vocab;
+    const float *const *logits;         // [count] of each tree [nodes][vocab]
+    const int64_t *first;               // [count + 1] place of each root
+    const int64_t *tokens, *parents;    // [nodes] parents are numbered from the tree's root, 0
+    const uint64_t *seeds;              // [count]
+    const int64_t *positions;           // [count] of the token after each root
+    const float *temperatures;          // [count] 0: greedy
+    int64_t *chosen;                    // [nodes] the token after each node, or UNKNOWN; written where walks come
+    int64_t *path;                      // [nodes] from each root's place on: the accepted nodes
+    int64_t *lengths, *next;            // [count] of the paths; the tokens after them, UNKNOWN where rounding decides
+};
+
 struct Native {
     const char *name;
     void (*linear)(const Linear *, const float *x, float *y, void *room, int64_t rows, int32_t ending, const Runs *,
@@ -98,6 +111,7 @@ struct Native {
     void (*noise_of)(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count);
     int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
                              float *room);
+    void (*walk)(const Walks *, int threads);
 };
 
 // 64-byte aligned memory, on every platform.

@@ -11,6 +11,7 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.choice import choose_token, chooses
 from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose
+from specinfer.kernels.walk import walk_trees
 from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
 from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.logits import adjust, is_adjusted, least_kept, process_logits
@@ -34,12 +35,36 @@ def verify(
     """
     is_random = [rule in RANDOM_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
     walked = [i for i, tossing in enumerate(is_random) if not tossing]
-    choices = _Choices([logits[i] for i in walked], [requests[i] for i in walked], [trees[i] for i in walked])
-    kept = iter(verify_coupled(choices.trees, choices.at))
+    is_native = [_is_plain(requests[i]) and chooses(logits[i]) and not _is_asked_at_once(logits[i]) for i in walked]
+    kept: dict[int, Acceptance] = {}
+    for verify_group, group in (
+        (_walk_natively, [i for i, native in zip(walked, is_native, strict=True) if native]),
+        (_walk, [i for i, native in zip(walked, is_native, strict=True) if not native]),
+    ):
+        if group:
+            found = verify_group([logits[i] for i in group], [requests[i] for i in group], [trees[i] for i in group])
+            kept |= zip(group, found, strict=True)
     return [
-        _verify_random(rule, rows, request, tree) if tossing else next(kept)
-        for rows, request, tree, tossing in zip(logits, requests, trees, is_random, strict=True)
+        _verify_random(rule, rows, request, tree) if is_random[i] else kept[i]
+        for i, (rows, request, tree) in enumerate(zip(logits, requests, trees, strict=True))
     ]
+
+
+def _walk_natively(
+    logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
+) -> list[Acceptance]:
+    noises = [(request.seed, len(request.token_ids)) for request in requests]
+    found = walk_trees(logits, trees, noises, [_heat(request) for request in requests])
+    return [Acceptance(path, token) for path, token in found]
+
+
+def _walk(logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Acceptance]:
+    return verify_coupled(trees, _Choices(logits, requests, trees).at)
+
+
+def _heat(request: Request) -> float:
+    """Return the temperature, 0 if it counts as greedy."""
+    return 0.0 if request.params.is_greedy else request.params.temperature
 
 
 class _Choices:
@@ -62,9 +87,7 @@ class _Choices:
         seeds = np.repeat([request.seed for request in requests], sizes)
         starts = np.repeat([len(request.token_ids) for request in requests], sizes)
         positions = starts + np.concatenate([tree.depths for tree in trees])
-        # A temperature that counts as greedy is passed as 0.
-        heats = [0.0 if request.params.is_greedy else request.params.temperature for request in requests]
-        heat = torch.from_numpy(np.repeat(np.asarray(heats, dtype=np.float32), sizes))
+        heat = torch.from_numpy(np.repeat(np.asarray([_heat(request) for request in requests], np.float32), sizes))
         numbers = torch.from_numpy(np.stack([seeds, positions])).to(rows.device)
         chosen: list[int] = choose(rows, numbers[0], numbers[1], heat.to(rows.device)).tolist()
         return chosen
