@@ -179,25 +179,69 @@ def test_the_child_ends_with_a_parent_that_is_killed(is_stopped: bool) -> None:
         await_that(lambda: not is_alive(child), 5)
 
 
-def test_connections_made_while_no_child_runs_wait_for_the_next() -> None:
-    body = """
+SLOW_START = """
+import select
 if not parent.last_end:
+    parent.report("ACCEPTING=1")
+    time.sleep(0.5)
     parent.report("READY=1")
     show("ready")
     time.sleep(60)
-time.sleep(0.5)
+show("loading")
+sys.stdin.readline()
+parent.report("ACCEPTING=1")
+select.select([listener], [], [])
 connection, _ = listener.accept()
 connection.sendall(b"served")
-show("served")
 time.sleep(60)
 """
-    with supervised(body) as process:
-        assert next(lines_of(process)) == ["ready"]
+
+
+def test_the_parent_answers_while_no_child_accepts_and_hands_connections_over_to_the_next() -> None:
+    with supervised(SLOW_START, stdin=subprocess.PIPE) as process:
+        lines = lines_of(process)
+        assert next(lines) == ["ready"]
         (child,) = children_of(process.pid)
         ((_, port),) = listening_places(process.pid)
+        silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(8)]
         os.kill(child, signal.SIGKILL)
+        for path in ("/health", "/v1/completions"):
+            begun = time.monotonic()
+            answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=bytes(300_000), trust_env=False)
+            assert time.monotonic() - begun < 1
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] in ("1", "2", "3")
+            error = answer.json()["error"]
+            assert error["code"] == "loading"
+            assert error["message"].startswith("the engine ended by SIGKILL, which the system sends if memory runs out")
+            assert error["message"].endswith(f"again in {answer.headers['retry-after']} s")
+        assert next(lines) == ["loading"]
+        for each in silent:
+            each.close()
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        await_that(lambda: _first_bytes(port) == b"served", 10)
+
+
+def test_encrypted_connections_wait_for_the_next_child() -> None:
+    program = PROGRAM.replace("(serve, listener)", "(serve, listener, has_tls=True)")
+    with supervised(SLOW_START, program=program, stdin=subprocess.PIPE) as process:
+        assert next(lines_of(process)) == ["ready"]
+        ((_, port),) = listening_places(process.pid)
+        os.kill(*children_of(process.pid), signal.SIGKILL)
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
             assert connection.recv(10) == b"served"
+
+
+def _first_bytes(port: int) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return connection.recv(6)
 
 
 def test_the_main_process_speaks_to_systemd_and_keeps_its_watchdog_quiet_while_a_model_loads(tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def serve(
                 code = work()
             else:
                 with listening(configured) as listener:
-                    code = supervise(partial(work, listener=listener), listener)
+                    code = supervise(
+                        partial(work, listener=listener), listener, has_tls=configured.ssl_certfile is not None
+                    )
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
     raise typer.Exit(code)

@@ -28,7 +28,7 @@ from specinfer.server.disconnect import cancel
 from specinfer.server.listening import address, listening
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
-from specinfer.server.supervisor import ParentProcess
+from specinfer.server.supervisor import ACCEPTING, ParentProcess
 from specinfer.server.systemd import notify, watchdog_seconds
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class _Process:
 
     def __init__(self, service: Service, listener: socket.socket) -> None:
         self._service, self._listener = service, listener
-        last_end = "" if service.parent is None else service.parent.last_end
-        self._state = ServerState(None, service.config, service.names, service.model, last_end)
+        last = ("", None) if service.parent is None else (service.parent.last_end, service.parent.ready_at)
+        self._state = ServerState(None, service.config, service.names, service.model, *last)
         self._notify = notify if service.parent is None else service.parent.report
         self._server = make_server(service.config, create_app(self._state))
         self._told, self._forced = asyncio.Event(), asyncio.Event()
@@ -114,6 +114,8 @@ class _Process:
             for number in stop_signals():
                 on_signal(loop, number, self._stop)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        if self._service.parent is not None:
+            self._service.parent.report(ACCEPTING)
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
         try:
             llm = await self._wait_unless_stopped(_in_thread(self._service.load))

@@ -11,6 +11,7 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.quotas import Quotas
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
+from specinfer.server.stand_in import loading_message
 
 
 class Serving(Protocol):
@@ -33,6 +34,7 @@ class ServerState:
         names: The names by which clients may call the model; answers show the first.
         root: The path or name that the model was loaded from.
         last_end: How the engine before this one ended, such as "ended by SIGSEGV", or "" for the first one.
+        ready_at: When the engine will probably be ready, by `time.monotonic`, or None if that is not known.
 
     Attributes:
         adapters: LoRA adapters by the names of models that clients choose them by.
@@ -49,8 +51,10 @@ class ServerState:
         names: Sequence[str],
         root: str = "",
         last_end: str = "",
+        ready_at: float | None = None,
     ) -> None:
-        self.config, self.last_end, self.quotas = config, last_end, quotas_of(config)
+        self.config, self.quotas = config, quotas_of(config)
+        self._last_end, self._ready_at = last_end, ready_at
         self.adapters = dict(config.lora_modules)
         self.adapter_ids = itertools.count(len(self.adapters) + 1)
         self._engine: AsyncLLM | None = None
@@ -88,7 +92,7 @@ class ServerState:
             ApiError: The model is still being loaded.
         """
         if self._engine is None:
-            raise loading(f"the engine {self.last_end} and is being loaded again" if self.last_end else None)
+            raise loading(self._last_end, self._ready_at)
         return self._engine
 
     @property
@@ -120,10 +124,10 @@ def quotas_of(config: ServerConfig) -> Quotas:
     return Quotas({name: each.limits for name, each in config.tenants.items()})
 
 
-def loading(reason: str | None = None) -> ApiError:
-    """Return the error for requests that arrive before the engine is ready."""
-    message = f"{reason or 'the model is being loaded'}; try again in a moment"
-    return ApiError(503, message, kind="server_error", code="loading", headers={"Retry-After": "5"})
+def loading(last_end: str = "", ready_at: float | None = None) -> ApiError:
+    """Return the error for requests that arrive before the engine is ready; see `loading_message`."""
+    message, seconds = loading_message(last_end, ready_at)
+    return ApiError(503, message, kind="server_error", code="loading", headers={"Retry-After": str(seconds)})
 
 
 def shutting_down() -> ApiError:

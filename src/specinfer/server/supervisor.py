@@ -2,7 +2,8 @@
 
 Native code can end its process at any time, by a fault in a kernel or for lack of memory. So the command forks before
 it imports anything heavy: the child loads the model and serves, and the parent waits. One pipe takes the signals that
-stop the server to the child, another its states to the parent, which passes them on to systemd.
+stop the server to the child, another its states to the parent, which passes them on to systemd. Until the child accepts
+connections, the parent answers them.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from specinfer.core.systems import die_with_parent, stop_signals
+from specinfer.server.stand_in import StandIn
 from specinfer.server.systemd import notify, watchdog_seconds
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 _STEADY_SECONDS = 60.0  # a server that was ready for longer did not fail because of its start
 _MAX_FAILURES = 8  # in a row, with 0, 1, 2, 4, 8, 16 and 30 seconds between them
 _MAX_DELAY = 30.0
+ACCEPTING = "ACCEPTING=1"  # the child's state from when it accepts connections; the others are in the words of systemd
+_TICK = 0.25  # between two looks at clients that are slow
 
 
 def is_supported() -> bool:
@@ -39,11 +43,12 @@ class ParentProcess:
     Attributes:
         last_end: How the server before this one ended, or "" for the first one.
         delay: Seconds to wait before the model is loaded.
+        ready_at: When the server will probably be ready, by `time.monotonic`, or None if that is not known.
     """
 
-    def __init__(self, signals: int, states: int, last_end: str, delay: float) -> None:
+    def __init__(self, signals: int, states: int, last_end: str, delay: float, ready_at: float | None) -> None:
         self._signals, self._states = signals, states
-        self.last_end, self.delay = last_end, delay
+        self.last_end, self.delay, self.ready_at = last_end, delay, ready_at
         self._stop: Callable[[int], object] = lambda _: os._exit(0)  # nothing is served yet
         threading.Thread(target=self._listen, name="specinfer-parent", daemon=True).start()
 
@@ -52,7 +57,7 @@ class ParentProcess:
         self._stop = stop
 
     def report(self, state: str) -> None:
-        """Report a state in the words of systemd."""
+        """Report `ACCEPTING`, or a state in the words of systemd."""
         with contextlib.suppress(OSError):  # the parent is gone, and this process is about to end
             os.write(self._states, f"{state}\n".encode())
 
@@ -63,20 +68,24 @@ class ParentProcess:
         os._exit(1)  # the parent is gone
 
 
-def supervise(serve: Callable[[ParentProcess], int], listener: socket.socket) -> int:
+def supervise(serve: Callable[[ParentProcess], int], listener: socket.socket, *, has_tls: bool = False) -> int:
     """Run a function in a child process, again whenever that dies, and return the exit code of the last one.
 
     The function returns its exit code; an exception of the function leaves `supervise` in the child. The listener is
     closed as soon as no further child will need it.
+
+    Args:
+        has_tls: Connections are encrypted, so they wait for the child.
     """
-    return _Supervisor(listener).run(serve)
+    return _Supervisor(listener, has_tls).run(serve)
 
 
 class _Supervisor:
     """The parent, from the first child to the end of the last."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, has_tls: bool) -> None:
+        self._listener, self._has_tls = listener, has_tls
+        self._stand_in = StandIn(listener)
         self._woken, self._waking = os.pipe()
         for end in (self._woken, self._waking):
             os.set_blocking(end, False)
@@ -85,7 +94,9 @@ class _Supervisor:
         for number in (*self._stop_signals, signal.SIGCHLD):
             signal.signal(number, _ignore)  # its number arrives in the pipe
         self._child = self._signals = self._states = -1
+        self._begun = 0.0  # when the child begins to load
         self._ready_since: float | None = None
+        self._load_seconds: float | None = None  # of the last child that was ready
         self._has_served = self._is_stopping = False
         self._num_failures = 0
 
@@ -95,7 +106,7 @@ class _Supervisor:
             parent = self._fork(last_end, delay)
             if parent is not None:
                 return serve(parent)
-            code = self._wait()
+            code = self._wait(last_end)
             if self._is_final(code):
                 return code if code >= 0 else 128 - code
             last_end, delay = _describe(code), min(2.0 ** (self._num_failures - 2), _MAX_DELAY)
@@ -113,7 +124,7 @@ class _Supervisor:
         signals, self._signals = os.pipe()
         self._states, states = os.pipe()
         os.set_blocking(self._states, False)
-        self._ready_since = None
+        self._begun, self._ready_since = time.monotonic() + delay, None
         with contextlib.suppress(OSError):
             sys.stdout.flush()  # what stays in the buffer would be written twice
         signal.pthread_sigmask(signal.SIG_BLOCK, self._stop_signals)
@@ -125,7 +136,9 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._stop_signals)
             os.close(signals)
             os.close(states)
+            self._stand_in.is_open = not self._has_tls
             return None
+        self._stand_in.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._woken, self._waking, self._signals, self._states):
@@ -133,14 +146,24 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._stop_signals)
         os.environ.pop("WATCHDOG_PID", None)  # the watchdog's messages come from here
         die_with_parent()  # the pipe ends then, too; but native code may keep the thread that reads it waiting
-        return ParentProcess(signals, states, last_end, delay)
+        return ParentProcess(signals, states, last_end, delay, self._ready_at)
 
-    def _wait(self) -> int:
+    @property
+    def _ready_at(self) -> float | None:
+        return None if self._load_seconds is None else self._begun + self._load_seconds
+
+    def _wait(self, last_end: str) -> int:
         """Pass signals and states on until the child has ended; return its exit code, or minus its signal."""
-        pipes, seconds = {self._woken, self._states}, watchdog_seconds()
+        pipes: set[int] = {self._woken, self._states}
+        seconds = watchdog_seconds()
         code = None
         while code is None:
-            readable, _, _ = select.select(pipes, (), (), seconds)
+            sockets = self._stand_in.sockets
+            patience = seconds if not sockets else _TICK if seconds is None else min(seconds, _TICK)
+            watched: list[int | socket.socket] = [*pipes, *sockets]
+            readable, _, _ = select.select(watched, (), (), patience)
+            if sockets:
+                self._stand_in.serve(readable, last_end, self._ready_at)
             if self._woken in readable:
                 for number in os.read(self._woken, 256):
                     if number in self._stop_signals:
@@ -156,7 +179,7 @@ class _Supervisor:
         return code
 
     def _pass_on(self, number: int) -> None:
-        self._is_stopping = True
+        self._is_stopping, self._stand_in.is_open = True, False
         self._listener.close()  # the port closes with the child's
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._signals, bytes([number]))
@@ -168,8 +191,12 @@ class _Supervisor:
         except BlockingIOError:
             return True
         for state in text.decode().split():
+            if state == ACCEPTING:
+                self._stand_in.is_open = False
+                continue
             if state == "READY=1":
                 self._ready_since, self._has_served = time.monotonic(), True
+                self._load_seconds = self._ready_since - self._begun
                 notify("STATUS=serving")
             if state != "STOPPING=1" or self._is_stopping:  # a failed engine ends, but the service does not
                 notify(state)
