@@ -51,16 +51,33 @@ class Generation:
         self._num_open -= chunk.finish_reason is not None
         self._arrived.set()
 
+    def announce(self, arrived: asyncio.Event) -> None:
+        """Set this event, which other generations may share, whenever there is something to take."""
+        self._arrived = arrived
+        if self._chunks:
+            arrived.set()
+
+    @property
+    def has_more(self) -> bool:
+        """True until the last chunk of every output has been taken."""
+        return bool(self._num_open or self._chunks)
+
+    def take(self) -> list[TextChunk]:
+        """Return what has arrived, one chunk for each output that has some."""
+        chunks = [TextChunk.joined(each) for each in self._chunks.values()]
+        self._chunks.clear()
+        return chunks
+
     def __aiter__(self) -> AsyncIterator[TextChunk]:
         return self._read()
 
     async def _read(self) -> AsyncIterator[TextChunk]:
         try:
-            while self._num_open or self._chunks:
+            while self.has_more:
                 await self._arrived.wait()
                 self._arrived.clear()
-                while self._chunks:
-                    yield TextChunk.joined(self._chunks.pop(next(iter(self._chunks))))
+                for chunk in self.take():
+                    yield chunk
         finally:
             self.close()
 

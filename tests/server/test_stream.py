@@ -175,6 +175,44 @@ def test_chunks_of_several_generations_come_as_they_are_made(
     asyncio.run(run())
 
 
+def test_chunks_cost_no_tasks_and_silence_is_reported_until_the_next_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    step, goes_on = Engine.step, threading.Event()
+
+    def pausing(self: Engine) -> Any:
+        requests = step(self)
+        if any(request.num_output == 10 for request in requests):
+            goes_on.wait(30)
+        return requests
+
+    def factory(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> "asyncio.Task[Any]":
+        made.append(work)
+        return asyncio.Task(work, loop=loop, **settings)
+
+    async def run() -> None:
+        llm.engine.observers.clear()
+        async with AsyncLLM(llm) as engine:
+            generation = await engine.submit("a", SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+            found, pings = [], 0
+            asyncio.get_running_loop().set_task_factory(factory)
+            async for item in chunks_of([generation], 0.05):
+                if item is None:
+                    pings += 1
+                    if pings == 3:
+                        goes_on.set()
+                else:
+                    found.append(item[1])
+            asyncio.get_running_loop().set_task_factory(None)
+            assert "".join(chunk.text for chunk in found) == generation.output().outputs[0].text
+            assert pings >= 3
+
+    monkeypatch.setattr(Engine, "step", pausing)
+    asyncio.run(run())
+    assert not made
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Soon: within a few steps."""
     for _ in range(200):

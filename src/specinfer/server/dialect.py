@@ -10,9 +10,12 @@ from specinfer.server.errors import ApiError
 Event = Mapping[str, Any]
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def to_json(value: object) -> bytes:
     """Return JSON in ASCII: some readers of events split lines at Unicode line separators too."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 @dataclass(frozen=True, slots=True)

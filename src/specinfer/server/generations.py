@@ -18,7 +18,6 @@ from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
 from specinfer.server.auth import body_size_of, cache_salt_of, tenant_of
-from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
@@ -232,34 +231,55 @@ async def chunks_of(
     Raises:
         ApiError: One of the outputs failed.
     """
-    iterators = [aiter(generation) for generation in generations]
-    awaited = {asyncio.ensure_future(anext(iterator)): place for place, iterator in enumerate(iterators)}
     held: dict[tuple[int, int], TextChunk] = {}
     begun: set[tuple[int, int]] = set()
     try:
-        while awaited:
-            done, _ = await asyncio.wait(awaited, timeout=ping_seconds or None, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+        async for arrived in _arrivals(generations, ping_seconds):
+            if not arrived:
                 yield None
-            for task in done:
-                place = awaited.pop(task)
-                try:
-                    chunk = task.result()
-                except StopAsyncIteration:
-                    continue
+            for place, chunk in arrived:
                 _check(generations[place], chunk)
-                awaited[asyncio.ensure_future(anext(iterators[place]))] = place
                 key = place, chunk.index
-                if key in held:
-                    chunk = TextChunk.joined([held.pop(key), chunk])
-                if key in begun and chunk.finish_reason is None and len(chunk.token_ids) < interval:
-                    held[key] = chunk
+                joined = TextChunk.joined([held.pop(key), chunk]) if key in held else chunk
+                if key in begun and chunk.finish_reason is None and len(joined.token_ids) < interval:
+                    held[key] = joined
                     continue
                 begun.add(key)
-                yield place, chunk
+                yield place, joined
     finally:
-        await cancel(*awaited)
         close_all(generations)
+
+
+async def _arrivals(
+    generations: Sequence[Generation], ping_seconds: float
+) -> AsyncGenerator[Sequence[tuple[int, TextChunk]]]:
+    """Yield what has come, with the indices of generations; nothing if nothing has come for `ping_seconds`.
+
+    A task or a timer for each chunk would cost more than the chunk.
+    """
+    event, clock = asyncio.Event(), asyncio.get_running_loop()
+    for generation in generations:
+        generation.announce(event)
+    last, alarm = clock.time(), None
+
+    def ring() -> None:
+        nonlocal alarm
+        alarm = None
+        event.set()
+
+    try:
+        while any(generation.has_more for generation in generations):
+            if ping_seconds and alarm is None:
+                alarm = clock.call_at(last + ping_seconds, ring)
+            await event.wait()
+            event.clear()
+            arrived = [(place, chunk) for place, generation in enumerate(generations) for chunk in generation.take()]
+            if arrived or (alarm is None and clock.time() - last >= ping_seconds):
+                yield arrived
+                last = clock.time()
+    finally:
+        if alarm is not None:
+            alarm.cancel()
 
 
 def failure(request: EngineRequest | None) -> ApiError:
