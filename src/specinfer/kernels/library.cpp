@@ -37,6 +37,8 @@ static const Native *chosen() {
 
 static const Native *native = chosen();
 
+#include "growth.h"
+
 // Where weight [n][k] of [outputs][inputs] lies in the panels, in numbers of its type (int4: in half bytes).
 static int64_t place(int type, int64_t n, int64_t k, int64_t depth) {
     const int64_t panel = n / WIDTH * depth * WIDTH, c = n % WIDTH;
@@ -200,4 +202,5 @@ PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_
 }
 
 PUBLIC void specinfer_walk(const Walks *walks, int threads) { native->walk(walks, threads); }
+PUBLIC void specinfer_grow(Growth *growth) { grow(growth); }
 }

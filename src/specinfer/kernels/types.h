@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 8;
+static const int LAYOUT = 9;
 
 enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -92,6 +92,37 @@ struct Walks {  // of several trees, whose nodes follow one another in the array
     int64_t *chosen;                    // [nodes] the token after each node, or UNKNOWN; written where walks come
     int64_t *path;                      // [nodes] from each root's place on: the accepted nodes
     int64_t *lengths, *next;            // [count] of the paths; the tokens after them, UNKNOWN where rounding decides
+};
+
+struct Growth {  // of several trees by one level; as in growth.py
+    int64_t trees;
+    // Their nodes, tree by tree.
+    const int64_t *starts;                // [trees] place of each root
+    int64_t *sizes, *num_left;            // [trees] nodes there are, and that may be added
+    int64_t *tokens, *parents, *depths;   // [nodes]
+    double *path_prob;                    // [nodes]
+    uint8_t *ancestry;                    // [nodes][ancestry_columns]
+    int64_t ancestry_columns;
+    // The guesses so far, by number.
+    int64_t *guess_tree, *guess_node, *guess_token, *guess_level, *guess_row, *guess_rank, *guess_bin, *guess_child;
+    double *guess_confidence, *guess_path_prob;
+    int64_t size;
+    int64_t *open, num_open, *taken, num_taken;  // numbers of those that may be taken, and that now are
+    // How they are ranked.
+    const double *edges;                    // [edges_count] falling: greatest path probability of each bin but the first
+    int64_t edges_count, bins;
+    const double *middles;                  // [middles_count] where the lines below meet
+    int64_t middles_count, ranks;
+    const double *const *heights, *const *slopes;  // [trees] of lines by rank and confidence; null: fixed expansion
+    const double *min_path_prob;                   // [trees]
+    // The level.
+    const int64_t *frontiers;          // [trees][2] first node and end of each frontier
+    const int64_t *widths;             // [trees] most candidates of a node
+    const double *const *tables;       // [trees] [bins][bins] expected nodes; null: all up to the last bin are wanted
+    const int64_t *last_bins;          // [trees]
+    const int64_t *candidates;         // [nodes of the frontiers][columns]
+    const float *confidence;           // as candidates
+    int64_t columns, level;
 };
 
 struct Native {

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from native import native
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget, expansion_nodes
-from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth import expansion
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
-from specinfer.drafters.growth.subtree_size import NUM_BINS, SubtreeSize, bins_of
+from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, SubtreeSize, bins_of
 from tiny import make_request, paths_of
 
 Path = tuple[int, ...]
@@ -32,8 +34,9 @@ class Known(Calibration):
         super().__init__()
         self._by_rank = by_rank
 
-    def acceptance_prob(self, source: str, ranks: npt.ArrayLike, confidence: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        return np.broadcast_to(np.asarray(confidence, dtype=np.float64), np.broadcast(ranks, confidence).shape)
+    def lines(self, source: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        num_lines = RANKS * (len(MIDDLE) + 1)
+        return np.zeros(num_lines), np.ones(num_lines)
 
     def by_rank(self, source: str) -> npt.NDArray[np.float64]:
         return self._by_rank
@@ -46,7 +49,8 @@ def _candidates(nodes: Sequence[Node], world: Callable[[Node], Sequence[tuple[in
         for rank, (token, chance) in enumerate(world(node)[:width]):
             tokens[i, rank], sure[i, rank] = token, chance
     nothing = np.empty((len(nodes), 0))
-    return Candidates(tokens, sure, nothing.astype(np.int64), nothing, np.full(tokens.shape, -1), replaced=True)
+    is_repeated = any(len(set(row)) < len(row) for row in ([t for t in row if t >= 0] for row in tokens.tolist()))
+    return Candidates(tokens, sure, nothing.astype(np.int64), nothing, np.full(tokens.shape, -1), replaced=is_repeated)
 
 
 def _grow(
@@ -293,6 +297,54 @@ def test_a_level_that_pays_for_one_tree_is_grown_for_all() -> None:
         return _grow([TreeBudget(8, 8, min_gain=gain) for gain in least], [_constant_world] * len(least))[1]
 
     assert num_levels(0.1, 5.0) == num_levels(5.0, 0.1) == num_levels(0.1, 0.1) > num_levels(5.0, 5.0)
+
+
+# ---------------------------------------------------------------------------------------- native code
+
+
+@native
+@settings(max_examples=80)
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                TreeBudget,
+                max_nodes=st.integers(1, 64),
+                max_depth=st.integers(1, 9),
+                min_path_prob=st.sampled_from([0.0, 0.03, 0.2]),
+                min_gain=st.sampled_from([0.0, 0.2, 0.6]),
+            ),
+            st.lists(st.integers(1, 3), min_size=1, max_size=4).map(TreeBudget.expansion),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 1.0, 3.0]),
+    st.booleans(),
+)
+def test_native_growth_is_that_of_the_plain_code(
+    budgets: list[TreeBudget], seed: int, spread: float, is_learned: bool
+) -> None:
+    """All of it to the bit; with a spread of 0 many path probabilities are equal."""
+    calibration: Calibration = Calibration() if is_learned else Known()
+    for i in range(300 if is_learned else 0):
+        calibration.count("x", i % 5, (i * 7 % 100) / 100, kept=i % 3 == 0)
+    worlds = [_random_world(seed + i, spread) for i in range(len(budgets))]
+    grown = []
+    for is_native in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_native:
+                patch.setattr(expansion, "library", lambda: None)
+            grown.append(_grow(budgets, worlds, calibration))
+    assert grown[0] == grown[1]
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=50))
+def test_edges_divide_path_probabilities_into_bins(values: list[float]) -> None:
+    """Also right at the edges, and just above them."""
+    path_prob = np.concatenate([values, BIN_EDGES, np.nextafter(BIN_EDGES, 2.0)])
+    assert bins_of(path_prob).tolist() == (path_prob[:, None] <= BIN_EDGES).sum(axis=1).tolist()
 
 
 # ---------------------------------------------------------------------------------------- the outlook

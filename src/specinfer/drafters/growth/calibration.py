@@ -129,7 +129,7 @@ class Calibration:
         Args:
             ranks, confidence: Arrays of the same shape.
         """
-        heights, slopes = self._table(source).lines()
+        heights, slopes = self.lines(source)
         line = np.searchsorted(MIDDLE, confidence) + np.minimum(ranks, RANKS - 1) * len(_POINTS)
         return np.asarray(heights[line] + slopes[line] * confidence)
 

@@ -28,11 +28,13 @@ import numpy.typing as npt
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import Calibration, Floats, source
+from specinfer.drafters.growth.calibration import MIDDLE, Calibration, Floats, source
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
 from specinfer.drafters.growth.guesses import Guesses, places
 from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
-from specinfer.drafters.growth.subtree_size import NUM_BINS, bins_of, count_bins, floors, subtree_size_of
+from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, bins_of, count_bins, floors, subtree_size_of
+from specinfer.kernels import library
+from specinfer.kernels.growth import GrowthCall
 
 BEST_FIRST_WIDTH = 8  # the largest number of children of a node, best first
 
@@ -101,6 +103,7 @@ class TreeBatch:
     def __init__(self, growing_trees: Sequence[GrowingTree], calibration: Calibration) -> None:
         self.growing_trees = growing_trees
         self._calibration = calibration
+        self._native: GrowthCall | None = None  # made for the first level
         self._sources = [source(growing_tree.drafter, growing_tree.request) for growing_tree in growing_trees]
         by_rank = {name: calibration.by_rank(name) for name in set(self._sources)}
         self._best_prob = {name: float(probs[0]) for name, probs in by_rank.items()}
@@ -129,14 +132,41 @@ class TreeBatch:
         """Take guesses from these candidates, whose rows are the wanted nodes, and from those left from before."""
         growing = [tree for tree in self.growing_trees if tree.frontier]
         best_first = [tree for tree in growing if not tree.budget.widths]
-        self._offer(growing, candidates)
-        # A fixed expansion takes all that it requested.
-        wanted = self._above_floor(best_first) if best_first else np.ones(len(self.guesses.open), dtype=np.bool_)
-        self._append(self._select(wanted))
+        if not self.guesses.levels and not candidates.replaced and library() is not None:
+            self._native = self._make_native()
+        if self._native is None:
+            self._offer(growing, candidates)
+            # A fixed expansion takes all that it requested.
+            wanted = self._above_floor(best_first) if best_first else np.ones(len(self.guesses.open), dtype=np.bool_)
+            self._append(self._select(wanted))
+        else:
+            self._extend_natively(self._native, best_first, candidates)
         for tree in growing:
             tree.advance()
         if best_first:
             self._end(best_first)
+
+    def _make_native(self) -> GrowthCall:
+        lines = [
+            None if tree.budget.widths else self._calibration.lines(name)
+            for tree, name in zip(self.growing_trees, self._sources, strict=True)
+        ]
+        return GrowthCall(
+            self.nodes.arrays(), self.guesses.arrays(), BIN_EDGES, MIDDLE, lines, self._min_path_prob
+        )  # fmt: skip
+
+    def _extend_natively(self, native: GrowthCall, best_first: Sequence[GrowingTree], candidates: Candidates) -> None:
+        """Do in one call what `_offer`, `_above_floor`, `_select` and `_append` do."""
+        tables: list[Floats | None] = [None] * len(self.growing_trees)
+        for tree in best_first:
+            tables[tree.index] = self._subtree_sizes[self._sources[tree.index]].table(tree.levels_to_come - 1)
+        frontiers = [(tree.frontier.start, tree.frontier.stop) for tree in self.growing_trees]
+        widths = [tree.width if tree.frontier else 0 for tree in self.growing_trees]
+        level = len(self.guesses.levels)
+        self.guesses.levels.append(candidates)
+        self.guesses.note_taken(
+            native.extend(level, frontiers, widths, tables, candidates.tokens, candidates.confidence)
+        )
 
     def _offer(self, growing: Sequence[GrowingTree], candidates: Candidates) -> None:
         """Add the guesses that could be taken below the frontiers of these trees.
@@ -240,7 +270,9 @@ class TreeBatch:
                 for tree in best_first:
                     tree.frontier = range(0)
         ended = [tree.index for tree in best_first if not tree.frontier and tree.num_left > 0]
-        if ended:
+        if ended and self._native is not None:
+            self.guesses.note_taken(self._native.fill(ended))
+        elif ended:
             self._append(self._select(np.isin(self.guesses.tree[self.guesses.open], ended)))
 
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from specinfer.core.tree import Distribution, Draw
 from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.nodes import Bools, Ints
+
+COLUMNS = ("tree", "node", "token", "level", "row", "rank", "bin", "child", "confidence", "path_prob")
 
 
 class Guesses:
@@ -29,6 +33,14 @@ class Guesses:
         self.open = np.zeros(0, dtype=np.int64)
         self._taken: list[Ints] = []
         self._draws: list[tuple[Draw, ...]] | None = None
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return all columns by name, which native code writes to in place of `add`."""
+        return {name: getattr(self, name) for name in COLUMNS}
+
+    def note_taken(self, taken: Ints) -> None:
+        """Note guesses that native code has taken, tree by tree."""
+        self._taken.append(taken)
 
     def add(self, trees: Ints, **columns: Ints | Floats) -> None:
         """Add open guesses of the last level."""

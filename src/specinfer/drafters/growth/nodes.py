@@ -1,6 +1,7 @@
 """The nodes of several growing trees, in common arrays: a level takes a few operations for all trees."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ Bools = npt.NDArray[np.bool_]
 class Nodes:
     """The nodes of all trees. Each tree has a range of the arrays and numbers its nodes from its root, 0.
 
-    Only `append` changes the arrays; `of` returns views that cannot be written.
+    Only `append` and native code change the arrays; `of` returns views that cannot be written.
 
     Args:
         roots: The root token of each tree.
@@ -38,6 +39,11 @@ class Nodes:
         for view in views:
             view.flags.writeable = False
         return views
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return all arrays by name, which native code writes to in place of `append`."""
+        names = ("starts", "tokens", "parents", "depths", "path_prob", "ancestry")
+        return {name: getattr(self, f"_{name}") for name in names} | {"sizes": self.sizes, "num_left": self.num_left}
 
     def path_prob(self, trees: Ints, nodes: Ints) -> Floats:
         """Return the path probabilities of these nodes of these trees."""

@@ -21,6 +21,20 @@ def bins_of(path_prob: Floats) -> Ints:
     return np.asarray(np.clip(steps, 0, NUM_BINS - 1), dtype=np.int64)
 
 
+def _bin_edges() -> Floats:
+    """Return the greatest path probability of each bin but the first, [bins - 1], found by halving."""
+    bins = np.arange(1, NUM_BINS)
+    low, high = (np.full(NUM_BINS - 1, bound).view(np.int64) for bound in (0.0, 1.0))
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        is_inside = bins_of(middle.view(np.float64)) >= bins
+        low, high = np.where(is_inside, middle, low), np.where(is_inside, high, middle)
+    return low.view(np.float64)
+
+
+BIN_EDGES = _bin_edges()
+
+
 def count_bins(owners: Ints, bins: Ints, num_trees: int) -> Ints:
     """Return the number of guesses of each tree in each bin, [trees, bins]."""
     counts = np.bincount(owners * NUM_BINS + bins, minlength=num_trees * NUM_BINS)
