@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from native import native
 from specinfer.core.tree import TokenTree
+from specinfer.kernels.sight import plain_sight, sight
 from specinfer.model.batch import MAX_GROUPED_TOKENS, ForwardBatch, Piece, pack
 from specinfer.model.kv_cache import KVTensors
 from tiny import trees
@@ -34,6 +36,15 @@ def test_a_node_sees_the_chain_and_its_own_path(prefix: int, num_chain: int, tre
         seen = [*range(min(row, num_chain - 1) + 1), *(num_chain - 1 + n for n in tree.path(node))]
         assert np.flatnonzero(piece.visible[row]).tolist() == seen
         assert piece.positions[row] == prefix + len(seen) - 1, "a token stands after all that it sees"
+
+
+@native
+@given(start=st.integers(0, 4), num_chain=st.integers(1, 4), tree=trees(max_nodes=30))
+def test_native_sight_is_that_of_the_plain_code(start: int, num_chain: int, tree: TokenTree) -> None:
+    visible, positions = sight(num_chain, tree, start)
+    plain_visible, plain_positions = plain_sight(np.zeros_like(visible), num_chain, tree, start)
+    assert np.array_equal(visible, plain_visible)
+    assert positions == plain_positions
 
 
 def test_a_chunk_of_a_prompt_has_no_logits() -> None:

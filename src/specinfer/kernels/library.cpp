@@ -203,4 +203,21 @@ PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_
 
 PUBLIC void specinfer_walk(const Walks *walks, int threads) { native->walk(walks, threads); }
 PUBLIC void specinfer_grow(Growth *growth) { grow(growth); }
+
+// What the tokens of a chain and of a tree on its last one see of each other, [tokens][tokens], filled with zeros before,
+// and their positions; `start`: of the first.
+PUBLIC void specinfer_see(const int64_t *parents, int64_t nodes, int64_t chain, int64_t start, uint8_t *visible,
+                          int64_t *positions) {
+    const int64_t root = chain - 1, tokens = root + nodes;
+    for (int64_t row = 0; row < chain; row++) {
+        memset(visible + row * tokens, 1, (size_t)row + 1);
+        positions[row] = start + row;
+    }
+    for (int64_t node = 1; node < nodes; node++) {
+        const int64_t row = root + node, above = root + parents[node];
+        memcpy(visible + row * tokens, visible + above * tokens, (size_t)above + 1);
+        visible[row * tokens + row] = 1;
+        positions[row] = positions[above] + 1;
+    }
+}
 }

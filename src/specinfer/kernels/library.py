@@ -13,7 +13,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 9  # version of structures and functions, as in types.h
+_LAYOUT = 10  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_most_probable.restype = size
         loaded.specinfer_walk.argtypes = [pointer, number]
         loaded.specinfer_grow.argtypes = [pointer]
+        loaded.specinfer_see.argtypes = [pointer, size, size, size, pointer, pointer]
     except (OSError, AttributeError) as error:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
         return None

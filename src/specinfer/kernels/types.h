@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 9;
+static const int LAYOUT = 10;
 
 enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
+from specinfer.kernels.sight import sight
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 
@@ -69,12 +70,7 @@ class Piece:
         if tree is None:
             visible = np.tri(num_chain, dtype=np.bool_)
             return cls(chain, range(start, start + num_chain), prefix_slots, slots, visible, 0)
-        num_new = num_chain + tree.num_guessed
-        visible = np.zeros((num_new, num_new), dtype=np.bool_)
-        visible[:, :num_chain] = np.tri(num_new, num_chain, dtype=np.bool_)
-        visible[num_chain - 1 :, num_chain - 1 :] = tree.ancestry()
-        root = start + num_chain - 1
-        positions = [*range(start, root), *(root + depth for depth in tree.depths)]
+        visible, positions = sight(num_chain, tree, start)
         return cls([*chain, *tree.tokens[1:]], positions, prefix_slots, slots, visible, len(tree))
 
 

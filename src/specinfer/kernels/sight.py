@@ -1,0 +1,36 @@
+"""The mask and the positions of a chain with a token tree on its last token, made in one native call."""
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.core.tree import TokenTree
+from specinfer.kernels.library import library
+
+
+def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
+    """Return the mask of chain and drafted nodes, [tokens, tokens], and the positions of these tokens.
+
+    A token sees the chain up to itself, its ancestors and itself. The tree's root is the last token of the chain.
+
+    Args:
+        start: Position of the chain's first token.
+    """
+    num_new = num_chain + tree.num_guessed
+    visible = np.zeros((num_new, num_new), dtype=np.bool_)
+    loaded = library()
+    if loaded is None:
+        return plain_sight(visible, num_chain, tree, start)
+    parents, positions = np.array(tree.parents, dtype=np.int64), np.empty(num_new, dtype=np.int64)
+    addresses = (visible.ctypes.data, positions.ctypes.data)
+    loaded.specinfer_see(parents.ctypes.data, len(parents), num_chain, start, *addresses)
+    return visible, positions.tolist()
+
+
+def plain_sight(
+    visible: npt.NDArray[np.bool_], num_chain: int, tree: TokenTree, start: int
+) -> tuple[npt.NDArray[np.bool_], list[int]]:
+    """Return the same without native code; `visible` is filled with zeros before."""
+    root = start + num_chain - 1
+    visible[:, :num_chain] = np.tri(len(visible), num_chain, dtype=np.bool_)
+    visible[num_chain - 1 :, num_chain - 1 :] = tree.ancestry()
+    return visible, [*range(start, root), *(root + depth for depth in tree.depths)]
