@@ -59,6 +59,15 @@ def int_quantized(weight: Tensor) -> Encoded:
     return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
 
 
+def int_quantized_in_groups(weight: Tensor, size: int = 32) -> Encoded:
+    """Inputs of a group need not be neighbours: they were ordered by activations."""
+    groups = torch.randperm(weight.shape[1]) // size
+    scales = (torch.rand(len(weight), weight.shape[1] // size) + 0.5) / 100
+    codes = (weight / scales[:, groups]).round().clamp(-128, 127)
+    stored = {"weight": codes.to(torch.int8), "weight_scale": scales, "weight_g_idx": groups.int()}
+    return stored, codes * scales[:, groups]
+
+
 def float_quantized(weight: Tensor) -> Encoded:
     scale = (weight.abs().amax() / 448).reshape(1)
     codes = (weight / scale).to(torch.float8_e4m3fn)
@@ -109,6 +118,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
         _compressed("pack-quantized", "int", 4, symmetric=False), lambda w: pack_quantized(w, symmetric=False),
     ),
     "int-quantized": (_compressed("int-quantized", "int", 8, strategy="channel"), int_quantized),
+    "int-quantized, ordered by activations": (
+        _compressed("int-quantized", "int", 8, actorder="group"), int_quantized_in_groups,
+    ),
     "float-quantized": (_compressed("float-quantized", "float", 8, strategy="tensor"), float_quantized),
     "float-quantized in blocks": (
         _compressed("float-quantized", "float", 8, strategy="block", block_structure=[24, 24]),

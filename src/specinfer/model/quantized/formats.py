@@ -89,7 +89,7 @@ def _compressed(settings: Fields) -> Format | None:
         )  # fmt: skip
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         return Format(
-            ("weight", "weight_scale"), ("weight_zero_point", "input_scale"),
+            ("weight", "weight_scale"), ("weight_zero_point", "weight_g_idx", "input_scale"),
             lambda shapes: _two(shapes["weight"]), lambda tensors: _plain(tensors, block),
         )  # fmt: skip
     return None
@@ -112,23 +112,26 @@ def _packed(tensors: Tensors, bits: int, block: Block) -> Tensor:
     rows, columns = map(int, tensors["weight_shape"].tolist())
     middle = 1 << bits - 1
     codes = (_unpack(tensors["weight_packed"], bits)[:rows, :columns] - middle).float()
-    scales, zeros = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
+    zeros = tensors.get("weight_zero_point")
     if zeros is not None:  # packed along the outputs
-        zeros = (_unpack(zeros.T.contiguous(), bits).T[:rows] - middle).float()
-    if (order := tensors.get("weight_g_idx")) is not None:
-        scales, block = scales[:, order.long()], (1, 1)
-        zeros = None if zeros is None else zeros[:, order.long()]
-    if zeros is not None:
-        codes -= _spread(zeros, 1, columns, block[1])
-    return _scaled(codes, scales, block)
+        zeros = _unpack(zeros.T.contiguous(), bits).T[:rows] - middle
+    return _affine(codes, zeros, tensors, block)
 
 
 def _plain(tensors: Tensors, block: Block) -> Tensor:
     """Return codes of 8 bits times scales: one of all, of each row, of each group of inputs, or of each block."""
-    weight = tensors["weight"].float()
-    if (zeros := tensors.get("weight_zero_point")) is not None:
-        weight -= _spread(_two_dims(zeros.float()), 1, weight.shape[1], block[1])
-    return _scaled(weight, tensors["weight_scale"], block)
+    return _affine(tensors["weight"].float(), tensors.get("weight_zero_point"), tensors, block)
+
+
+def _affine(codes: Tensor, zeros: Tensor | None, tensors: Tensors, block: Block) -> Tensor:
+    """Return codes, changed in place, minus their zeros, times their scales; `weight_g_idx` has the inputs' groups."""
+    scales = tensors["weight_scale"]
+    if (order := tensors.get("weight_g_idx")) is not None:
+        scales, block = scales[:, order.long()], (1, 1)
+        zeros = None if zeros is None else zeros[:, order.long()]
+    if zeros is not None:
+        codes -= _spread(_two_dims(zeros.float()), 1, codes.shape[1], block[1])
+    return _scaled(codes, scales, block)
 
 
 def _gptq(settings: Fields) -> Format | None:
