@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 import specinfer
+from adapters import save_adapter, save_merged
 from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
@@ -131,6 +132,22 @@ def test_text_alone_is_printed_where_no_terminal_is(target: str) -> None:
     result = run("generate", target, "the", "and", *GREEDY)
     assert result.stdout == "".join(text + "\n" for text in texts)
     assert result.stderr == ""
+
+
+def test_an_adapter_is_that_of_all_prompts(target: str, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", Path(target))
+    merged = str(save_merged(tmp_path / "merged", Path(target), adapter))
+    words, given = ["--dtype", "float32", *GREEDY], ["--lora", f"mine={adapter}"]
+    prompts = ["the story", "and"]
+    wanted = [record["token_ids"] for record in records(merged, *prompts, *words)]
+    assert [record["token_ids"] for record in records(target, *prompts, *words, *given)] == wanted
+    assert [record["token_ids"] for record in records(target, *prompts, *words)] != wanted
+    text = run("generate", merged, "the story", *words).stdout
+    assert run("generate", target, "the story", *words, *given).stdout == text
+    assert ANSI.sub("", run("generate", target, "the story", *words, *given, env=TERMINAL).stdout) == text
+    assert "lora: 'mine' is no adapter; write NAME=FOLDER" in refusal("generate", target, "the", "--lora", "mine")
+    for more in ([], ["--json"], ["and"]):
+        assert "adapter_config.json" in refusal("generate", target, "the", *more, "--lora", f"mine={tmp_path}")
 
 
 def test_several_outputs_and_logprobs_are_in_the_json(target: str) -> None:

@@ -21,6 +21,7 @@ from specinfer.core.progress import gigabytes
 from specinfer.core.text import TextBuffer, counted
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
+    from specinfer.core.lora import LoRARequest
     from specinfer.core.outputs import RequestOutput, TextChunk
     from specinfer.core.sampling import SamplingParams
     from specinfer.inputs.prompts import Prompt
@@ -188,10 +189,18 @@ class Screen:
     def heading(self, text: str) -> None:
         self.out.print(Text(text, style="dim"))
 
-    def stream(self, llm: "LLM", prompt: "Prompt", params: "SamplingParams", *, stoppable: bool) -> Answer:
+    def stream(
+        self,
+        llm: "LLM",
+        prompt: "Prompt",
+        params: "SamplingParams",
+        *,
+        stoppable: bool,
+        lora_request: "LoRARequest | None" = None,
+    ) -> Answer:
         """Generate and show one completion; if `stoppable`, Ctrl-C ends only this completion."""
         outputs: list[RequestOutput] = []
-        pieces = _pieces(llm, llm.stream(prompt, params), outputs)
+        pieces = _pieces(llm, llm.stream(prompt, params, lora_request=lora_request), outputs)
         text, _ = self.play(self._after_first(pieces, llm), stoppable=stoppable)
         lines = self._lines(outputs)
         for done in (done for output in outputs for done in output.outputs):

@@ -20,6 +20,7 @@ from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import is_interactive, read_input, typed_lines
 from specinfer.core.errors import RequestError
+from specinfer.core.lora import LoRARequest
 
 if TYPE_CHECKING:
     from specinfer.core.outputs import CompletionOutput, RequestOutput
@@ -51,6 +52,10 @@ def generate(
     sampling: SamplingOptions,
     n: Annotated[int, flag("Sampling", "Number of outputs for each prompt.", "--n", "-n")] = 1,
     logprobs: Annotated[int | None, flag("Sampling", "Number of log-probabilities per token; requires --json.")] = None,
+    lora: Annotated[
+        str | None,
+        flag("Model", "LoRA adapter for all prompts; includes --enable-lora.", "--lora", metavar="NAME=FOLDER"),
+    ] = None,
     file: Annotated[
         str | None,
         flag(
@@ -68,19 +73,27 @@ def generate(
         lines = read_prompts(words, file)
         if logprobs is not None and not as_json:
             raise ValueError("logprobs: they are part of the JSON output only; add --json")
-        args = engine.args(name)
+        args, adapter = engine.args(name), None
+        if lora is not None:
+            args, adapter = replace(args, enable_lora=True), _adapter(lora)
         usual = sampling.params(_DEFAULT_MAX_TOKENS, str(args.model), n=n, logprobs=logprobs)
         params = [line.params(usual) for line in lines]
         screen = output.screen()
         llm = load(args, screen)
+        if adapter is not None:
+            assert llm.adapters is not None
+            llm.adapters.find(adapter)  # one that cannot be used is refused once, and not for each prompt
     asked, errors = _rendered(lines, llm)
     fitted = [sampling.fit(one, llm, prompt, limited="max_tokens" in line.settings)
               for one, prompt, line in zip(params, asked, lines, strict=True)]  # fmt: skip
     if screen.is_terminal and not as_json and len(asked) == fitted[0].n == 1:
-        streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False).output
+        streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False, lora_request=adapter).output
         failed = streamed is not None and streamed.error is not None
     else:
-        outputs = _serve(llm, asked, fitted, errors) if as_json or len(asked) > 1 else llm.generate(asked, fitted)
+        if as_json or len(asked) > 1:
+            outputs = _serve(llm, asked, fitted, errors, adapter)
+        else:
+            outputs = llm.generate(asked, fitted, lora_request=adapter)
         if as_json:
             records = [_record(i, prompt, out) for i, (prompt, out) in enumerate(zip(asked, outputs, strict=True))]
             print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")  # one line per prompt
@@ -236,8 +249,19 @@ def _rendered(lines: "Sequence[PromptLine]", llm: "LLM") -> "tuple[list[Prompt],
     return prompts, errors
 
 
+def _adapter(text: str) -> LoRARequest:
+    name, _, folder = text.partition("=")
+    if not (name and folder):
+        raise ValueError(f"lora: {text!r:.80} is no adapter; write NAME=FOLDER")
+    return LoRARequest(name, 1, folder)
+
+
 def _serve(
-    llm: "LLM", prompts: "Sequence[Prompt]", params: "Sequence[SamplingParams]", errors: Mapping[int, str]
+    llm: "LLM",
+    prompts: "Sequence[Prompt]",
+    params: "Sequence[SamplingParams]",
+    errors: Mapping[int, str],
+    adapter: LoRARequest | None,
 ) -> "list[RequestOutput]":
     """Return an output for each prompt; those that are refused have an error, and the others are served."""
     from specinfer.core.outputs import RequestMetrics, RequestOutput
@@ -247,11 +271,11 @@ def _serve(
         try:
             if i in errors:
                 raise RequestError(errors[i])
-            llm.job(str(i), prompt, its_params, 0)
+            llm.job(str(i), prompt, its_params, 0, adapter)
         except RequestError as error:
             refused[i] = RequestOutput(str(i), None, [], [], True, RequestMetrics(), str(error))
     left = [i for i in range(len(prompts)) if i not in refused]
-    served = iter(llm.generate([prompts[i] for i in left], [params[i] for i in left]))
+    served = iter(llm.generate([prompts[i] for i in left], [params[i] for i in left], lora_request=adapter))
     return [refused.get(i) or next(served) for i in range(len(prompts))]
 
 
