@@ -41,6 +41,7 @@ def test_more_idle_and_slow_clients_than_descriptors_lock_nobody_out(seconds: fl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_honest_clients_are_served_as_before_beside_hostile_ones_and_memory_stays_flat() -> None:
     report = attack(240.0, port=_free_port())
     assert not report.failed

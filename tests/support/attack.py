@@ -183,9 +183,11 @@ class Hostile:
                 await _until(lambda: is_attacked.is_set() or is_over.is_set())
                 tasks = [asyncio.create_task(self._repeat(arm, i, counts)) for i, arm in enumerate(arms)]
                 await _until(lambda: not is_attacked.is_set())
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                pending = set(tasks)
+                while pending:  # a task that is in the middle of a timeout can miss being cancelled
+                    for task in pending:
+                        task.cancel()
+                    _, pending = await asyncio.wait(pending, timeout=0.5)
         return dict(counts)
 
     async def _repeat(self, arm: Any, i: int, counts: Counter[str]) -> None:

@@ -34,17 +34,55 @@ PATIENCE = 300.0  # seconds for what takes a few where nothing else runs
 PROMPTS = ["Once upon a time", "def add(a, b):", "The quick brown", "# A list of"]
 
 
+# Runs when a Python process starts: the first replica that comes to the phase named in a file ends itself there.
+ENDING = """
+import os, sys, threading, time
+from pathlib import Path
+
+WANTED = Path(__file__).with_name("wanted")
+
+def ended(phase, inner):
+    count = 0
+    def called(*args, **kwargs):
+        nonlocal count
+        if WANTED.exists():
+            wanted, number, signal = WANTED.read_text().split()
+            count += wanted == phase
+            if wanted == phase and count == int(number):
+                WANTED.rename(WANTED.with_name("ended"))
+                os.kill(os.getpid(), int(signal))
+                time.sleep(60)
+        return inner(*args, **kwargs)
+    return called
+
+def change():
+    while not hasattr(sys.modules.get("specinfer.engine.host_executor"), "HostExecutor"):
+        time.sleep(0.01)
+    owner = sys.modules["specinfer.engine.host_executor"].HostExecutor
+    for phase, name in (("prefill", "begin"), ("draft", "_draft"), ("verify", "_verify")):
+        setattr(owner, name, ended(phase, getattr(owner, name)))
+
+if any("default_worker" in word for word in sys.orig_argv):
+    threading.Thread(target=change, daemon=True).start()
+"""
+
+
 class Server:
     """The command in a process of its own."""
 
     def __init__(self, folder: Path, replicas: str, **settings: object) -> None:
+        self.load_seconds = 0.0
+        self.ending = folder / "ending"
+        self.ending.mkdir()
+        (self.ending / "sitecustomize.py").write_text(ENDING)
         self._settings = SETTINGS | settings
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
         self.config, self.log = folder / "serve.yaml", folder / "log.txt"
         self.configure(replicas)
         command = [sys.executable, "-m", "specinfer", "serve", "demo", "--port", str(self.port)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        places = os.pathsep.join(filter(None, (str(self.ending), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": places}
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*command, "--config", str(self.config)], stderr=log, env=environment)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
@@ -109,7 +147,7 @@ class Server:
 def serving(folder: Path, replicas: str, **settings: object) -> Iterator[Server]:
     started = Server(folder, replicas, **settings)
     try:
-        started.wait(started.is_up)
+        started.load_seconds = started.wait(started.is_up)
         yield started
     finally:
         started.client.close()
@@ -270,6 +308,46 @@ def test_a_replica_that_dies_while_nothing_runs_is_replaced(server: Server, llm:
     server.wait(lambda: not is_alive(before[0]))
     server.wait(lambda: server.num_serving() == 2 and len(server.replica_pids()) == 2)
     assert before[0] not in server.replica_pids()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(("phase", "number"), [("prefill", 1), ("draft", 3), ("verify", 3)])
+def test_requests_of_a_replica_that_ends_in_any_phase_end_soon_and_it_is_replaced(
+    server: Server, llm: LLM, phase: str, number: int, kind: signal.Signals
+) -> None:
+    server.wait(lambda: server.num_serving() == 2)
+    before = server.replica_pids()
+    others = {pid: children_of(pid) for pid in before}
+    expected = [told(llm, i, max_tokens=48) for i in range(8)]
+    server.ending.joinpath("ended").unlink(missing_ok=True)
+    server.ending.joinpath("wanted").write_text(f"{phase} {number} {kind:d}")
+
+    async def ask(client: httpx.AsyncClient, i: int) -> tuple[str, float]:
+        answer = await client.post("/v1/completions", json=body(i, max_tokens=48, stream=True))
+        return _how(answer, expected[i], stream=True), time.monotonic()
+
+    async def ended() -> float:
+        await asyncio.to_thread(server.wait, lambda: any(not is_alive(pid) for pid in before))
+        return time.monotonic()
+
+    async def work(client: httpx.AsyncClient) -> tuple[float, list[tuple[str, float]]]:
+        ending = asyncio.ensure_future(ended())
+        answers = await asyncio.gather(*[ask(client, i) for i in range(8)])
+        return await ending, answers
+
+    end, answers = at_once(server, work)
+    assert {how for how, _ in answers} <= {"right", "told"}
+    lost = [when - end for how, when in answers if how == "told"]
+    assert lost or phase == "prefill", "streams that had begun"
+    assert max(lost, default=0.0) < 5
+    server.wait(lambda: server.num_serving() == 2)
+    took = time.monotonic() - end
+    print(f"{len(lost)} of 8 told after {max(lost, default=0.0):.1f} s; replaced in {took:.1f} s")
+    assert took < server.load_seconds + 5
+    (dead,) = (pid for pid in before if not is_alive(pid))
+    server.wait(lambda: not any(map(is_alive, others[dead])))
+    assert len(server.replica_pids()) == 2
 
 
 @pytest.mark.distributed
