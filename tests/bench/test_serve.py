@@ -7,6 +7,8 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from fake_server import FakeServer, serving
 from specinfer.bench.serve import run_serve
-from specinfer.bench.serve_load import send_all
+from specinfer.bench.serve_load import send_all, send_alone
 from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, load_prompts, schedule
 from specinfer.bench.serve_process import running_server
 from specinfer.bench.serve_report import Overhead, RateResult, RequestRun, Round, ServeArm, ServeReport
@@ -308,6 +310,22 @@ def test_a_run_without_any_answer_fails(server: FakeServer) -> None:
         run_serve(make_config(server, model="large"))
     with pytest.raises(ValueError, match="no server answers"):
         run_serve(make_config(server, base_url="http://127.0.0.1:1"))
+
+
+def test_a_request_sent_alone_is_measured_as_among_others(server: FakeServer) -> None:
+    body = {"prompt": "p", "stream": True, "stream_options": {"include_usage": True}}
+    (wanted,) = send(server, 1, [0.0]).runs
+    with closing(HTTPConnection(server.url.removeprefix("http://"))) as connection:
+        runs = [send_alone(connection, "/v1/completions", body, "a-key") for _ in range(2)]
+        server.refusal = 503, {"error": {"message": "later"}}
+        refused = send_alone(connection, "/v1/completions", body, None)
+    for run in runs:
+        assert run.is_served
+        assert (run.text, run.num_output, len(run.gaps)) == (wanted.text, wanted.num_output, len(wanted.gaps))
+        assert 0 < run.ttft < run.latency
+    assert not refused.is_served
+    assert "later" in str(refused.error)
+    assert send_alone(HTTPConnection("127.0.0.1:9"), "/", body, None).error
 
 
 def test_overhead_is_reported() -> None:

@@ -7,16 +7,18 @@ run. Requests have a cache salt, so that no arm benefits from prompts that the s
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import PLAIN
-from specinfer.bench.serve_load import PATHS, send_all, send_one
+from specinfer.bench.serve_load import PATHS, send_all, send_alone, send_one
 from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, load_prompts, schedule
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
@@ -29,9 +31,6 @@ from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
 from specinfer.reporting.spread import Spread
-
-if TYPE_CHECKING:
-    import httpx
 
 
 def run_serve(config: ServeConfig, console: Console | None = None) -> ServeReport:
@@ -56,7 +55,7 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
         if config.measures_overhead:
             assert models is not None
             progress.stage("the same in this process")
-            overhead = asyncio.run(_measure_overhead(config, address, name, prompts, str(models.target), dtype))
+            overhead = _measure_overhead(config, address, name, prompts, str(models.target), dtype)
     results = tuple(
         RateResult(rate, tuple(ServeArm(tree, tuple(rounds[rate, tree])) for tree in config.trees))
         for rate in config.request_rates
@@ -160,7 +159,7 @@ def _check_served(report: ServeReport) -> None:
 # ----------------------------------------------------------------------------------- the overhead
 
 
-async def _measure_overhead(
+def _measure_overhead(
     config: ServeConfig, address: ServerAddress, name: str, prompts: Sequence[str], model: str, dtype: str
 ) -> Overhead:
     """Compare streaming over HTTP with the same process, alternating, with plain decoding: one event for each token."""
@@ -168,15 +167,18 @@ async def _measure_overhead(
     settings: dict[str, Any] = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
     with LLM(model, drafters=[], tree="off", **settings) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
-        async with open_async_client(address.url, address.api_key) as client:
+        with closing(HTTPConnection(urlsplit(address.url).netloc)) as connection:
             for number in range(-1, len(prompts)):
                 prompt = prompts[number]
                 ours = _local_times(llm, prompt, params)
-                theirs = await _served_times(config, client, name, prompt, f"overhead-{number}")
+                body = _plain_body(config, name, prompt, f"overhead-{number}")
+                run = send_alone(connection, PATHS["completions"], body, address.api_key)
+                if not run.is_served:
+                    raise RuntimeError(f"overhead: {run.error}")
                 if number < 0:
                     continue  # warm-up
-                added.append(1000 * (theirs[1] - ours[1]))
-                first.append(1000 * (theirs[0] - ours[0]))
+                added.append(1000 * (run.tpot - ours[1]))
+                first.append(1000 * (run.ttft - ours[0]))
                 local.append(1000 * ours[1])
     return Overhead(Spread.of(added), Spread.of(first), Spread.of(local), len(added))
 
@@ -192,13 +194,7 @@ def _local_times(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, 
     return first - start, (now - first) / max(count - 1, 1)
 
 
-async def _served_times(
-    config: ServeConfig, client: "httpx.AsyncClient", name: str, prompt: str, salt: str
-) -> tuple[float, float]:
+def _plain_body(config: ServeConfig, name: str, prompt: str, salt: str) -> dict[str, Any]:
     fields: Mapping[str, Any] = config.fields_of(PLAIN, prompt) | {"temperature": 0.0, "prompt": prompt}
     body = {key: value for key, value in fields.items() if key != "messages"}
-    body |= {"model": name, "cache_salt": salt}
-    run = await send_one(client, PATHS["completions"], body, 0, time.perf_counter())
-    if not run.is_served:
-        raise RuntimeError(f"overhead: {run.error}")
-    return run.ttft, run.tpot
+    return body | {"model": name, "cache_salt": salt}
