@@ -17,14 +17,33 @@ def test_a_full_batch_decodes_plainly() -> None:
 
 
 def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> None:
-    policy = AutoPolicy(make_costs(GROWING))
-    full, alone = [make_span()] * 600, [make_span()]
+    # Drafting for 20 requests takes longer than it saves.
+    policy = AutoPolicy(CostModel(Curve(SIZES, GROWING), Curve((1, 20, 64), (0.01, 0.9, 3.0))))
+    full, alone = [make_span()] * 20, [make_span()]
     for _ in range(30):
-        assert policy.budgets(full) == [OFF] * 600
+        assert policy.budgets(full) == [OFF] * 20
     assert policy.budgets(alone)[0].max_nodes
     for _ in range(policy.RETRY - 1):
-        assert policy.budgets(full) == [OFF] * 600
+        assert policy.budgets(full) == [OFF] * 20
     assert policy.budgets(full)[0] == TreeBudget.expansion((1, 1))
+
+
+def test_the_request_that_takes_least_to_read_is_tested() -> None:
+    policy = AutoPolicy(make_costs(draft_level=5.0))
+    spans = [make_span(length=length) for length in (500, 20, 90)]
+    for known in (1, 2):
+        budgets = [policy.budgets(spans) for _ in range(policy.RETRY)][-1]
+        assert [budget != OFF for budget in budgets] == [i == known for i in range(3)]
+        spans[2].request.drafter_knows = True
+
+
+def test_a_batch_whose_rows_cost_as_much_as_its_tokens_save_has_no_drafter_read_for_a_test() -> None:
+    """Also at length: there the drafter can show nothing that would change the choice."""
+    policy, batch = AutoPolicy(make_costs(GROWING, read_token=0.1)), [make_span() for _ in range(100)]
+    assert all(policy.budgets(batch) == [OFF] * 100 for _ in range(3 * policy.RETRY))
+    policy.costs.target.seconds[:] = 16.0  # the machine changed: now rows are free up to 512
+    policy.costs.target.seconds[-1] = 32.0
+    assert any(policy.budgets(batch) != [OFF] * 100 for _ in range(policy.RETRY))
 
 
 def test_an_expensive_drafter_is_not_used_and_is_tried_again_later() -> None:

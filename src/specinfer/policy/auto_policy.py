@@ -14,7 +14,7 @@ from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 from specinfer.verify import Acceptance
 
 
@@ -43,8 +43,8 @@ class AutoPolicy:
             pays = [self.optimizer.pays_to_read(span.request, len(spans)) for span in spans]
             return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
-        if self._num_plain % self.RETRY == 0:
-            probed = next((span for span in spans if span.request.drafter_knows), spans[0])
+        if self._num_plain % self.RETRY == 0 and self.optimizer.could_pay(len(spans)):
+            probed = min(spans, key=lambda span: num_to_read(span.request))
             return [TreeBudget.expansion((1, 1)) if span is probed else OFF for span in spans]
         return [OFF] * len(spans)
 

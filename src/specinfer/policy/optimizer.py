@@ -67,6 +67,7 @@ class TreeOptimizer:
     """
 
     _ASSUMED = np.asarray([0.7, 0.1, 0.05])  # acceptance by rank of a good drafter, to tell a poor one from high costs
+    _HOPED = np.asarray([0.9, 0.05])  # acceptance by rank of an excellent drafter
     _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
     _CLOSE = 0.97  # share of the best rate that makes a tree as good as the best one, within the noise
     _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
@@ -161,5 +162,20 @@ class TreeOptimizer:
             return True
         rates = self.rates(num_requests) / num_requests
         gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
-        reading = self._costs.read_token * (len(request.token_ids) - request.num_cached)
+        reading = self._costs.read_token * num_to_read(request)
         return bool(gain_per_token * request.max_new_tokens > reading)
+
+    def could_pay(self, num_requests: int) -> bool:
+        """Return whether an excellent drafter that took no time would be worth the rows that it adds to a pass.
+
+        If it would not, no test of the drafter can change the choice: only the costs of passes can, and all steps show
+        these.
+        """
+        nodes, levels = self.sizes.num_nodes, self.sizes.num_levels
+        rates = expected_tokens(self._HOPED, nodes, levels) / self._costs.target(num_requests * (1 + nodes))
+        return bool(rates.max() > self._MARGIN * rates[0])
+
+
+def num_to_read(request: Request) -> int:
+    """Return the number of known tokens that the drafter would read before it drafts."""
+    return 0 if request.drafter_knows else len(request.token_ids) - request.num_cached
