@@ -203,7 +203,7 @@ def test_the_parent_answers_while_no_child_accepts_and_hands_connections_over_to
         assert next(lines) == ["ready"]
         (child,) = children_of(process.pid)
         ((_, port),) = listening_places(process.pid)
-        silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(8)]
+        silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(100)]
         os.kill(child, signal.SIGKILL)
         for path in ("/health", "/v1/completions"):
             begun = time.monotonic()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 
 _RETRY_SECONDS = 5  # where the time to load is not known
-_MOST = 64  # connections at once; more of them wait in the listener's queue
+_MOST = 64  # connections at once; a further one ends the oldest
 _SECONDS = 2.0  # for a client to send its request and read the answer
 
 
@@ -40,8 +40,7 @@ class StandIn:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        accepting = [self._listener] if self.is_open and len(self._ends) < _MOST else []
-        return [*accepting, *self._ends]
+        return [*([self._listener] if self.is_open else ()), *self._ends]
 
     def serve(self, readable: Collection[object], last_end: str, ready_at: float | None) -> None:
         """Accept, answer and end connections, without waiting for any of them; see `loading_message`."""
@@ -50,6 +49,8 @@ class StandIn:
                 client, _ = self._listener.accept()
                 client.setblocking(False)
                 self._ends[client] = time.monotonic() + _SECONDS
+                if len(self._ends) > _MOST:
+                    self._close(next(iter(self._ends)))
         for client, end in list(self._ends.items()):
             if (client in readable and not _is_open_after(client, last_end, ready_at)) or time.monotonic() > end:
                 self._close(client)
