@@ -1,5 +1,7 @@
 """The speculation policy "auto": it learns from each step, and turns speculation off where it does not pay."""
 
+from dataclasses import replace
+
 import pytest
 
 from simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
@@ -52,6 +54,26 @@ def test_an_expensive_drafter_is_not_used_and_is_tried_again_later() -> None:
     budgets = [policy.budgets([span])[0] for _ in range(policy.RETRY + 1)]
     assert budgets.count(OFF) == policy.RETRY
     assert budgets[policy.RETRY - 1] == TreeBudget.expansion((1, 1))
+
+
+def test_a_prompt_that_seems_too_expensive_to_read_is_read_now_and_then() -> None:
+    """The price of reading may be wrong, and only reading shows it. The shortest prompt is tried."""
+    policy = AutoPolicy(make_costs(read_token=50.0))
+    long, short = make_span(length=1000), make_span(length=100)
+    refused = [policy.budgets([long, short]) for _ in range(policy.RETRY)]
+    assert refused == [[OFF, OFF]] * (policy.RETRY - 1) + [[OFF, TreeBudget.expansion((1, 1))]]
+    for _ in range(20):
+        policy.observe(make_record(num_rows=4, num_guessed=3, num_levels=3, num_read=100, draft_time=0.1), [RIGHT])
+    assert policy.optimizer.pays_to_read(long.request, 2)
+
+
+def test_steps_whose_passes_were_captured_do_not_change_the_costs() -> None:
+    policy = AutoPolicy(make_costs())
+    before = policy.costs.as_dict()
+    step = make_record(num_rows=4, num_guessed=3, num_levels=3, target_time=9.0, draft_time=9.0)
+    for is_first, is_same in ((True, True), (False, False)):
+        policy.observe(replace(step, is_first_of_size=is_first), [RIGHT])
+        assert (policy.costs.as_dict() == before) is is_same
 
 
 def test_a_drafter_that_became_cheap_is_used_again() -> None:

@@ -1,18 +1,27 @@
 """Measurement of costs at start-up: sizes that fit, load that comes and goes, and streamed targets."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from simulated_machines import StreamedTarget
 from specinfer import LLM, SamplingParams
 from specinfer.drafters import SmallModelDrafter, make_drafter
+from specinfer.model.batch import Piece
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.graphs.sizes import Size
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_measurement, streamed_costs
+from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES, measure_costs
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.optimizer import TreeOptimizer
 from tiny import VOCAB, resized
 
 
@@ -135,3 +144,69 @@ def test_a_streamed_target_is_timed_by_few_passes_and_a_quick_one_like_others(
     monkeypatch.setattr(streamed_costs, "perf_counter", lambda: stream.now)
     assert float(measure_costs(small, drafter).target(1)) == 4.0
     assert stream.sizes == [1, 1], "there is no room for more"
+
+
+class SlowFirstRuns:
+    """A clock and the passes of two models, of which the first of each padded size also takes the time of a capture."""
+
+    TICK = 2.0**-20  # seconds, so that sums are exact
+
+    def __init__(self, capture: float) -> None:
+        self.now, self._capture = 0.0, capture
+        self._seen: set[tuple[str, Size | None]] = set()
+
+    def run(self, model: str, seconds: float, pieces: Sequence[Piece]) -> Tensor:
+        size, rows = Size.of(pieces), sum(piece.num_logits for piece in pieces)
+        if (model, size.padded()) not in self._seen:
+            self._seen.add((model, size.padded()))
+            self.now += self._capture
+        self.now += round((seconds + 1e-5 * size.tokens) / self.TICK) * self.TICK
+        return torch.zeros(rows, VOCAB)
+
+
+def measured_with(
+    capture: float, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> tuple[CostModel, float]:
+    """Return the costs of a pair on a GPU that captures for this long, and the seconds that the measurement took."""
+    machine, graphs = SlowFirstRuns(capture), Graphs(torch.device("cpu"))
+    target, small = (resized(runner_of("llama"), 1200) for _ in range(2))
+    target.graphs = small.graphs = graphs
+    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(target, "forward", partial(machine.run, "target", 6e-3))
+    monkeypatch.setattr(small, "forward", partial(machine.run, "small", 8e-4))
+    return measure_costs(target, SmallModelDrafter(small, VOCAB)), machine.now
+
+
+def test_captures_and_compilation_are_no_part_of_the_costs(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Curves, trees and what a prompt costs are those of a machine that captures in no time."""
+    quick, seconds = measured_with(0.0, runner_of, monkeypatch)
+    slow, more_seconds = measured_with(0.375, runner_of, monkeypatch)
+    assert more_seconds > seconds + len(SIZES) * 0.375
+    assert slow.as_dict() == quick.as_dict()
+    assert slow.target.sizes.tolist() == list(SIZES)
+    assert 0 < slow.read_token < 1e-4
+    for count in (1, 2, 4, 8, 16, 32):
+        trees = [TreeOptimizer(costs, AcceptanceModel()).choose(count) for costs in (quick, slow)]
+        assert trees[0] == trees[1]
+        assert trees[0].max_nodes or count > 1
+
+
+def test_a_prompt_is_read_anew_each_time_that_it_is_measured(runner_of: Callable[..., ModelRunner]) -> None:
+    """A drafter that keeps prefixes would know the prompt of the measurement before."""
+    inner = runner_of("llama")
+    target, small = (ModelRunner(inner.loaded, 400, keeps_prefixes=True) for _ in range(2))
+    tokens: list[int] = []
+    forward = small.forward
+
+    def count(pieces: Sequence[Piece]) -> Tensor:
+        tokens.append(max(len(piece.tokens) for piece in pieces))
+        return forward(pieces)
+
+    small.forward = count  # type: ignore[method-assign]
+    drafter = SmallModelDrafter(small, VOCAB)
+    for _ in range(2):
+        tokens.clear()
+        measure_costs(target, drafter, max_seconds=0.1)
+        assert sum(size > 32 for size in tokens) >= 2

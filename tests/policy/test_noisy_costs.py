@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from specinfer import LLM
 from specinfer.policy import cost_measurement
@@ -33,7 +34,7 @@ MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
 class NoisyMachine:
     """A clock on which work takes up to three times as long in bursts of some tens of milliseconds."""
 
-    loaded = SimpleNamespace(taps=None)
+    loaded = SimpleNamespace(taps=None, device=torch.device("cpu"))
     cache = SimpleNamespace(free=lambda _: None)
 
     def __init__(self, true: CostModel, seed: int) -> None:

@@ -27,6 +27,7 @@ class StepRecord:
     waiting_time: float = 0.0  # part of `target_time` in which the pass waited for weights
     verify_time: float = 0.0  # part of `target_time` after the pass was called; on a GPU this includes the wait for it
     num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
+    is_first_of_size: bool = False  # a pass of the target or a drafter was captured, which took most of the time
 
     @classmethod
     def of(
@@ -39,6 +40,7 @@ class StepRecord:
         num_budgeted: int = 0,
         waiting_time: float = 0.0,
         num_model_levels: int | None = None,
+        is_first_of_size: bool = False,
     ) -> Self:
         """Make the record of a step from its seconds by stage; model levels are counted if not given."""
         if num_model_levels is None:
@@ -59,6 +61,7 @@ class StepRecord:
             waiting_time=waiting_time,
             verify_time=seconds["verify"],
             num_context=sum(span.start for span in spans),
+            is_first_of_size=is_first_of_size,
         )
 
     @property

@@ -25,7 +25,7 @@ from specinfer.engine.metrics import EngineMetrics
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.batch import Piece
-from specinfer.model.runner import TargetRunner
+from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.verify import Acceptance, verify
 
@@ -63,6 +63,12 @@ class HostExecutor:
         return len(self._steps)
 
     @property
+    def _num_programs(self) -> int:
+        """Number of passes of all models that were captured so far."""
+        graphs = self.target.graphs if isinstance(self.target, ModelRunner) else None
+        return 0 if graphs is None else graphs.num_programs
+
+    @property
     def spans(self) -> list[Span]:
         """Spans of all steps in flight."""
         return [span for step in self._steps for span in step.spans]
@@ -74,10 +80,12 @@ class HostExecutor:
         spans = self._schedule()
         if not spans:
             return None
+        num_programs = self._num_programs
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans, learners.policy)
         clock.lap("draft")
-        return InFlightStep(spans, trees, num_read, num_budgeted, clock, self.target.loaded.seconds_waiting)
+        waited = self.target.loaded.seconds_waiting
+        return InFlightStep(spans, trees, num_read, num_budgeted, clock, waited, num_programs)
 
     def begin(self, batch: InFlightStep) -> None:
         self._steps.append(batch)
@@ -99,7 +107,10 @@ class HostExecutor:
             self._scheduler.release(step.spans)
             outcomes = self._outcomes(step.spans, step.trees, logits)
             clock.lap("verify")
-            result = StepResult(step.spans, clock, outcomes, step.num_read, step.num_budgeted, waited)
+            is_first = self._num_programs > step.num_programs
+            result = StepResult(
+                step.spans, clock, outcomes, step.num_read, step.num_budgeted, waited, is_first_of_size=is_first
+            )
         except Exception as error:
             result = StepResult(step.spans, clock, error=error)
         self._finished = step.spans
@@ -109,7 +120,7 @@ class HostExecutor:
     def run_alone(self, span: Span) -> StepResult:
         """Run a step of one request without draft tokens, while no other is in flight."""
         assert not self._steps
-        self.begin(InFlightStep([span], [span.tree()], 0, 0, StageClock()))
+        self.begin(InFlightStep([span], [span.tree()], 0, 0, StageClock(), num_programs=self._num_programs))
         return self.finish()
 
     def drop(self, spans: Sequence[Span]) -> None:

@@ -21,6 +21,7 @@ class InFlightStep:
         num_budgeted: Nodes that the policy allowed.
         clock: Clock of the time spent on this group alone.
         waited: Seconds that passes had waited for weights when this one began.
+        num_programs: Passes that had been captured before it was drafted.
         target_pass: The pass, or None if it could not begin; then `error` is raised when it is to be finished.
     """
 
@@ -30,6 +31,7 @@ class InFlightStep:
     num_budgeted: int
     clock: StageClock
     waited: float = 0.0
+    num_programs: int = 0
     target_pass: Pass | None = None
     error: Exception | None = None
 

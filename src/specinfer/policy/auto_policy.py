@@ -23,7 +23,7 @@ class AutoPolicy:
 
     reads_logits = False
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
-    RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile again
+    RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile, for whatever reason
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
@@ -39,9 +39,10 @@ class AutoPolicy:
             self._num_requests, self._age = len(spans), 0
         self._age += 1
         if self._budget.max_nodes:
-            self._num_plain = 0
             pays = [self.optimizer.pays_to_read(span.request, len(spans)) for span in spans]
-            return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
+            if any(pays):
+                self._num_plain = 0
+                return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
         if self._num_plain % self.RETRY == 0 and self.optimizer.could_pay(len(spans)):
             probed = min(spans, key=lambda span: num_to_read(span.request))
@@ -49,10 +50,10 @@ class AutoPolicy:
         return [OFF] * len(spans)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        if step.num_rows == len(outcomes) + step.num_guessed:  # no prompt was read in this step
-            self.costs.observe(step)
-        else:
-            self.costs.observe_prompts(step)
+        reads_prompt = step.num_rows != len(outcomes) + step.num_guessed
+        if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
+            learn = self.costs.observe_prompts if reads_prompt else self.costs.observe
+            learn(step)
         for tree, acceptance in outcomes:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)

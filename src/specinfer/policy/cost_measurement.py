@@ -1,4 +1,8 @@
-"""Measurement of the costs of a step at start-up: passes of growing size, and a few draft levels."""
+"""Measurement of the costs of a step at start-up: passes of growing size, and a few draft levels.
+
+On a GPU the first pass of a size is captured, and its kernels are compiled. That takes a hundred times as long as the
+pass, and never again. So each size runs once before it is timed.
+"""
 
 import itertools
 import time
@@ -16,7 +20,7 @@ from specinfer.drafters.merge.merged import parts_of
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS
-from specinfer.model.runner import TargetRunner
+from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import CostModel, Curve, falling
 from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
@@ -33,6 +37,7 @@ _ROUNDS, _MOST_ROUNDS = 5, 15  # quick passes take more rounds, so that not all 
 _CHECKED, _LIKENESS = (1, 8), 1.4  # sizes that kept costs are checked at, and the largest factor of a difference
 _NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
 _PROBE = "cost-probe"
+_salts = map(str, itertools.count())  # one for each prompt, so that no prefix of an earlier one is found
 
 
 def measure_costs(
@@ -54,12 +59,15 @@ def measure_costs(
     if stream is not None and stream.bytes_per_pass:
         if progress is not None:
             run = _with_progress(run, progress, stream.bytes_per_pass)
+        sizes = _sizes_that_fit(streamed_costs.SIZES, target)
+        for size in sizes if _has_slow_first_runs(target) else ():
+            run(size)
         before = time.perf_counter()
         run(1)  # also reads the layers that stay in memory
         if time.perf_counter() - before > max_seconds / _NUM_QUICK:
-            curve = measure_streamed(_sizes_that_fit(streamed_costs.SIZES, target), run, lambda: stream.seconds_waiting)
+            curve = measure_streamed(sizes, run, lambda: stream.seconds_waiting)
     if curve is None:
-        curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds)
+        curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds, runs_first=_has_slow_first_runs(target))
     return CostModel(curve, *_draft_costs(target, drafter, max_seconds))
 
 
@@ -74,7 +82,7 @@ def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_se
         return True
     run = partial(_target_pass, target)
     run(1)  # the first pass may take longer
-    now = _fastest(sizes, run, max_seconds)
+    now = _fastest(sizes, run, max_seconds, runs_first=_has_slow_first_runs(target))
     pairs = [(float(now(size)), float(costs.target(size))) for size in now.sizes]
     if all(_is_alike(*pair) for pair in pairs):
         levels, _, start = _draft_costs(target, drafter, max_seconds / _ROUNDS)
@@ -83,6 +91,12 @@ def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_se
         pass_time = float(costs.target(1))
         pairs = [(_DRAFT_LEVELS * float(levels(1)) + start + pass_time, before + pass_time)]
     return all(_is_alike(*pair) for pair in pairs)
+
+
+def _has_slow_first_runs(target: TargetRunner) -> bool:
+    """Return whether the first pass of a size captures it or compiles kernels."""
+    graphs = target.graphs if isinstance(target, ModelRunner) else None
+    return graphs is not None or target.loaded.device.type != "cpu"
 
 
 def _is_alike(one: float, other: float) -> bool:
@@ -105,19 +119,29 @@ def _with_progress(run: Callable[[int], None], progress: ProgressCallback, num_b
     return report_and_run
 
 
-def _fastest(sizes: Sequence[int], run: Callable[[int], None], max_seconds: float) -> Curve:
+def _fastest(
+    sizes: Sequence[int], run: Callable[[int], None], max_seconds: float, *, runs_first: bool = False
+) -> Curve:
     """Return the seconds of the fastest run of each size, in rounds, because other load only ever adds time.
 
     Sizes that take a large part of the time come last, and once: mainly small sizes decide between trees.
+
+    Args:
+        runs_first: Run each size once before it is timed; this does not count as time.
     """
     started = time.perf_counter()
     best: dict[int, float] = {}
 
     def measure(size: int) -> bool:
         """Run one size and return True, or return False if time is up."""
+        nonlocal started
         before = time.perf_counter()
         if best and before - started > max_seconds:
             return False
+        if runs_first and size not in best:
+            run(size)
+            now = time.perf_counter()
+            started, before = started + now - before, now
         run(size)
         best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
         return True
@@ -152,8 +176,11 @@ def _target_pass(target: TargetRunner, size: int) -> None:
 
 def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> tuple[Curve, float, float]:
     """Return the seconds of a level, of reading a token, and of the first level beyond those of a further one."""
-    request = Request(_PROBE, [0] * _PROMPT, SamplingParams(temperature=0.0), seed=0, cache_salt=None)
-    span = Span(request, _PROMPT - 1, _PROMPT)
+    prompt = [0] * _PROMPT
+
+    def begin() -> Span:
+        request = Request(_PROBE, prompt, SamplingParams(temperature=0.0), seed=0, cache_salt=next(_salts))
+        return Span(request, _PROMPT - 1, _PROMPT)
 
     def draft(width: int) -> None:
         widths = (1,) if width == _FIRST_LEVEL else (width,) + (1,) * (_DRAFT_LEVELS - 1)
@@ -162,12 +189,16 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
     try:
         if any(isinstance(part, SmallModelDrafter) and part.reads_target for part in parts_of(drafter)):
             known = target.cache.reserve(_PROBE, _PROMPT - 1)
-            target.forward([Piece.of_span(request.token_ids[1:], None, NO_SLOTS, known)])
+            target.forward([Piece.of_span(prompt[1:], None, NO_SLOTS, known)])
             target.cache.commit(_PROBE, range(_PROMPT - 1))
+        span = begin()
+        draft(1)  # reads a prompt for the first time
+        drafter.forget(_PROBE)
+        span = begin()
         started = time.perf_counter()
-        draft(1)  # reads the prompt
+        draft(1)  # reads another one
         first = time.perf_counter() - started
-        timed = _fastest(_DRAFT_SIZES, draft, max_seconds)
+        timed = _fastest(_DRAFT_SIZES, draft, max_seconds, runs_first=_has_slow_first_runs(target))
         if len(timed.sizes) == 1:  # time was up after one level
             return Curve([1], timed.seconds.tolist()), 0.0, 0.0
         one_level, chain = timed.seconds[:2].tolist()

@@ -112,7 +112,8 @@ class CostModel:
         excess = step.draft_time - float(self.draft(step.num_guessed, num_levels))
         if step.num_read:
             reading = max(excess, 0.0) / step.num_read
-            self.read_token += _LEARNING_RATE * (reading - self.read_token)
+            rate = _FAST_RATE if reading < _FAST * self.read_token else _LEARNING_RATE
+            self.read_token += rate * (reading - self.read_token)
         else:
             self._observe_drafting(step.num_guessed / num_levels, num_levels, excess)
 

@@ -19,8 +19,10 @@ from specinfer.cli.options import EngineOptions
 from specinfer.core.config import EngineConfig
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
+from specinfer.engine.trace import Tracer
 from specinfer.kernels import layer_ops, tree_ops
 from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 from specinfer.model import capacity
@@ -659,3 +661,26 @@ def test_memory_that_captures_take_is_counted(loaded_of: Loaded) -> None:
     assert runner.padded is not None
     runner.prepare()
     assert many >= runner.padded.num_bytes
+
+
+def test_steps_in_which_a_size_is_first_run_are_marked(loaded_of: Loaded) -> None:
+    """On a GPU they take the time of a capture, from which no policy may learn."""
+    graphs = Graphs(CPU)
+    target, small = (ModelRunner(loaded_of(seed=seed), NUM_SLOTS, graphs=graphs) for seed in (0, 1))
+    engine = make_engine(target, SmallModelDrafter(small, VOCAB), (2, 1))
+    marks: list[bool] = []
+
+    class Seen(Tracer):
+        def on_step(self, record: StepRecord) -> None:
+            marks.append(record.is_first_of_size)
+
+    engine.observers.append(Seen())
+    for number in range(2):
+        run(
+            engine,
+            [make_request(str(number), [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))],
+        )
+        if number == 0:
+            assert marks[0] is True
+            num_steps = len(marks)
+    assert not any(marks[num_steps:]), "what was run before is captured"

@@ -34,11 +34,14 @@ class Graphs:
 
     Args:
         captures: Whether to capture programs on a GPU. On other devices, programs always run uncaptured.
+
+    Attributes:
+        num_programs: Programs that were to be captured, whether they could be or not.
     """
 
     def __init__(self, device: torch.device, *, captures: bool = True) -> None:
         self.captures = captures and device.type == "cuda"
-        self.num_captured = 0
+        self.num_programs = self.num_captured = 0
         self.seconds = 0.0  # spent on captures
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.captures else None
@@ -57,6 +60,7 @@ class Graphs:
             CaptureError: The program cannot be captured. It can still run uncaptured.
         """
         stream = self._stream
+        self.num_programs += 1
         if stream is None:
             return program
         started = time.perf_counter()
