@@ -397,6 +397,22 @@ def test_connections_that_keep_others_waiting_are_closed(llm: LLM) -> None:
     assert run(lambda: llm, work, body_timeout=0.3, keep_alive_timeout=1.0)[0] == 0
 
 
+def test_events_do_not_wait_until_the_client_has_confirmed_the_ones_before(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    made = connection.Connection.connection_made
+
+    def noted(self: connection.Connection, transport: Any) -> None:
+        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", noted)
+    assert run(lambda: llm, lambda client: wait_until(lambda: is_up(client)))[0] == 0
+    assert found
+    assert all(found)
+
+
 def test_what_is_no_http_or_too_large_is_answered_with_an_openai_error(llm: LLM) -> None:
     def said(client: httpx.Client, sent: bytes) -> tuple[int, Any]:
         with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:

@@ -198,6 +198,9 @@ class _Server(uvicorn.Server):
         """Shake hands with a client and hand it over to a `Connection`."""
         timeout = {"ssl_handshake_timeout": self._limits.body_timeout} if self.config.is_ssl else {}
         with contextlib.suppress(OSError, EOFError):  # of the client's making, ssl's among them
+            if client.family != getattr(socket, "AF_UNIX", None):
+                # Otherwise an event waits until the client has confirmed the one before, which may take it 40 ms.
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _, connection = await asyncio.get_running_loop().connect_accepted_socket(
                 partial(
                     Connection,
