@@ -107,6 +107,14 @@ def test_an_image_takes_the_build_of_pytorch_for_its_device(name: str, build: st
     assert '--no-deps --no-build-isolation ".[serve]" && pip check' in installs[1], "nothing else is downloaded"
 
 
+def test_the_image_for_gpus_runs_with_what_triton_builds_launchers_with() -> None:
+    """Without a compiler, the C library's headers and Python's, no kernel runs, which costs most of the speed."""
+    words = [word for word, _ in instructions("Dockerfile.cuda")]
+    last = instructions("Dockerfile.cuda")[len(words) - words[::-1].index("FROM") :]
+    (installed,) = (rest for word, rest in last if word == "RUN" and "apt-get install" in rest)
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(installed.split())
+
+
 # -------------------------------------------------------------------------------- the composition
 
 

@@ -95,6 +95,16 @@ def test_the_development_environment_has_triton_with_each_build() -> None:
     assert any(one.name == "triton" and applies(one, "3.11") for name in own.extras for one in groups[name])
 
 
+def test_the_guide_names_the_triton_that_each_build_of_pytorch_brings() -> None:
+    guide = (ROOT / "docs" / "getting-started" / "gpu.md").read_text()
+    listed = re.findall(r"^\| (2\.\d+) \| ([\d., ]+) \|$", guide, re.MULTILINE)
+    brought: dict[str, set[str]] = {}
+    for version in TORCH:
+        tritons = {str(one.specifier) for one in required(version, "cuda", "3.11") if one.name == "triton"}
+        brought.setdefault(version.rpartition(".")[0], set()).update(one.removeprefix("==") for one in tritons)
+    assert {minor: set(names.split(", ")) for minor, names in listed} == brought
+
+
 def commands(*words: str) -> list[str]:
     """What make would do in a checkout where nothing is installed yet."""
     done = subprocess.run(

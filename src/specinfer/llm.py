@@ -31,6 +31,7 @@ from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.network import PolicyNetwork
 from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble
+from specinfer.setup.gpu_path import log_gpu_path
 
 AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a GPU; other sizes when they occur
 
@@ -102,6 +103,10 @@ class LLM:
         executor = DeviceExecutor.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
         if executor is not None and not policy.reads_logits:
             executor.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
+        why_no_steps = DeviceExecutor.why_not(self.target, self.drafter)
+        if config.verification != "coupled" and self.drafter is not None:
+            why_no_steps = f"verification is {config.verification}"
+        log_gpu_path(self.target, self.small_models, why_no_steps, device=self.target.loaded.device)
         self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, executor)
         self.engine.observers.append(self._counters)
 

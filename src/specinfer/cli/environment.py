@@ -17,8 +17,9 @@ def collect_env() -> None:
 
     from specinfer import kernels
     from specinfer.model.device import cpu_model
+    from specinfer.setup.gpu_path import described, gpu_abilities
 
-    packages = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+    packages = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
     rows = {"specinfer": specinfer.__version__} | {name: _version_of(name) for name in packages}
     rows |= {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -35,6 +36,9 @@ def collect_env() -> None:
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         rows[f"gpu {i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        for line in described(gpu_abilities(torch.device("cuda", i))):
+            part, _, answer = line.partition(": ")
+            rows[f"gpu {i} {part}"] = answer
     if not torch.cuda.is_available():
         rows["gpus"] = "none"
     for name, value in rows.items():

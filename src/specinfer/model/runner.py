@@ -101,6 +101,7 @@ class ModelRunner:
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps)
         self.graphs, self.num_replaced = graphs, 0
         self._max_requests = max_requests
+        self._why_unpadded: str | None = None
         self.padded = self._make_padded()
 
     @property
@@ -122,7 +123,16 @@ class ModelRunner:
         if self.graphs is None:
             return None
         with on_device(self.loaded.device):
-            return make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
+            made = make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
+        self._why_unpadded = made if isinstance(made, str) else None
+        return None if isinstance(made, str) else made
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """Reason why passes are not captured, or None if they are."""
+        if self.graphs is None:
+            return "capturing is off"
+        return self._why_unpadded if self.padded is None else self.padded.why_not_captured
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Capture the usual pass sizes now; otherwise the first pass of each size waits for its capture.
@@ -136,8 +146,8 @@ class ModelRunner:
                 self.padded.prepare(progress)
         except Exception as error:  # such as a kernel that needs more shared memory than the GPU has
             logger.debug("a padded pass failed", exc_info=True)
-            logger.warning("passes of %s are not captured: %s", self.loaded.folder, first_line(error))
-            self.padded = None
+            self.padded, self._why_unpadded = None, first_line(error)
+            logger.warning("passes of %s are not captured: %s", self.loaded.folder, self._why_unpadded)
 
     def keep_taps(self, layers: Collection[int]) -> None:
         self.tensors.keep_taps(layers)

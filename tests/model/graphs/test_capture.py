@@ -204,9 +204,9 @@ def test_what_does_not_wait_is_let_through() -> None:
 
 @pytest.fixture
 def _asked_anew() -> Iterator[None]:
-    kernels._works_on.cache_clear()
+    kernels.why_not_on.cache_clear()
     yield
-    kernels._works_on.cache_clear()
+    kernels.why_not_on.cache_clear()
 
 
 @pytest.mark.usefixtures("_asked_anew")
@@ -218,15 +218,15 @@ def test_kernels_that_cannot_be_made_are_not_used(
     pytest.importorskip("triton")
     from specinfer.kernels.triton import gate
 
-    assert kernels._works_on(torch.device("cpu"))
+    assert kernels.why_not_on(torch.device("cpu")) is None
 
     def fails(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    kernels._works_on.cache_clear()
+    kernels.why_not_on.cache_clear()
     monkeypatch.setattr(gate, "gate", fails)
     for _ in range(2):
-        assert not kernels._works_on(torch.device("cpu"))
+        assert str(kernels.why_not_on(torch.device("cpu"))).startswith("Failed to find C compiler.")
     assert [record.getMessage() for record in caplog.records] == [
         "Triton cannot run on cpu, kernels run as PyTorch has them: "
         "Failed to find C compiler. Please specify via CC environment variable."

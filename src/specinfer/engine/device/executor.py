@@ -81,28 +81,49 @@ class DeviceExecutor:
 
     @classmethod
     def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceExecutor | None":
-        """Make an executor, or return None if the target or the drafter cannot run passes of fixed shapes.
+        """Make an executor, or return None where `why_not` has a reason.
 
         Args:
             target: The runner of the target.
             drafter: The drafter, or None without speculation. It must be one model that draws with shared noise.
             scheduler: The scheduler of the requests.
         """
-        if not isinstance(target, ModelRunner) or target.padded is None:
+        if cls.why_not(target, drafter) is not None:
             return None
+        assert isinstance(target, ModelRunner)
         small, calibration = None, Calibration()
         if drafter is not None:
-            if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
-                return None
-            # The prediction drafter serves only requests that bring a prediction, and these are not served here.
-            others = [one for one in drafter.drafters if not isinstance(one, PredictionDrafter)]
-            if len(others) != 1 or not isinstance(others[0], SmallModelDrafter):
-                return None
-            small, calibration = others[0], drafter.calibration
-            if small.runner.padded is None or not small.shares_vocabulary or small.draft_sampling != "shared-noise":
-                return None
+            assert isinstance(drafter, MergedDrafter)
+            (small,) = (one for one in drafter.drafters if isinstance(one, SmallModelDrafter))
+            calibration = drafter.calibration
         max_context = min(target.loaded.max_position, target.cache.num_slots)
         return cls(target, small, calibration, scheduler, scheduler.max_num_seqs, max_context)
+
+    @staticmethod
+    def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
+        """Return why this target and drafter cannot take steps on the device, or None if they can."""
+        if not isinstance(target, ModelRunner):
+            return "the target is on several ranks"
+        if target.padded is None:
+            return "passes of the target are not captured"
+        if drafter is None:
+            return None
+        if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
+            return "the drafters are chosen among for each request"
+        # The prediction drafter serves only requests that bring a prediction, and these are not served here.
+        others = [one for one in drafter.drafters if not isinstance(one, PredictionDrafter)]
+        if len(others) != 1:
+            return "there are several drafters"
+        (small,) = others
+        if not isinstance(small, SmallModelDrafter):
+            return f"the drafter {small.name} is no model"
+        if small.runner.padded is None:
+            return f"passes of the drafter {small.name} are not captured"
+        if not small.shares_vocabulary:
+            return f"the drafter {small.name} has another vocabulary"
+        if small.draft_sampling != "shared-noise":
+            return f"draft_sampling is {small.draft_sampling}"
+        return None
 
     @property
     def num_in_flight(self) -> int:

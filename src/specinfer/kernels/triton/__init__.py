@@ -24,27 +24,22 @@ def runs_on(tensor: Tensor) -> bool:
 
     If so, the tensor's device becomes the thread's current device, because Triton launches kernels there.
     """
-    if not tensor.is_cuda or not _has_triton():
+    if not tensor.is_cuda:
         return False
     if torch.cuda.current_device() != tensor.device.index:
         torch.cuda.set_device(tensor.device)
-    return _works_on(tensor.device)
+    return why_not_on(tensor.device) is None
 
 
 @cache
-def _has_triton() -> bool:
-    if find_spec("triton") is not None:
-        return True
-    logger.warning("Triton is not installed: kernels run as PyTorch has them; pip install specinfer[gpu]")
-    return False
-
-
-@cache
-def _works_on(device: torch.device) -> bool:
-    """Run the smallest kernel as a test.
+def why_not_on(device: torch.device) -> str | None:
+    """Return why kernels cannot run on this device, or None if they can; the smallest one is run as a test.
 
     Triton needs a C compiler and Python's headers, and does not support every GPU.
     """
+    if find_spec("triton") is None:
+        logger.warning("Triton is not installed: kernels run as PyTorch has them; pip install specinfer[gpu]")
+        return "it is not installed; pip install specinfer[gpu]"
     try:
         from specinfer.kernels.triton.gate import gate
 
@@ -53,8 +48,8 @@ def _works_on(device: torch.device) -> bool:
         logger.debug("a kernel could not be run", exc_info=True)
         reason = str(error).partition("\n")[0] or type(error).__name__
         logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, reason)
-        return False
-    return abs(opened - 1 / (1 + math.exp(-1))) < 1e-3
+        return reason
+    return None if abs(opened - 1 / (1 + math.exp(-1))) < 1e-3 else "its smallest kernel gives wrong numbers"
 
 
 def by_device(is_used: Callable[[Tensor], bool], plain: F, module: str) -> F:

@@ -30,15 +30,15 @@ _GRAPH_BYTES = 4 * 2**20  # of a captured pass: its launches, and its part of th
 _SLOTS = np.arange(_NUM_PREFIX + len(_PARENTS) + _NUM_OTHER)  # of the prefix, the tree, and another request
 
 
-def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, max_requests: int) -> GraphRunner | None:
-    """Return a runner of padded passes, or None if the model must run unpadded; the reason is logged.
+def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, max_requests: int) -> GraphRunner | str:
+    """Return a runner of padded passes, or why the model must run unpadded; the reason is logged too.
 
     Args:
         tensors: Keys and values, in which no request has stored anything yet.
     """
     if (why := _refused(loaded, tensors)) is not None:
         logger.info("passes of %s are not captured: %s", loaded.folder, why)
-        return None
+        return why
     runner = GraphRunner(
         loaded.model,
         loaded.folder.name,
@@ -58,7 +58,7 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
         logger.debug("a padded pass failed", exc_info=True)
         why = first_line(error)
     logger.warning("passes of %s are not captured: %s", loaded.folder, why)
-    return None
+    return why
 
 
 def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.model.batch import KVStore, Piece, runs_of
 from specinfer.model.forward import forward
@@ -64,6 +65,7 @@ class GraphRunner:
             self._logits = torch.empty((MAX_ROWS, vocab_size), dtype=torch.float32, device=device)
         self._captured: OrderedDict[Size, _Captured] = OrderedDict()
         self._is_capturable = True
+        self.why_not_captured: str | None = None  # set when a capture has failed
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -142,6 +144,7 @@ class GraphRunner:
             run = self._graphs.captured(program)
         except (CaptureError, torch.OutOfMemoryError) as error:
             self._is_capturable, run = False, program
+            self.why_not_captured = f"they cannot be captured: {first_line(error)}"
             logger.warning("passes of %s are launched kernel by kernel, since they cannot be captured: %s",
                            self._name, str(error).partition("\n")[0])  # fmt: skip
         captured = self._captured[size] = _Captured(buffers, run)

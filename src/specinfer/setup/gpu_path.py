@@ -1,0 +1,60 @@
+"""Report of the path for GPUs in an engine: Triton kernels, captured passes and steps on the device, or why not."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from specinfer.kernels.triton import why_not_on
+from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.runner import ModelRunner, TargetRunner
+
+logger = logging.getLogger(__name__)
+
+Parts = Mapping[str, str | None]  # name of a part -> why it is not used, or None
+
+
+def log_gpu_path(
+    target: TargetRunner, drafters: Mapping[str, ModelRunner], why_no_steps: str | None, *, device: torch.device
+) -> None:
+    """Log once what is used on a GPU: a warning if any part is not, since generation is then several times as slow.
+
+    Args:
+        drafters: Model drafters by name.
+        why_no_steps: Reason why steps do not run on the device alone, or None if they do.
+    """
+    if device.type != "cuda":
+        return
+    parts = {
+        "Triton kernels": why_not_on(device),
+        "captured passes of the target": _why_not_captured(target),
+        **{f"captured passes of {name}": _why_not_captured(one) for name, one in drafters.items()},
+        "steps on the device": why_no_steps,
+    }
+    level = logging.WARNING if any(parts.values()) else logging.INFO
+    logger.log(level, "%s: %s", device, "; ".join(described(parts)))
+
+
+def described(parts: Parts) -> list[str]:
+    """Return "part: yes" or "part: no, because ..." for each part."""
+    return [f"{name}: yes" if why is None else f"{name}: no, {why}" for name, why in parts.items()]
+
+
+def gpu_abilities(device: torch.device) -> Parts:
+    """Return what a GPU can do, by trying the smallest kernel and the smallest capture; no model is needed."""
+    why_no_triton, why_no_capture = why_not_on(device), None
+    total = torch.zeros(1, device=device)
+
+    def add() -> None:
+        total.add_(1)
+
+    try:
+        Graphs(device).captured(add)()
+    except (CaptureError, RuntimeError) as error:
+        why_no_capture = str(error).partition("\n")[0]
+    why_no_steps = why_no_capture if why_no_triton is None else "they need Triton's kernels"
+    return {"Triton": why_no_triton, "captured": why_no_capture, "device step": why_no_steps}
+
+
+def _why_not_captured(runner: TargetRunner) -> str | None:
+    return runner.why_not_captured if isinstance(runner, ModelRunner) else "it is on several ranks"

@@ -1,0 +1,102 @@
+"""The report of the path for GPUs: what is used of it, or why not."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from on_device import load_plain
+from specinfer.drafters import make_drafter
+from specinfer.engine.device.executor import DeviceExecutor
+from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.runner import ModelRunner
+from specinfer.setup import gpu_path
+from specinfer.setup.gpu_path import log_gpu_path
+from tiny import VOCAB
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def runners(model_folder: Callable[..., Path]) -> tuple[ModelRunner, ModelRunner]:
+    """Target and drafter, whose passes are padded as for captures."""
+    target, small = (ModelRunner(load_plain(model_folder(seed=seed)), 200, graphs=Graphs(CPU)) for seed in (0, 1))
+    return target, small
+
+
+def logged(
+    caplog: pytest.LogCaptureFixture, target: ModelRunner, small: ModelRunner, why_no_steps: str | None
+) -> tuple[str, str]:
+    """Return the level and the text of the only line that is logged for a GPU."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=gpu_path.__name__):
+        log_gpu_path(target, {"small": small}, why_no_steps, device=GPU)
+    (record,) = caplog.records
+    return record.levelname, record.getMessage()
+
+
+def test_what_is_not_used_is_a_warning_with_the_reason(
+    runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, small = runners
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    assert logged(caplog, target, small, None) == (
+        "INFO",
+        "cuda:0: Triton kernels: yes; captured passes of the target: yes; captured passes of small: yes; "
+        "steps on the device: yes",
+    )
+    assert target.padded is not None
+    target.padded.why_not_captured = "they cannot be captured: it waits"
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "Failed to find C compiler.")
+    plain = ModelRunner(small.loaded, 200)
+    assert logged(caplog, target, plain, "there are several drafters") == (
+        "WARNING",
+        "cuda:0: Triton kernels: no, Failed to find C compiler.; "
+        "captured passes of the target: no, they cannot be captured: it waits; "
+        "captured passes of small: no, capturing is off; steps on the device: no, there are several drafters",
+    )
+
+
+def test_nothing_is_said_on_a_cpu(runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=gpu_path.__name__):
+        log_gpu_path(runners[0], {}, None, device=CPU)
+    assert not caplog.records
+
+
+def test_a_model_that_is_refused_says_why(model_folder: Callable[..., Path]) -> None:
+    loaded = load_plain(model_folder())
+    assert ModelRunner(loaded, 4, graphs=Graphs(CPU)).why_not_captured == "its cache has 4 slots"
+
+
+def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
+    runners: tuple[ModelRunner, ModelRunner],
+) -> None:
+    target, small = runners
+    unpadded = ModelRunner(small.loaded, 200)
+    reasons = {
+        None: ([small], ["small"]),
+        "the drafter ngram is no model": (["ngram"], ["ngram"]),
+        "there are several drafters": ([small, "ngram"], ["small", "ngram"]),
+        "passes of the drafter small are not captured": ([unpadded], ["small"]),
+    }
+    for reason, (kinds, names) in reasons.items():
+        assert DeviceExecutor.why_not(target, make_drafter(kinds, VOCAB, names)) == reason
+    assert DeviceExecutor.why_not(target, None) is None
+    assert DeviceExecutor.why_not(unpadded, None) == "passes of the target are not captured"
+
+
+def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    assert set(gpu_path.gpu_abilities(CPU).values()) == {None}
+
+    def fail(*_: object) -> None:
+        raise CaptureError("out of memory\nmore of it")
+
+    monkeypatch.setattr(Graphs, "captured", fail)
+    assert gpu_path.described(gpu_path.gpu_abilities(CPU)) == [
+        "Triton: yes", "captured: no, out of memory", "device step: no, out of memory",
+    ]  # fmt: skip
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "no compiler")
+    assert gpu_path.gpu_abilities(CPU)["device step"] == "they need Triton's kernels"
