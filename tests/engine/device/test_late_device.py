@@ -1,0 +1,127 @@
+"""Steps and passes on a device that is late: no host memory is used again before its last reader has read it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from late_stream import LateEvent, LateStream, make_buffers_late, make_captures_late, make_executor_late
+from on_device import executor_of, load_plain, make_device_engine
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.engine.device.state import Exchange
+from specinfer.engine.engine import Engine
+from specinfer.model.batch import Piece
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.load import LoadedModel
+from specinfer.model.runner import ModelRunner
+from tiny import make_request, random_prompts
+
+Pair = tuple[LoadedModel, LoadedModel]
+TREES = {
+    "off": TreeBudget(),
+    "2,2,1": TreeBudget.expansion((2, 2, 1)),
+    "best-first": TreeBudget(max_nodes=8, max_depth=4),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> Pair:
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
+
+
+def come_and_go(engine: Engine, stagger: int) -> list[list[int]]:
+    """Serve seven requests, of which three begin at once and the others some steps later; return their tokens."""
+    lengths = np.random.default_rng(1).integers(5, 28, 7).tolist()
+    waiting: list[Request] = []
+    for i, (prompt, length) in enumerate(zip(random_prompts([3, 26, 12, 40, 7, 31, 18], seed=1), lengths, strict=True)):
+        params = SamplingParams(temperature=(0.0, 0.8)[i % 2], max_tokens=length, ignore_eos=True)
+        waiting.append(make_request(str(i), prompt, params, seed=i))
+    requests = list(waiting)
+    for _ in range(3):
+        engine.add(waiting.pop(0))
+    for step in range(1, 400):
+        if waiting and (step % stagger == 0 or not engine.has_work):
+            engine.add(waiting.pop(0))
+        if not (engine.has_work or waiting):
+            break
+        engine.step()
+    return [request.output_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    return come_and_go(make_device_engine(pair[0], has_device_executor=False), 3)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("stagger", [1, 3])
+def test_steps_in_flight_use_no_memory_of_one_another(
+    tree: str, stagger: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = LateStream()
+    make_executor_late(stream, monkeypatch)
+    engine = make_device_engine(*pair, TREES[tree])
+    assert come_and_go(engine, stagger) == plain
+    assert executor_of(engine).num_launched >= 10
+    assert stream.longest >= 6, "two steps were never in flight"
+
+
+def test_a_single_host_buffer_would_be_seen(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run with one buffer in place of two in turns: results of a step are overwritten, or its inputs."""
+    make_executor_late(LateStream(), monkeypatch)
+    monkeypatch.setattr(Exchange, "turn", lambda _: 0)
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    try:
+        found = come_and_go(engine, 3)
+    except Exception:  # numbers of another step may make no tree at all
+        return
+    assert found != plain
+
+
+# -------------------------------------------------------------------------------------------- passes
+
+
+def logits_of_passes(loaded: LoadedModel, stream: LateStream | None) -> list[Tensor]:
+    """Run passes of one size over prefixes that grow and change; the logits are looked at last on a late stream."""
+    runner = ModelRunner(loaded, 120, graphs=Graphs(torch.device("cpu")))
+    assert runner.padded is not None
+    found: list[Tensor] = []
+    random = np.random.default_rng(0)
+    slots = [np.arange(60), np.arange(60, 120)]  # of two requests that take turns in the first row
+    for number in range(12):
+        mine, start = slots[number // 4 % 2], 3 * (number % 4)
+        ids = random.integers(3, 90, 3).tolist()
+        tree = TokenTree((ids[0], ids[1], ids[2]), (-1, 0, 0))
+        piece = Piece.of_span(ids[:1], tree, mine[:start], mine[start : start + 3])
+        logits = runner.forward([piece])
+        if stream is None:
+            found.append(logits.clone())
+        else:
+            stream.launch(lambda logits=logits: found.append(logits.clone()))
+    if stream is not None:
+        stream.finish()
+    return found
+
+
+def test_passes_that_wait_for_the_device_have_inputs_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = logits_of_passes(pair[0], None)
+    stream = LateStream()
+    make_captures_late(stream, monkeypatch)
+    make_buffers_late(stream, monkeypatch)
+    # The check at load reads its results at once.
+    monkeypatch.setattr("specinfer.model.graphs.check.judge_pass", lambda *_: SimpleNamespace(is_right=True))
+    found = logits_of_passes(pair[0], stream)
+    assert len(found) == len(wanted) == 12
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)  # as if nobody waited for the copy of the pass before
+    found = logits_of_passes(pair[0], stream)
+    assert len(found) == 12
+    assert not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

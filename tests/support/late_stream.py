@@ -1,0 +1,146 @@
+"""A stream that is late: what is launched on it runs in order, but only when somebody waits for it.
+
+Host memory that is written or read too early is found by the tokens that come out, on a CPU.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.engine.device.launch import Marks
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.device.state import Exchange
+from specinfer.model.graphs.buffers import Buffers
+from specinfer.model.graphs.capture import Graphs, Program
+from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.graphs.slot_table import SlotTable
+
+
+class LateStream:
+    """Launched work, oldest first."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], object]] = deque()
+        self.longest = 0  # launches that waited at the same time
+
+    def launch(self, work: Callable[[], object]) -> None:
+        self._queue.append(work)
+        self.longest = max(self.longest, len(self._queue))
+
+    @torch.inference_mode()
+    def run_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self._queue.popleft()()
+
+    def finish(self) -> None:
+        self.run_until(lambda: not self._queue)
+
+
+class LateEvent:
+    """An event on the stream; what was never recorded need not be waited for, as with CUDA's."""
+
+    def __init__(self, stream: LateStream) -> None:
+        self._stream, self._num_left = stream, 0
+
+    def record(self) -> None:
+        self._num_left += 1
+        self._stream.launch(self._reach)
+
+    def _reach(self) -> None:
+        self._num_left -= 1
+
+    def synchronize(self) -> None:
+        self._stream.run_until(lambda: self._num_left == 0)
+
+
+class _LateCopies:
+    """A tensor on the device, into which copies from pinned memory are late."""
+
+    def __init__(self, there: Tensor, stream: LateStream) -> None:
+        self._there, self._stream = there, stream
+        self.nbytes = there.nbytes
+
+    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self._stream.launch(lambda: self._there.copy_(source))
+
+
+def make_captures_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
+    """Captured programs are launched, and run once when they are captured."""
+
+    def captured(graphs: Graphs, program: Program) -> Program:
+        graphs.num_programs += 1
+        stream.finish()
+        with torch.inference_mode():
+            program()
+        return lambda: stream.launch(program)
+
+    patch.setattr(Graphs, "captured", captured)
+
+
+def make_buffers_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
+    """Copies of the inputs of padded passes are late, and so are changes of the slot table."""
+    make = Buffers.__init__
+
+    def make_late(buffers: Any, *args: Any) -> None:
+        make(buffers, *args)
+        buffers._bytes, buffers._copied = _LateCopies(buffers._bytes, stream), LateEvent(stream)
+
+    patch.setattr(Buffers, "__init__", make_late)
+    _launch_later(stream, patch, SlotTable, "write")
+
+
+def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
+    """Steps on the device are late: their programs, exchanges and writes to rows. Ordinary passes come in order."""
+    make_captures_late(stream, patch)
+    for name in ("send", "fetch"):
+        _launch_later(stream, patch, Exchange, name)
+    for name in ("write", "write_drafter", "write_acceptance", "move"):
+        _launch_later(stream, patch, DeviceRows, name)
+    events: dict[Marks, list[LateEvent]] = {}
+    mark, forward = Marks.mark, GraphRunner.forward
+
+    def mark_late(marks: Marks) -> None:
+        mark(marks)
+        event = LateEvent(stream)
+        event.record()
+        events[marks] = [event]
+
+    def forward_now(runner: GraphRunner, pieces: Any) -> Tensor:
+        result = forward(runner, pieces)
+        stream.finish()
+        return result
+
+    patch.setattr(Marks, "mark", mark_late)
+    patch.setattr(Marks, "wait", lambda marks: events[marks][0].synchronize())
+    patch.setattr(GraphRunner, "forward", forward_now)
+
+
+def _launch_later(stream: LateStream, patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+    """Launch calls of this method, with the numbers that their arguments had at the call."""
+    method = getattr(kind, name)
+
+    def late(self: Any, *args: Any) -> None:
+        taken = [_taken(one) for one in args]
+        stream.launch(lambda: method(self, *taken))
+
+    patch.setattr(kind, name, late)
+
+
+def _taken(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, list | tuple):
+        return [_taken(one) for one in value]
+    if isinstance(value, Request):
+        tokens = [*value.prompt_ids, *value.output_ids]
+        taken = Request(value.request_id, value.prompt_ids, value.params, value.seed, cache_salt=None)
+        taken.token_ids = tokens
+        return taken
+    return value
