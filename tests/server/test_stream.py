@@ -213,6 +213,21 @@ def test_chunks_cost_no_tasks_and_silence_is_reported_until_the_next_one(
     assert not made
 
 
+def test_a_reader_that_leaves_early_leaves_no_timer(llm: LLM) -> None:
+    async def run() -> None:
+        llm.engine.observers.clear()
+        async with AsyncLLM(llm) as engine:
+            generation = await engine.submit("a", SamplingParams(max_tokens=100, seed=1, ignore_eos=True))
+            chunks = chunks_of([generation], 60.0)
+            assert await anext(chunks) is not None
+            timers = [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
+            assert len(timers) == 1
+            await chunks.aclose()
+            assert timers[0].cancelled()
+
+    asyncio.run(run())
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Soon: within a few steps."""
     for _ in range(200):

@@ -4,6 +4,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -234,18 +235,19 @@ async def chunks_of(
     held: dict[tuple[int, int], TextChunk] = {}
     begun: set[tuple[int, int]] = set()
     try:
-        async for arrived in _arrivals(generations, ping_seconds):
-            if not arrived:
-                yield None
-            for place, chunk in arrived:
-                _check(generations[place], chunk)
-                key = place, chunk.index
-                joined = TextChunk.joined([held.pop(key), chunk]) if key in held else chunk
-                if key in begun and chunk.finish_reason is None and len(joined.token_ids) < interval:
-                    held[key] = joined
-                    continue
-                begun.add(key)
-                yield place, joined
+        async with aclosing(_arrivals(generations, ping_seconds)) as arrivals:
+            async for arrived in arrivals:
+                if not arrived:
+                    yield None
+                for place, chunk in arrived:
+                    _check(generations[place], chunk)
+                    key = place, chunk.index
+                    joined = TextChunk.joined([held.pop(key), chunk]) if key in held else chunk
+                    if key in begun and chunk.finish_reason is None and len(joined.token_ids) < interval:
+                        held[key] = joined
+                        continue
+                    begun.add(key)
+                    yield place, joined
     finally:
         close_all(generations)
 
