@@ -43,8 +43,7 @@ def test_a_batch_whose_rows_cost_as_much_as_its_tokens_save_has_no_drafter_read_
     """Also at length: there the drafter can show nothing that would change the choice."""
     policy, batch = AutoPolicy(make_costs(GROWING, read_token=0.1)), [make_span() for _ in range(100)]
     assert all(policy.budgets(batch) == [OFF] * 100 for _ in range(3 * policy.RETRY))
-    policy.costs.target.seconds[:] = 16.0  # the machine changed: now rows are free up to 512
-    policy.costs.target.seconds[-1] = 32.0
+    policy.costs.adopt(Curve([1, 512, 1024], [16.0, 16.0, 32.0]))  # the machine changed
     assert any(policy.budgets(batch) != [OFF] * 100 for _ in range(policy.RETRY))
 
 

@@ -4,10 +4,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from specinfer.core.request import Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
-from specinfer.core.tree import TokenTree
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.draft_sampling import Candidates
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.verify import Acceptance
 from tiny import make_request
@@ -63,3 +69,103 @@ class StreamedTarget:
 
     def true(self, size: float) -> float:
         return max(self._read, self._row * size)
+
+
+def roofline_costs(bandwidth: float, flops: float, weights: float = 1e9) -> CostModel:
+    """Return the costs of a target of so many bfloat16 weights: a pass reads them all, and computes with each row.
+
+    A drafter of a hundredth of the weights takes as much longer a level as its host work does.
+
+    Args:
+        bandwidth: Bytes read per second.
+        flops: Operations per second.
+    """
+    sizes = sorted({*SIZES, *range(1, 65)})
+    target = Curve(sizes, [max(2 * weights / bandwidth, 2 * weights * size / flops) + 0.001 for size in sizes])
+    level = 2 * weights / 100 / bandwidth
+    draft = Curve((1, 8, 64), [level + 0.0003, level + 0.0005, level + 0.002])
+    return CostModel(target, draft, read_token=level / 8, draft_start=0.002)
+
+
+# Bytes and operations per second: an older and a newer CPU with two cores, and one with matrix units.
+MACHINES = {"31 GB/s": (31e9, 0.39e12), "48 GB/s": (48e9, 0.8e12), "80 GB/s with matrix units": (80e9, 6e12)}
+
+
+class SimulatedDrafting:
+    """Steps of requests on a simulated machine: trees grow from random guesses whose confidence is their chance.
+
+    Args:
+        sureness: Expected probability of a node's first guess; it differs from node to node.
+        seed: Seed of the guesses and of what is accepted.
+
+    Attributes:
+        now: Seconds since the start.
+        tokens: Expected number of tokens emitted so far, which has less noise than the number drawn.
+    """
+
+    def __init__(self, costs: CostModel, sureness: float, num_requests: int = 1, seed: int = 0) -> None:
+        self.costs, self.now, self.tokens = costs, 0.0, 0.0
+        self._sureness, self._random, self.calibration = sureness, np.random.default_rng(seed), Calibration()
+        self._spans = [make_span(num_output=5, max_tokens=10**6) for _ in range(num_requests)]
+        for span in self._spans:
+            span.request.drafter_knows = True
+
+    def step(self, policy: SpeculationPolicy) -> StepRecord:
+        """Run one step, from which the policy learns."""
+        budgets = policy.budgets(self._spans)
+        trees, num_levels = self._grow(budgets)
+        outcomes = [(tree, self._accepted(tree)) for tree in trees]
+        num_guessed = sum(tree.num_guessed for tree in trees)
+        drafting = float(self.costs.draft(num_guessed, num_levels)) if num_levels else 0.0
+        passing = float(self.costs.target(len(trees) + num_guessed))
+        num_generated = sum(len(acceptance.path) + 1 for _, acceptance in outcomes)
+        record = StepRecord(
+            len(trees), len(trees) + num_guessed, num_guessed, max(tree.max_depth for tree in trees), num_generated, 0,
+            drafting, passing, 0.0, sum(budget.max_nodes for budget in budgets),
+        )  # fmt: skip
+        self.now += drafting + passing
+        policy.observe(record, outcomes)
+        for span, (tree, acceptance) in zip(self._spans, outcomes, strict=True):
+            self.calibration.observe(span.request, tree, acceptance)
+        return record
+
+    def rate(self, policy: SpeculationPolicy, num_steps: int) -> float:
+        """Return the expected tokens per second of so many steps."""
+        now, tokens = self.now, self.tokens
+        for _ in range(num_steps):
+            self.step(policy)
+        return (self.tokens - tokens) / (self.now - now)
+
+    def _grow(self, budgets: Sequence[TreeBudget]) -> tuple[list[TokenTree], int]:
+        pairs = zip(self._spans, budgets, strict=True)
+        growing = [GrowingTree(span.request, budget, "draft") for span, budget in pairs if budget.max_nodes]
+        tree_batch, num_levels = TreeBatch(growing, self.calibration), 0
+        while nodes := tree_batch.wanted():
+            tree_batch.extend(self._candidates(len(nodes)))
+            num_levels += 1
+        grown = iter(growing)
+        roots = [TokenTree.root(span.request.token_ids[-1]) for span in self._spans]
+        trees = [next(grown).tree() if one.max_nodes else root for root, one in zip(roots, budgets, strict=True)]
+        return trees, num_levels
+
+    def _candidates(self, num_nodes: int) -> Candidates:
+        first = self._random.beta(2 * self._sureness, 2 * (1 - self._sureness), size=(num_nodes, 1))
+        others = (1 - first) * 0.45 * 0.5 ** np.arange(BEST_FIRST_WIDTH - 1)
+        sure = -np.sort(-np.concatenate([first, others], axis=1), axis=1).astype(np.float32)
+        tokens = np.tile(np.arange(BEST_FIRST_WIDTH), (num_nodes, 1))
+        none = np.empty((num_nodes, 0))
+        return Candidates(tokens, sure, none.astype(np.int64), none, np.full(tokens.shape, -1))
+
+    def _accepted(self, tree: TokenTree) -> Acceptance:
+        path_prob = [1.0] * len(tree)
+        for draw in tree.draws:  # parents come first, level by level
+            path_prob[draw.node] = draw.confidence * path_prob[tree.parents[draw.node]]
+        self.tokens += sum(path_prob)
+        node, path = 0, list[int]()
+        while draws := tree.candidates[node]:
+            place = np.searchsorted(np.cumsum([draw.confidence for draw in draws]), self._random.random())
+            if place == len(draws):
+                break
+            node = draws[place].node
+            path.append(node)
+        return Acceptance(tuple(path), 0)

@@ -13,8 +13,9 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.cost_model import CostModel
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
+from specinfer.policy.remeasurement import Remeasurement
 from specinfer.verify import Acceptance
 
 
@@ -24,6 +25,7 @@ class AutoPolicy:
     reads_logits = False
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
     RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile, for whatever reason
+    PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
@@ -32,8 +34,15 @@ class AutoPolicy:
         self._budget = OFF
         self._num_plain = 0
         self._num_requests = self._age = 0  # those of the last choice
+        self._remeasurement: Remeasurement | None = None  # under way
+        self._pause = 0.0  # seconds of steps until passes may be measured again
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        if self._remeasurement is None and self._pause <= 0.0 and self.costs.is_doubtful:
+            assert isinstance(self.costs.target, Curve)
+            self._remeasurement = Remeasurement(self.costs.target)
+        if self._remeasurement is not None:
+            return self._for_one(spans, self._remeasurement.budget(len(spans)))
         if len(spans) != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):
             self._budget = self.optimizer.choose(len(spans))
             self._num_requests, self._age = len(spans), 0
@@ -45,18 +54,30 @@ class AutoPolicy:
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
         if self._num_plain % self.RETRY == 0 and self.optimizer.could_pay(len(spans)):
-            probed = min(spans, key=lambda span: num_to_read(span.request))
-            return [TreeBudget.expansion((1, 1)) if span is probed else OFF for span in spans]
+            return self._for_one(spans, TreeBudget.expansion((1, 1)))
         return [OFF] * len(spans)
 
+    def _for_one(self, spans: Sequence[Span], budget: TreeBudget) -> list[TreeBudget]:
+        """Return this budget for the request whose tokens take the drafter least time to read, and none for others."""
+        chosen = min(spans, key=lambda span: num_to_read(span.request))
+        return [budget if span is chosen else OFF for span in spans]
+
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
+        self._pause -= step.draft_time + step.target_time + step.rest_time
         reads_prompt = step.num_rows != len(outcomes) + step.num_guessed
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
             learn = self.costs.observe_prompts if reads_prompt else self.costs.observe
             learn(step)
+            if self._remeasurement is not None and not reads_prompt:
+                self._remeasurement.observe(step)
         for tree, acceptance in outcomes:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)
+
+        if self._remeasurement is not None and self._remeasurement.is_done:
+            self.costs.adopt(self._remeasurement.curve())
+            self._pause, self._remeasurement = self.PAUSE * self._remeasurement.total, None
+            self._num_requests = 0  # choose anew
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int

@@ -22,6 +22,8 @@ from specinfer.policy.streamed_costs import Floats, StreamedCurve
 _LEARNING_RATE = 0.1
 _SHARED = 0.9  # factor of the rate for sizes that were not observed
 _MAX_RATIO, _LEAST_RATIO = 3.0, 0.1
+_BENT = 1.5  # a pass that takes so many times as long as a smaller one is bound by computing
+_DOUBT = 1.3  # factor by which passes became slower or faster
 _START_SHARE = 4.0  # number of levels that the start of drafting counts as when an error is shared between them
 # A pass much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
@@ -35,7 +37,7 @@ class Curve:
         seconds: [sizes] seconds.
     """
 
-    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
+    def __init__(self, sizes: npt.ArrayLike, seconds: npt.ArrayLike) -> None:
         self.sizes = np.asarray(sizes, dtype=np.float64)
         self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))  # more tokens never cost less
 
@@ -59,6 +61,19 @@ class Curve:
         learned = self.seconds * (1.0 + rates * (ratio - 1.0))
         # More tokens never cost less: a fast pass lowers the smaller sizes, and a slow one raises the larger ones.
         self.seconds = falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
+
+    def adopting(self, seconds: Mapping[int, float]) -> "Curve":
+        """Return the curve with the seconds measured at some sizes; between them the change goes over gradually.
+
+        Beyond the largest of them every token costs its share if that size cost clearly more than the smallest.
+        """
+        known = sorted(seconds)
+        last, most = known[-1], seconds[known[-1]]
+        changes = np.log([seconds[size] for size in known]) - np.log(self(known))
+        adopted = self.seconds * np.exp(np.interp(np.log(self.sizes), np.log(known), changes))
+        if most > _BENT * seconds[known[0]]:
+            adopted = np.where(self.sizes > last, np.maximum(adopted, most * self.sizes / last), adopted)
+        return Curve(self.sizes, adopted)
 
 
 def falling(seconds: Floats) -> Floats:
@@ -88,6 +103,19 @@ class CostModel:
         self.read_token = read_token
         self.draft_start = draft_start
         self.rest = 0.0
+        self._measured = target.seconds.copy() if isinstance(target, Curve) else None
+
+    @property
+    def is_doubtful(self) -> bool:
+        """True if passes take another time than when they were measured, so that their curve may have another shape."""
+        if self._measured is None:
+            return False
+        change = np.median(np.log(self.target.seconds / self._measured))
+        return bool(abs(change) > math.log(_DOUBT))
+
+    def adopt(self, target: Curve) -> None:
+        """Take over the seconds of passes that were measured anew."""
+        self.target, self._measured = target, target.seconds.copy()
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""
