@@ -23,11 +23,17 @@ from specinfer.model.graphs.slot_table import SlotTable
 
 
 class LateStream:
-    """Launched work, oldest first."""
+    """Launched work, oldest first.
+
+    Attributes:
+        longest: Most launches that waited at the same time.
+        num_waits: How often an event was waited for.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], object]] = deque()
-        self.longest = 0  # launches that waited at the same time
+        self.num_waits = 0
+        self.longest = 0
 
     def launch(self, work: Callable[[], object]) -> None:
         self._queue.append(work)
@@ -56,6 +62,7 @@ class LateEvent:
         self._num_left -= 1
 
     def synchronize(self) -> None:
+        self._stream.num_waits += 1
         self._stream.run_until(lambda: self._num_left == 0)
 
 

@@ -70,6 +70,7 @@ def test_steps_in_flight_use_no_memory_of_one_another(
     assert come_and_go(engine, stagger) == plain
     assert executor_of(engine).num_launched >= 10
     assert stream.longest >= 6, "two steps were never in flight"
+    assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
 
 
 def test_a_single_host_buffer_would_be_seen(

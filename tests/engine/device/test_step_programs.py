@@ -1,0 +1,190 @@
+"""The programs of a step on a device without numbers: what kernels are given in every family, and their number."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine.device.programs import LaunchSize, Programs
+from specinfer.engine.device.sizes import shape_of
+from specinfer.engine.device.state import DeviceState
+from specinfer.kernels import tree_ops
+from specinfer.kernels.tree_layout import TreeLayout
+from specinfer.model import device_decoder
+from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.graphs.synchronization import SynchronizationCheck
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from tiny import FAMILIES
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+# Operations that only look at memory in another way, or allocate it.
+VIEWS = {
+    "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "permute", "transpose", "t", "detach",
+    "alias", "split", "unbind", "as_strided", "empty", "new_empty", "empty_like", "_reshape_alias", "empty_strided",
+    "unfold", "diagonal", "split_with_sizes",
+}  # fmt: skip
+
+
+class Kernels:
+    """Stands in for the kernels of a step and of layers, and holds what they are given to what they read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        for name in ("attend", "store", "choose", "walk", "commit"):
+            patch.setattr(tree_ops, name, self._counted(name))
+        for name in ("add_norm", "rotate_and_store", "gate"):
+            patch.setattr(device_decoder, name, self._counted(name))
+
+    def _counted(self, name: str) -> Callable[..., Any]:
+        stand_in = getattr(self, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls[name] += 1
+            return stand_in(*args, **options)
+
+        return call
+
+    @staticmethod
+    def attend(query: Tensor, keys: Tensor, values: Tensor, layout: TreeLayout, **features: Any) -> Tensor:
+        fields = ("slot_table", "prefix_lens", "starts", "node_slots", "node_positions", "node_lens", "visible")
+        ints = [getattr(layout, name) for name in (*fields, "positions")]
+        _on_device(query, keys, values, *ints, *(one for one in features.values() if isinstance(one, Tensor)))
+        assert all(one.dtype == torch.int32 for one in ints)
+        assert query.stride(2) == 1
+        assert layout.prefix_lens.is_contiguous()
+        assert layout.node_slots.stride(1) == layout.visible.stride(1) == layout.slot_table.stride(1) == 1
+        assert len(layout.node_slots) == 1 or layout.node_positions.stride() == layout.node_slots.stride()
+        return query.new_empty((*query.shape[:2], values.shape[2]))
+
+    @staticmethod
+    def store(keys: Tensor, values: Tensor, slots: Tensor, *new: Tensor) -> None:
+        _on_device(keys, values, slots, *new)
+        assert all(one.stride(2) == 1 for one in new)
+
+    @staticmethod
+    def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
+        _on_device(logits, seeds, positions, temperatures, contiguous=True)
+        assert len(logits) == len(seeds) == len(positions) == len(temperatures)
+        return torch.empty(len(logits), dtype=torch.int64, device=META)
+
+    @staticmethod
+    def walk(said: Tensor, starts: Tensor, tokens: Tensor, parents: Tensor, sizes: Tensor, *, max_depth: int) -> Any:
+        _on_device(said, starts, tokens, parents, sizes, contiguous=True)
+        path, lengths = (
+            torch.empty(shape, dtype=torch.int32, device=META) for shape in ((len(tokens), max_depth), (len(tokens),))
+        )
+        return path, lengths, torch.empty(len(tokens), dtype=torch.int64, device=META)
+
+    @staticmethod
+    def commit(table: Tensor, lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
+        _on_device(table, lens, node_slots, path, lengths)
+        assert path.is_contiguous()
+        assert table.stride(1) == node_slots.stride(1) == 1
+        assert {one.dtype for one in (lens, node_slots, path, lengths)} == {torch.int32}
+
+    @staticmethod
+    def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, _eps: float) -> Tensor:
+        _on_device(hidden, weight, *([] if added is None else [added]), contiguous=True)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def rotate_and_store(qkv: Tensor, *given: Any) -> Tensor:
+        keys = given[3]
+        _on_device(qkv, *given[:5], contiguous=True)
+        heads, dim = keys.shape[1:]
+        return qkv.new_empty((len(qkv), qkv.shape[1] // dim - 2 * heads, dim))
+
+    @staticmethod
+    def gate(both: Tensor) -> Tensor:
+        _on_device(both, contiguous=True)
+        return both.new_empty((len(both), both.shape[1] // 2))
+
+
+def _on_device(*tensors: Tensor, contiguous: bool = False) -> None:
+    assert {one.device.type for one in tensors} == {"meta"}
+    assert not contiguous or all(one.is_contiguous() for one in tensors)
+
+
+class Launches(TorchDispatchMode):
+    """Counts PyTorch's kernels: every operation that is not a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # in inference mode a composite operation arrives as a whole
+            found = func.decompose(*args, **(kwargs or {}))
+        if found is not NotImplemented:
+            return found
+        self.count += func.overloadpacket.__name__ not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(folder: Path, *, is_fused: bool = False) -> LoadedModel:
+    loaded = load_model(folder, torch.bfloat16, CPU, native=False)
+    if is_fused:
+        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
+    loaded.model.to(META)
+    return replace(loaded, device=META)
+
+
+def programs_of(loaded: LoadedModel, budget: TreeBudget | None, rows: int) -> Programs:
+    """Return the programs of a step whose drafter is a copy of the target."""
+    target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
+    most = 256 // rows
+    shape = None if budget is None else shape_of([budget], most - 1, most)
+    vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
+    state = DeviceState.empty(rows, 256, META)
+    return Programs(LaunchSize(rows, shape), state, target, drafter, vocabulary.to_target)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
+    family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes from the host or waits for the device, and strides and types are those that kernels assume."""
+    loaded = on_meta(model_folder(family))
+    kernels = Kernels(monkeypatch)
+    for budget in (TreeBudget(8, 2), None):
+        programs = programs_of(loaded, budget, 4)
+        with torch.inference_mode(), SynchronizationCheck():
+            if programs.size.shape is not None:
+                programs.draft()
+            programs.verify()
+    layers = len(loaded.layer_shapes)
+    assert kernels.calls["attend"] == kernels.calls["store"] == layers * (2 + 1 + 1)
+    assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (2, 2, 3)
+
+
+# Kernels of PyTorch beside those of this project, which are one each; lower them when a step becomes leaner.
+PER_LEVEL, PER_VERIFICATION, PER_LAYER = 147, 106, 4
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_a_step_launches_no_more_kernels_than_it_may(
+    rows: int, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = on_meta(model_folder("llama"), is_fused=True)
+    kernels, layers = Kernels(monkeypatch), len(loaded.layer_shapes)
+    programs = programs_of(loaded, TreeBudget(16, 8), rows)
+    shape, counts = programs.size.shape, []
+    assert shape is not None
+    for program in (programs.draft, programs.verify):
+        with torch.inference_mode(), Launches() as launches:
+            program()
+        counts.append(launches.count)
+    assert counts[0] <= shape.num_levels * (PER_LEVEL + PER_LAYER * layers)
+    assert counts[1] <= PER_VERIFICATION + PER_LAYER * layers
+    passes = shape.num_levels + 1
+    assert kernels.calls["attend"] == kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes * layers
+    assert kernels.calls["add_norm"] == passes * (2 * layers + 1)
