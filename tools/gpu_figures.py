@@ -68,6 +68,21 @@ class Step:
         return [sys.executable, "-m", *self.words, *where]
 
 
+def test_steps() -> list[Step]:
+    """A step for each file of tests that need a GPU, so that one that takes long or hangs holds up no other."""
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider")
+    return [
+        Step(
+            f"tests-{path.stem[5:].replace('_', '-')}",
+            ("pytest", *options, str(path.relative_to(ROOT))),
+            420,
+            reports=False,
+        )
+        for path in files
+    ]
+
+
 _LABORATORY = ("kernels", "offload")  # programs of benchmarks/
 
 
@@ -98,7 +113,7 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
         "--max-tokens",
         str(sizes.max_tokens // 4),
     )
-    made = [Step("tests", ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), 420, reports=False)] if gpu else []
+    made = test_steps() if gpu else []
     made.append(bench("kernels-large", "kernels", 240, *passes, grow=sizes.large))  # the first to grow it
     for size, grow in (("small", sizes.small), ("large", sizes.large)):
         made.append(bench(f"latency-{size}-greedy", "latency", 240, *trees, *count, *length, grow=grow))

@@ -32,7 +32,13 @@ from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.walk import walk
 
 Case = tuple[str, Callable[[], object]]  # what is compiled, and the call that does
-_HOPPER = Device(132, 232448)  # an H100
+# A GPU of each compute capability: A100, RTX 3090, 4090, H100, B200 and RTX 5090.
+DEVICES = {
+    80: Device(108, 166912), 86: Device(82, 101376), 89: Device(128, 101376),
+    90: Device(132, 232448), 100: Device(148, 232448), 120: Device(170, 101376),
+}  # fmt: skip
+# Bytes of a thread that do not fit into registers; float32 takes more, and is slow without tensor cores in any case.
+_MOST_STACK, _MOST_STACK_OF_FLOAT32 = 256, 1024
 _SLOTS, _CONTEXT = 65536, 8192
 _HALF, _FULL = torch.bfloat16, torch.float32
 
@@ -57,30 +63,37 @@ def _layout(requests: int, max_new: int, *, is_chain: bool = False) -> TreeLayou
     )
 
 
-def attention_cases() -> Iterator[Case]:
-    """Head dims, types and features, each with few rows and with many."""
+def attention_cases(arch: int) -> Iterator[Case]:
+    """Head dims, types and features, each with few rows and with many, in the blocks that this GPU has."""
     dims = [(64, _HALF), (80, _HALF), (96, _HALF), (128, _HALF), (256, _HALF), (128, torch.float16), (128, _FULL)]
     for dim, dtype in dims:
         for requests, max_new in ((1, 1), (8, 64)):
-            yield _attention_case(f"{dim} {str(dtype)[6:]}", requests, max_new, dim, dtype)
+            yield _attention_case(arch, f"{dim} {str(dtype)[6:]}", requests, max_new, dim, dtype)
     sinks, bias = _empty(32, dtype=_FULL), _empty(32, _CONTEXT, dtype=_FULL)
     features: list[dict[str, Any]] = [{"window": 512}, {"softcap": 50.0}, {"sinks": sinks}, {"key_bias": bias}]
     features.append({name: value for feature in features for name, value in feature.items()})
     for feature in features:
         name = "all" if len(feature) > 1 else next(iter(feature))
-        yield _attention_case(name, 1, 16, 128, _HALF, **feature)
+        yield _attention_case(arch, name, 1, 16, 128, _HALF, **feature)
     for requests, max_new in ((1, 1), (1, 64), (1, 2048), (8, 1)):
-        yield _attention_case("chain", requests, max_new, 128, _HALF, is_chain=True)
-    yield _attention_case("padded", 1, 16, 6, _FULL)
+        yield _attention_case(arch, "chain", requests, max_new, 128, _HALF, is_chain=True)
+    yield _attention_case(arch, "padded", 1, 16, 6, _FULL)
 
 
 def _attention_case(
-    name: str, requests: int, max_new: int, dim: int, dtype: torch.dtype, is_chain: bool = False, **features: Any
+    arch: int,
+    name: str,
+    requests: int,
+    max_new: int,
+    dim: int,
+    dtype: torch.dtype,
+    is_chain: bool = False,
+    **features: Any,
 ) -> Case:
     layout = _layout(requests, max_new, is_chain=is_chain)
     query = _empty(requests * max_new, 32, dim, dtype=dtype)
     keys, values = (_empty(_SLOTS, 8, dim, dtype=dtype) for _ in range(2))
-    blocks = choose_blocks(layout, 32, 8, dim, dim, dtype.itemsize, _HOPPER)
+    blocks = choose_blocks(layout, 32, 8, dim, dim, dtype.itemsize, DEVICES[arch])
 
     call = partial(attend, query, keys, values, layout, scale=dim**-0.5, blocks=blocks, **features)
     return f"attend {name}, {requests} x {max_new}", call
@@ -154,31 +167,39 @@ def compile_all(cases: Iterator[Case], arch: int) -> Iterator[tuple[str, str, An
         JITFunction.run = run
 
 
-def resources(kernel: Any) -> str:
-    """Registers, stack and shared memory as the machine code states them."""
+def resources(kernel: Any) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as the machine code states them."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = dict(part.split(":", 1) for part in said.split() if part.split(":", 1)[0] in ("REG", "STACK", "LOCAL"))
-    parts = (f"{found['REG']:>3} registers", f"{found['STACK']:>4} bytes of stack")
-    return ", ".join((*parts, f"{kernel.metadata.shared:>6} of shared memory", f"{kernel.metadata.num_warps} warps"))
+    return int(found["REG"]), int(found["STACK"])
 
 
 def main() -> None:
     """Compile, and print a line a kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, default=90, help="compute capability, such as 80 or 90")
+    parser.add_argument("--arch", type=int, default=90, choices=DEVICES, help="compute capability")
     parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
     options = parser.parse_args()
-    cases = [*attention_cases(), *step_cases(), *layer_cases(options.arch)]
+    cases = [*attention_cases(options.arch), *step_cases(), *layer_cases(options.arch)]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
     if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
         sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")
+    shared_bytes, too_large, variants = DEVICES[options.arch].shared_bytes, 0, set[str]()
     for name, kernel_name, kernel in compile_all(iter(wanted), options.arch):
-        print(f"{name:<28} {kernel_name:<16} {resources(kernel)}")
-    print(f"{len(wanted)} calls compiled for sm_{options.arch}")
+        (registers, stack), shared = resources(kernel), kernel.metadata.shared
+        most_stack = _MOST_STACK_OF_FLOAT32 if "float32" in name else _MOST_STACK
+        fits = shared <= shared_bytes and stack <= most_stack
+        too_large, variants = too_large + (not fits), variants | {kernel.hash}
+        parts = (f"{registers:>3} registers", f"{stack:>4} bytes of stack", f"{shared:>6} of shared memory")
+        needs = ", ".join((*parts, f"{kernel.metadata.num_warps} warps"))
+        print(f"{name:<28} {kernel_name:<16} {needs}{'' if fits else ' TOO LARGE'}")
+    print(f"{len(wanted)} calls compiled for sm_{options.arch}, {len(variants)} variants of kernels")
+    if too_large:
+        sys.exit(f"{too_large} kernels need more shared memory than {shared_bytes} bytes, or too much stack")
 
 
 if __name__ == "__main__":

@@ -150,15 +150,25 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
 def test_a_dry_run_prints_commands_and_runs_nothing(tmp_path: Path) -> None:
     words = [sys.executable, str(TOOLS / "gpu_figures.py"), "--out", str(tmp_path), "--dry-run", "--commit", "abc"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert "python -m pytest -m gpu" in shown
+    assert "python -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_kernels.py\n" in shown
     assert "python -m specinfer bench latency demo --device cuda --grow 7b --tree auto" in shown
     assert "peers-large              not run" in shown
     assert "commit abc" in shown
     assert shown.count("not measured") == 7
     refused = subprocess.run([*words, "--only", "naps"], capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("--only: no step naps; there are tests, kernels-large")
+    assert refused.stderr.startswith("--only: no step naps; there are tests-")
     assert json.loads((tmp_path / "figures.json").read_text() if (tmp_path / "figures.json").exists() else "{}") == {}
+
+
+def test_each_file_of_tests_for_gpus_is_a_step(tool: Any) -> None:
+    """One that is ended for its time is run again alone, and the others are not."""
+    steps = [step for step in tool.steps(tool.Sizes(), "cuda", "demo") if step.words[0] == "pytest"]
+    files = {step.words[-1] for step in steps}
+    assert {"tests/gpu/test_kernels.py", "tests/gpu/test_gpu.py", "tests/kernels/test_layer_kernels.py"} <= files
+    assert "tests/gpu/test_figures.py" not in files
+    assert len({step.name for step in steps}) == len(steps) > 4
+    assert not [step for step in tool.steps(tool.TINY, "cpu", "demo") if step.words[0] == "pytest"]
 
 
 @pytest.mark.slow

@@ -50,9 +50,14 @@ def test_kernels_of_layers_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["80", "90"])
-def test_all_of_them_compile(arch: str, tmp_path: Path) -> None:
-    assert f"for sm_{arch}" in compiled(tmp_path, "--arch", arch)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
+def test_all_of_them_compile_and_fit(arch: str, tmp_path: Path) -> None:
+    """Into shared memory, and but for little into registers: the tool fails otherwise."""
+    output = compiled(tmp_path, "--arch", arch)
+    assert f"for sm_{arch}" in output
+    (variants,) = re.findall(r", (\d+) variants", output)
+    assert 50 < int(variants) <= 200  # each takes a second or more where it is first used
 
 
 def test_names_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ compiling for GPUs is tests/kernels/test_programs.py's.
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.kernels import plain_tree, tree_ops
 from specinfer.kernels.tree_layout import TreeLayout, num_words, pack_bits, unpack_bits
 from specinfer.kernels.triton.attention import attend, scratch_size
-from specinfer.kernels.triton.blocks import Blocks, Device, choose_blocks
+from specinfer.kernels.triton.blocks import Blocks, Device, choose_blocks, device_of
 from specinfer.kernels.triton.store import store
 from tiny import trees
 from tree_cases import AttentionCase, Part, bushy, wide
@@ -204,6 +205,15 @@ def test_blocks_fit_into_the_device(max_new: int, dim: int, itemsize: int) -> No
         assert tiles <= device.shared_bytes // 2 or (keys == 16 and tiles < 0.8 * device.shared_bytes)
         assert rows * padded * 4 / (32 * num_warps) <= 4 * 128, "the sums of a program are in its registers"
         assert splits == 1 or splits // 2 * -(-max_new * 4 // rows) * layout.num_requests * 8 < device.num_cores
+
+
+def test_a_gpu_without_a_second_limit_of_shared_memory_has_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's builds of PyTorch have no `shared_memory_per_block_optin`."""
+    usual = {"multi_processor_count": 304, "shared_memory_per_block": 65536}
+    for index, (more, wanted) in enumerate((({}, 65536), ({"shared_memory_per_block_optin": 232448}, 232448))):
+        properties = SimpleNamespace(**usual, **more)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        assert device_of.__wrapped__(torch.device("cuda", index)) == Device(304, wanted)
 
 
 def test_long_contexts_are_split_for_few_requests_only() -> None:

@@ -64,7 +64,7 @@ def test_shapes_keep_to_the_free_slots(budgets: list[TreeBudget], nodes: int, fr
     shape = shape_of(budgets, nodes, frontier)
     assert (shape is None) == (nodes == 0)
     if shape is not None:
-        assert shape.num_nodes <= nodes
+        assert shape.num_levels <= shape.num_nodes <= nodes
         assert max(shape.frontiers) <= frontier
 
 

@@ -167,7 +167,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
 
 
 # Kernels of PyTorch beside those of this project, which are one each; lower them when a step becomes leaner.
-PER_LEVEL, PER_VERIFICATION, PER_LAYER = 147, 106, 4
+PER_DRAFT, PER_LEVEL, PER_VERIFICATION, PER_LAYER = 68, 138, 106, 4
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
@@ -183,7 +183,7 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         with torch.inference_mode(), Launches() as launches:
             program()
         counts.append(launches.count)
-    assert counts[0] <= shape.num_levels * (PER_LEVEL + PER_LAYER * layers)
+    assert counts[0] <= PER_DRAFT + shape.num_levels * (PER_LEVEL + PER_LAYER * layers)
     assert counts[1] <= PER_VERIFICATION + PER_LAYER * layers
     passes = shape.num_levels + 1
     assert kernels.calls["attend"] == kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes * layers

@@ -40,6 +40,7 @@ def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int)
     nodes = nodes if are_fixed else at_least(NODES, nodes) or nodes
     if nodes > most_nodes:
         nodes = most_nodes if are_fixed else max(size for size in NODES if size <= most_nodes)
+    levels = min(levels, nodes)  # each has a node at least
     frontiers, children = [1], list[int]()
     for level in range(levels):
         children.append(max(_children(budget, level) for budget in wanted))

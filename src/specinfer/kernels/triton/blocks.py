@@ -63,4 +63,6 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(1, 2**20)
     properties: Any = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    # ROCm has no other limit than the usual one.
+    shared = getattr(properties, "shared_memory_per_block_optin", None) or properties.shared_memory_per_block
+    return Device(properties.multi_processor_count, shared)
