@@ -37,8 +37,7 @@ DEVICES = {
     80: Device(108, 166912), 86: Device(82, 101376), 89: Device(128, 101376),
     90: Device(132, 232448), 100: Device(148, 232448), 120: Device(170, 101376),
 }  # fmt: skip
-# Bytes of a thread that do not fit into registers; float32 takes more, and is slow without tensor cores in any case.
-_MOST_STACK, _MOST_STACK_OF_FLOAT32 = 256, 1024
+_MOST_STACK = 256  # bytes of a thread that do not fit into registers
 _SLOTS, _CONTEXT = 65536, 8192
 _HALF, _FULL = torch.bfloat16, torch.float32
 
@@ -191,8 +190,7 @@ def main() -> None:
     shared_bytes, too_large, variants = DEVICES[options.arch].shared_bytes, 0, set[str]()
     for name, kernel_name, kernel in compile_all(iter(wanted), options.arch):
         (registers, stack), shared = resources(kernel), kernel.metadata.shared
-        most_stack = _MOST_STACK_OF_FLOAT32 if "float32" in name else _MOST_STACK
-        fits = shared <= shared_bytes and stack <= most_stack
+        fits = shared <= shared_bytes and stack <= _MOST_STACK
         too_large, variants = too_large + (not fits), variants | {kernel.hash}
         parts = (f"{registers:>3} registers", f"{stack:>4} bytes of stack", f"{shared:>6} of shared memory")
         needs = ", ".join((*parts, f"{kernel.metadata.num_warps} warps"))

@@ -167,8 +167,9 @@ def product(
     has_float8 = _has_float8(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
-    block = next((size for size in _ROWS if num_rows <= size), _ROWS[-1])
     is_wide = rows.dtype == torch.float32
+    sizes = _ROWS[:-1] if is_wide else _ROWS  # sums of 64 rows of float32 do not fit into registers
+    block = next((size for size in sizes if num_rows <= size), sizes[-1])
     together = _OUTPUTS if block == _ROWS[0] or is_wide else 2 * _OUTPUTS
     stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # fits into 99 KB, the least shared memory of GPUs
     given = codes if bias is None else bias
