@@ -49,8 +49,6 @@ def test_measuring_leaves_everything_as_it_was(kinds: list[str], runner_of: Call
     assert 0 < float(costs.target(1)) <= float(costs.target(64))
     assert 0 < float(costs.draft_level(1)) <= float(costs.draft_level(64))
     assert costs.read_token >= 0
-    if kinds == ["model"]:
-        assert costs.read_token > 0
 
 
 def test_sizes_for_which_there_is_no_memory_or_time_are_left_out(
@@ -186,7 +184,7 @@ def test_captures_and_compilation_are_no_part_of_the_costs(
     assert more_seconds > seconds + len(SIZES) * 0.375
     assert slow.as_dict() == quick.as_dict()
     assert slow.target.sizes.tolist() == list(SIZES)
-    assert 0 < slow.read_token < 1e-4
+    assert slow.read_token == pytest.approx(1e-5, rel=0.1), "a row costs as much"
     for count in (1, 2, 4, 8, 16, 32):
         trees = [TreeOptimizer(costs, AcceptanceModel()).choose(count) for costs in (quick, slow)]
         assert trees[0] == trees[1]
