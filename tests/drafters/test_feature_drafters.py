@@ -23,6 +23,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.feature_drafter import FeatureDrafter
+from specinfer.kernels.quantized_linear import QuantizedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
@@ -336,6 +337,16 @@ def test_a_quantized_head_drafts_for_the_same_text(quantization: str, target: Pa
         assert _drafter(llm).runner.loaded.quantization == quantization
         found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
+
+
+def test_drafting_with_a_quantized_head_unpacks_no_weights(
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked: list[QuantizedLinear] = []
+    with _llm(target, head, tree="2,1", drafter_quantization="int4") as llm:
+        monkeypatch.setattr(QuantizedLinear, "weight", property(lambda layer: unpacked.append(layer) or torch.empty(0)))
+        llm.generate(_ids(random_prompts([8])), GREEDY, use_tqdm=False)
+    assert not unpacked
 
 
 def test_a_heads_own_configuration_may_name_its_quantization(target: Path, tmp_path: Path) -> None:

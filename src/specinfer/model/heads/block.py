@@ -75,7 +75,7 @@ class BlockHead(FeatureHead):
             checkpoint.fill(self.confidence, "confidence_head.proj.")
 
     def project(self, taps: Sequence[Tensor]) -> Tensor:
-        kind = self.fc.weight.dtype
+        kind = self.hidden_norm.weight.dtype  # not of fc, whose weight is computed at each access if quantized
         features: Tensor = self.hidden_norm(self.fc(torch.cat([tap.to(kind) for tap in taps], dim=-1)))
         return features
 

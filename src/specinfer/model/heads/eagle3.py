@@ -94,7 +94,7 @@ class Eagle3Head(FeatureHead):
         return frozenset(layer for dialect in self.dialects for layer in dialect.reads)
 
     def project(self, taps: Sequence[Tensor]) -> Tensor:
-        kind = self.fc.weight.dtype
+        kind = self.hidden_norm.weight.dtype  # not of fc, whose weight is computed at each access if quantized
         parts = [tap.to(kind) for tap in taps]
         if self.fc_norms:
             parts = [_norm(part, weight, self.eps) for part, weight in zip(parts, self.fc_norms, strict=True)]
