@@ -615,8 +615,8 @@ def test_closed_standard_output_is_met_before_the_work() -> None:
 def test_characters_that_the_encoding_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     generate = LLM.generate
 
-    def with_accent(*args: Any) -> Any:
-        (output,) = generate(*args)
+    def with_accent(*args: Any, **options: Any) -> Any:
+        (output,) = generate(*args, **options)
         output.outputs[0].token_ids.clear()
         output.outputs[0].token_origins.clear()
         return [dataclasses.replace(output, outputs=[dataclasses.replace(output.outputs[0], text="Z\u00fcrich")])]
