@@ -10,7 +10,7 @@ from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, 
 from specinfer.kernels.low_rank import AdapterRuns, AdapterTable, LowRank
 from specinfer.kernels.panels import GATES, WIDTH, Ending, LinearCall, Panels
 from specinfer.kernels.quantization import QuantizedWeight, quantize
-from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
+from specinfer.kernels.quantized_linear import Float8Linear, QuantizedEmbedding, QuantizedLinear
 
 __all__ = [
     "GATES",
@@ -27,6 +27,7 @@ __all__ = [
     "NativePieces",
     "PackedLinear",
     "Panels",
+    "QuantizedEmbedding",
     "QuantizedLinear",
     "QuantizedWeight",
     "attends",

@@ -12,12 +12,12 @@ static void add(const Linear *layer, const float *post_norm, const float *x, flo
 static void decode(const Layer *layer, const Attention *attention, const Pieces *pieces, const float *cosines,
                    const float *sines, float *hidden, float *room, const Runs *runs, int threads) {
     const int64_t rows = pieces->tokens, size = layer->hidden;
-    float *normed = room, *qkv = normed + rows * size, *attended = qkv + rows * layer->qkv->outputs;
+    float *normed = room, *qkv = normed + rows * size, *attended = qkv + rows * layer->qkv->stride;
     float *opened = attended + rows * layer->output->inputs, *rest = opened + rows * layer->down->inputs;
     norm(hidden, layer->attention_norm, normed, rows, size, layer->eps, threads);
     linear(layer->qkv, normed, qkv, rest, rows, STORE, runs, threads);
     rotate(attention, pieces, cosines, sines, qkv, threads);
-    attend(attention, pieces, qkv, layer->qkv->outputs, attended, threads);
+    attend(attention, pieces, qkv, layer->qkv->stride, attended, threads);
     add(layer->output, layer->attention_post_norm, attended, hidden, normed, rest, runs, rows, layer->eps, threads);
     norm(hidden, layer->mlp_norm, normed, rows, size, layer->eps, threads);
     linear(layer->gated, normed, opened, rest, rows, layer->gate, runs, threads);

@@ -52,8 +52,8 @@ class LayerCall:
         self._structure = _Layer(*(one.address for one in linears), *weights, norms[0].shape[0], eps, gate)
         self._address = ctypes.addressof(self._structure)
         self._max_rows = min(one.max_rows for one in linears)
-        qkv, output, _, down = (one.panels for one in linears)
-        results = norms[0].shape[0] + qkv.outputs + output.inputs + down.inputs
+        output, down = linears[1].panels, linears[3].panels
+        results = norms[0].shape[0] + linears[0].outputs + output.inputs + down.inputs
         self._scratch_floats = results + max(one.scratch_floats for one in linears)  # floats for each token
 
     def __deepcopy__(self, memo: object) -> Self:

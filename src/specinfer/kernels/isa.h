@@ -6,6 +6,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "panels.h"
 #include "team.h"
 #include "types.h"
 

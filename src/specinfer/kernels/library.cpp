@@ -1,6 +1,7 @@
 // What Python calls: plain C, so that no header of Python or PyTorch is needed.
 
 #include "cpu.h"
+#include "panels.h"
 #include "team.h"
 #include "types.h"
 
@@ -39,15 +40,10 @@ static const Native *native = chosen();
 
 #include "growth.h"
 
-// Where weight [n][k] of [outputs][inputs] lies in the panels, in numbers of its type (int4: in half bytes).
+// Where weight [n][k] of [outputs][inputs] lies in the panels, in numbers of its type.
 static int64_t place(int type, int64_t n, int64_t k, int64_t depth) {
     const int64_t panel = n / WIDTH * depth * WIDTH, c = n % WIDTH;
-    switch (type) {
-        case BF16: return panel + (k / 2 * WIDTH + c) * 2 + k % 2;
-        case INT8: return panel + (k / 4 * WIDTH + c) * 4 + k % 4;
-        case INT4: return panel + ((k / 8 * WIDTH + c) * 4 + k % 4) * 2 + k % 8 / 4;
-        default: return panel + k * WIDTH + c;
-    }
+    return type == BF16 ? panel + (k / 2 * WIDTH + c) * 2 + k % 2 : panel + k * WIDTH + c;
 }
 
 // body(first) for the first row of each panel.
@@ -112,43 +108,47 @@ PUBLIC int specinfer_use(const char *name) {
     return 0;
 }
 
-// Between [outputs][inputs] and panels filled with zeros before. int4: one code in each byte outside.
+// Between [outputs][inputs] and panels filled with zeros before. One code in each byte outside.
 PUBLIC void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int64_t inputs, int64_t depth,
                            int packs, int threads) {
     if (type == FP32)
         move_words((uint32_t *)packed, (uint32_t *)weights, outputs, inputs, depth, packs, threads);
     else if (type == BF16 && inputs % 2 == 0)
         move_words((uint32_t *)packed, (uint32_t *)weights, outputs, inputs / 2, depth / 2, packs, threads);
-    else if (type == INT8)
-        move(type, (uint8_t *)packed, (uint8_t *)weights, outputs, inputs, depth, packs, threads);
-    else if (type != INT4)
+    else if (type < INT8)
         move(type, (uint16_t *)packed, (uint16_t *)weights, outputs, inputs, depth, packs, threads);
     else {
         in_parallel(outputs, shares(outputs, threads), threads, [&](int64_t n) {  // codes that share a byte are of one n
+            uint8_t *row = (uint8_t *)weights + n * inputs;
             for (int64_t k = 0; k < inputs; k++) {
-                const int64_t at = place(type, n, k, depth);
-                uint8_t &inside = ((uint8_t *)packed)[at / 2], &outside = ((uint8_t *)weights)[n * inputs + k];
-                const int shift = at % 2 * 4;
+                const CodePlace place(type, n, k, depth);
                 if (packs)
-                    inside = (inside & ~(15 << shift)) | outside << shift;
+                    place.set((uint8_t *)packed, row[k]);
                 else
-                    outside = inside >> shift & 15;
+                    row[k] = (uint8_t)place.get((const uint8_t *)packed);
             }
         });
     }
 }
 
 // Some of the rows that were packed, as floats: result [count][inputs].
-PUBLIC void specinfer_rows(int type, const void *packed, const int64_t *rows, float *result, int64_t count,
-                           int64_t inputs, int64_t depth, int threads) {
-    in_parallel(count, 64, threads, [&](int64_t i) {
+PUBLIC void specinfer_rows(const Linear *layer, const int64_t *rows, float *result, int64_t count, int threads) {
+    const int type = layer->type;
+    const int64_t inputs = layer->inputs, depth = shape_of(type).depth(inputs);
+    in_parallel(count, 16, threads, [&](int64_t i) {
         for (int64_t k = 0; k < inputs; k++) {
-            const int64_t at = place(type, rows[i], k, depth);
             float &to = result[i * inputs + k];
+            if (type >= INT8) {
+                to = decoded(layer, rows[i], k);
+                continue;
+            }
+            const int64_t at = place(type, rows[i], k, depth);
             if (type == FP32)
-                to = ((const float *)packed)[at];
-            else
-                to = type == BF16 ? from_bf16(((const uint16_t *)packed)[at]) : from_fp16(((const uint16_t *)packed)[at]);
+                to = ((const float *)layer->packed)[at];
+            else {
+                const uint16_t bits = ((const uint16_t *)layer->packed)[at];
+                to = type == BF16 ? from_bf16(bits) : from_fp16(bits);
+            }
         }
     });
 }

@@ -13,7 +13,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 10  # version of structures and functions, as in types.h
+_LAYOUT = 11  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_name.restype = ctypes.c_char_p
         loaded.specinfer_use.argtypes = [ctypes.c_char_p]
         loaded.specinfer_move.argtypes = [number, pointer, pointer, size, size, size, number, number]
-        loaded.specinfer_rows.argtypes = [number, pointer, pointer, pointer, size, size, size, number]
+        loaded.specinfer_rows.argtypes = [pointer] * 3 + [size, number]
         loaded.specinfer_linear.argtypes = [pointer] * 4 + [size, number, pointer, number]
         loaded.specinfer_add_low_rank.argtypes = [size] * 3 + [pointer] * 3 + [size, number]
         loaded.specinfer_norm.argtypes = [pointer] * 3 + [size, size, ctypes.c_float, number]

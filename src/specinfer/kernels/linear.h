@@ -47,16 +47,16 @@ static INLINE float quantize(const float *x, int64_t size, int64_t group, int8_t
 }
 
 static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t from, int64_t to, int type, bool dots,
-                       uint32_t *ready, float *scales, int32_t *zeros) {
-    if (type == INT8 || type == INT4) {
-        const int64_t group = shape_of(type).group;
+                       bool affine, uint32_t *ready, float *scales, int32_t *zeros) {
+    if (type >= INT8) {
+        const int64_t group = shape_of(type).group, zero = affine ? -1 : shape_of(type).zero;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t g = from / group; g * group < to; g++) {
                 int8_t codes[64];
                 int32_t sum;
                 const int64_t size = inputs - g * group < group ? inputs - g * group : group;
                 scales[g * rows + r] = quantize(x + r * inputs + g * group, size, group, codes, sum);
-                zeros[g * rows + r] = -sum * (type == INT8 ? 128 : 8);
+                zeros[g * rows + r] = -sum * (int32_t)zero;
                 if (dots)
                     for (int64_t k = 0; k < group; k += 4)
                         ready[(g * group + k) / 4 * rows + r] = read<uint32_t>(codes + k);
@@ -86,7 +86,7 @@ static INLINE Floats gelu(Floats x) {
 }
 
 static void finish(const float *sums, const float *bias, float *y, int64_t rows, int64_t first, int64_t outputs,
-                   int ending) {
+                   int64_t stride, int ending) {
     for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
         Floats low = read<Floats>(sums), high = read<Floats>(sums + LANES);
         if (bias) {
@@ -99,7 +99,7 @@ static void finish(const float *sums, const float *bias, float *y, int64_t rows,
             memcpy(y + r * size + column, &value, 4 * (size - column < LANES ? size - column : LANES));
             continue;
         }
-        float *place = y + r * outputs + first;
+        float *place = y + r * stride + first;
         if (outputs - first >= WIDTH) {
             write(place, ending == ADD ? read<Floats>(place) + low : low);
             write(place + LANES, ending == ADD ? read<Floats>(place + LANES) + high : high);
@@ -130,8 +130,8 @@ struct Totals {
 
 #include "low_rank.h"
 
-// x: [rows][inputs]; y: [rows][outputs], or half as many outputs of a gated layer. room: 4 * rows * (depth + 2 *
-// groups) bytes. runs: rows with adapters, or null.
+// x: [rows][inputs]; y: [rows][stride], or half as many of a gated layer. room: 4 * rows * (depth + 2 * groups) bytes.
+// runs: rows with adapters, or null.
 static void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending,
                    const Runs *runs, int threads) {
     const int type = layer->type;
@@ -143,7 +143,8 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const Blocks blocks(rows);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
     const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
-    const int64_t part = (depth / parts + 63) / 64 * 64;
+    const int64_t multiple = layer->scaling >= NESTED ? NEST : 64, part = (depth / parts + multiple - 1) / multiple * multiple;
+    const bool affine = is_affine(layer->scaling);
     uint32_t *ready = (uint32_t *)room;
     float *scales = (float *)(ready + rows * steps);
     int32_t *zeros = (int32_t *)(scales + rows * groups);
@@ -151,16 +152,18 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
         const int64_t from = unit * MADE_READY, to = from + MADE_READY < depth ? from + MADE_READY : depth;
         for (int64_t b = 0; b < blocks.count; b++) {
             const int64_t m = blocks.first(b);
-            make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, ready + m * steps,
+            make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, affine, ready + m * steps,
                        scales + m * groups, zeros + m * groups);
         }
     };
     const auto panel = [&](int64_t p) {
         static thread_local Totals totals;
         const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
-        const uint16_t *weight_scales = layer->scales ? layer->scales + p * groups * WIDTH : nullptr;
+        const uint8_t *weight_scales = layer->scales;  // null where weights are no codes
+        if (weight_scales) weight_scales += p * scale_bytes(layer->scaling, shape.group, depth);
         float *sums = totals.of(rows);
-        if (runs) fetch_up(layer, p, runs);
+        const int64_t column = layer->first + p * WIDTH;
+        if (runs) fetch_up(layer, column / WIDTH, runs);
         for (int64_t k = 0; k < depth; k += part) {
             const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
             const int64_t group = k / shape.group;
@@ -169,17 +172,19 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
                 // Several blocks share the fetching of what comes next: memory is busy in all of them.
                 const uint8_t *ahead = place + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
                 const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
-                                     scales + m * groups + group * count, zeros + m * groups + group * count};
-                kernel_of(type, dots, count)(block, place, weight_scales ? weight_scales + group * WIDTH : nullptr, size,
-                                             sums + m * WIDTH);
+                                     scales + m * groups + group * count, zeros + m * groups + group * count,
+                                     layer->scaling, layer->levels};
+                kernel_of(type, dots, count)(block, place, weight_scales, size, sums + m * WIDTH);
             }
             place += bytes;
+            if (weight_scales) weight_scales += scale_bytes(layer->scaling, shape.group, size);
         }
-        if (runs) panel_up(layer, p, runs, sums);
-        finish(sums, layer->bias, y, rows, p * WIDTH, outputs, ending);
+        if (runs) panel_up(layer, column / WIDTH, runs, sums);
+        finish(sums, layer->bias, y + layer->first, rows, p * WIDTH, outputs, layer->stride, ending);
     };
     // Few activations are ready before another thread has come.
     in_parallel((depth + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
-    if (runs) all_down(layer, x, runs, threads);
+    if (runs && !layer->first) all_down(layer, x, runs, threads);  // the others have the same inputs
     in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
+    if (layer->next) linear(layer->next, x, y, room, rows, ending, runs, threads);
 }

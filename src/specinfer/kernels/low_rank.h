@@ -121,13 +121,15 @@ static void fetch_up(const Linear *layer, int64_t panel, const Runs *runs) {
 // y [rows][outputs] += what adapters add to a layer with inputs x, for layers that are not computed here.
 static void add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *runs,
                          int64_t rows, int threads) {
-    const Linear layer = {nullptr, nullptr, nullptr, inputs, outputs, FP32, false, number};
+    Linear layer = {};
+    layer.inputs = inputs;
+    layer.number = number;
     const int64_t panels = (outputs + WIDTH - 1) / WIDTH;
     all_down(&layer, x, runs, threads);
     in_parallel(panels, shares(panels, threads), threads, [&](int64_t p) {
         static thread_local Totals totals;
         float *sums = totals.of(rows);
         panel_up(&layer, p, runs, sums);
-        finish(sums, nullptr, y, rows, p * WIDTH, outputs, ADD);
+        finish(sums, nullptr, y, rows, p * WIDTH, outputs, outputs, ADD);
     });
 }

@@ -1,28 +1,42 @@
-// Products of up to ROWS_OF_BLOCK rows with a panel of weights, their sums held in registers.
+// Products of up to ROWS_OF_BLOCK rows with a panel of weights (panels.h), their sums held in registers.
 //
-//   type  a panel                         what is multiplied
-//   fp32  [K][32]                         floats
-//   fp16  [K][32]                         floats, the weights widened in registers
-//   bf16  [K / 2][32][2]                  the same; or pairs by one instruction that adds to fp32
-//   int8  [K / 4][32][4], 128 is zero     activations rounded to int8 for each group of 64, sums exact in a group
-//   int4  [K / 8][32][4], two k's 4 apart in a byte, 8 is zero: the same for each group of 32
-//
-// K is filled up with zeros to a whole number of groups. Sums run over k in order whatever the number of rows: a
-// row's result does not depend on its neighbours.
+// Sums run over k in order whatever the number of rows: a row's result does not depend on its neighbours.
 
-struct Shape {
-    int64_t group, bits;
-    int64_t depth(int64_t inputs) const { return (inputs + group - 1) / group * group; }
-    int64_t panel_bytes(int64_t inputs) const { return depth(inputs) * WIDTH * bits / 8; }
+static INLINE Floats as_floats(Floats numbers) { return numbers; }
+static INLINE Floats as_floats(Ints numbers) { return __builtin_convertvector(numbers, Floats); }
+
+struct GroupScales {  // of a panel's columns
+    Floats low, high, low_added, high_added;
 };
 
-static Shape shape_of(int type) {
-    switch (type) {
-        case FP32: return {1, 32};
-        case FP16:
-        case BF16: return {2, 16};
-        case INT8: return {64, 8};
-        default: return {32, 4};
+template <class Byte>
+static INLINE Floats vectors_from_bytes(const uint8_t *place) {
+    typedef Byte Bytes __attribute__((vector_size(16)));
+    return __builtin_convertvector(__builtin_convertvector(read<Bytes>(place), Ints), Floats);
+}
+
+static INLINE GroupScales scales_of(const uint8_t *scales, int scaling, int64_t g, int64_t group) {
+    const int64_t in_nest = NEST / group, size = scale_bytes(scaling, group, NEST);
+    const auto halves = [&](const uint8_t *place) ALWAYS { return vectors_from_fp16((const uint16_t *)place); };
+    const uint8_t *nest = scales + g / in_nest * size, *place = nest + 2 * WIDTH + g % in_nest * WIDTH;
+    switch (scaling) {
+        case FP16_SCALES: return {halves(scales + g * 64), halves(scales + g * 64 + 32), Floats{}, Floats{}};
+        case FP16_AFFINE:
+            scales += g * 128;
+            return {halves(scales), halves(scales + 32), halves(scales + 64), halves(scales + 96)};
+        case NESTED:
+            return {halves(nest) * vectors_from_bytes<int8_t>(place),
+                    halves(nest + 32) * vectors_from_bytes<int8_t>(place + 16), Floats{}, Floats{}};
+        case NESTED_AFFINE:
+            place += 2 * WIDTH + g % in_nest * WIDTH;
+            return {halves(nest) * vectors_from_bytes<uint8_t>(place),
+                    halves(nest + 32) * vectors_from_bytes<uint8_t>(place + 16),
+                    halves(nest + 64) * vectors_from_bytes<uint8_t>(place + 32),
+                    halves(nest + 96) * vectors_from_bytes<uint8_t>(place + 48)};
+        default: {
+            const uint16_t *place = (const uint16_t *)scales + g * WIDTH;
+            return {vectors_from_bf16(place), vectors_from_bf16(place + LANES), Floats{}, Floats{}};
+        }
     }
 }
 
@@ -32,8 +46,30 @@ struct Ready {
     int64_t pace;
     const uint32_t *x;     // [steps][rows] floats, pairs of bf16 or four int8
     const float *scales;   // [groups][rows]
-    const int32_t *zeros;  // [groups][rows] what the weights' zero point adds to a group's sum, negated
+    const int32_t *zeros;  // [groups][rows] what the weights' zero point adds to a group's sum, negated; or the sum of x
+    int32_t scaling;
+    const uint8_t *levels;  // of LEVELS4
 };
+
+// result [ROWS][WIDTH] += the sums of group g, times the scales of weights and activations.
+template <int ROWS, class Sum>
+static INLINE void add_scaled(const Ready &ready, const GroupScales &scales, int64_t g, const Sum *low, const Sum *high,
+                              float *result) {
+    const auto add = [&](float *place, Floats sum, float scale) ALWAYS { write(place, read<Floats>(place) + sum * scale); };
+    if (is_affine(ready.scaling))
+        each<ROWS>([&](auto r) ALWAYS {
+            const float scale = ready.scales[g * ROWS + r], x = (float)ready.zeros[g * ROWS + r];
+            add(result + r * WIDTH, as_floats(low[r]) * scales.low + scales.low_added * x, scale);
+            add(result + r * WIDTH + LANES, as_floats(high[r]) * scales.high + scales.high_added * x, scale);
+        });
+    else
+        each<ROWS>([&](auto r) ALWAYS {
+            const float scale = ready.scales[g * ROWS + r];
+            float *place = result + r * WIDTH;
+            write(place, read<Floats>(place) + as_floats(low[r]) * (scales.low * scale));
+            write(place + LANES, read<Floats>(place + LANES) + as_floats(high[r]) * (scales.high * scale));
+        });
+}
 
 static INLINE void fetch_ahead(Ready &ready) {
     __builtin_prefetch(ready.ahead, 0, 2);
@@ -69,11 +105,11 @@ struct Sums {
 };
 
 // Adds to `sums` [rows][WIDTH].
-typedef void (*Multiply)(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *sums);
+typedef void (*Multiply)(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *sums);
 
 struct MultiplyFp32 {
     template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
         Sums<ROWS> sums;
         sums.load(result);
         for (int64_t k = 0; k < depth; k++, panel += 128) {
@@ -86,7 +122,7 @@ struct MultiplyFp32 {
 
 struct MultiplyFp16 {
     template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
         Sums<ROWS> sums;
         sums.load(result);
         for (int64_t k = 0; k < depth; k += 2, panel += 128) {
@@ -102,7 +138,7 @@ struct MultiplyFp16 {
 
 struct MultiplyBf16 {
     template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
         Sums<ROWS> sums;
         sums.load(result);
         for (int64_t k = 0; k < depth; k += 2, panel += 128) {
@@ -115,34 +151,55 @@ struct MultiplyBf16 {
     }
 };
 
-// Whole numbers as floats: exact, as sums within a group are far below 2^24.
+// The upper bits of a group's codes: those that are not in the lower half bytes.
 template <int BITS>
+struct UpperBits {
+    Words low = {}, high = {};
+    static const bool ANY = BITS == 5 || BITS == 6;
+    static const uint32_t MASK = BITS == 6 ? 0x03030303u : 0x01010101u;
+    INLINE void load(Ready &ready, const uint8_t *&panel) {
+        if (!ANY) return;
+        fetch_ahead(ready);
+        low = read<Words>(panel);
+        high = read<Words>(panel + 64);
+        panel += 128;
+    }
+    // Adds those of the next four k's.
+    INLINE void put(Words &a, Words &b) {
+        if (!ANY) return;
+        a |= (low & MASK) << 4;
+        b |= (high & MASK) << 4;
+        low >>= BITS - 4;
+        high >>= BITS - 4;
+    }
+};
+
+// Whole numbers as floats: exact, as sums within a group are far below 2^24.
+template <int BITS, int GROUP>
 struct MultiplyInt {
     template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *result) {
-        const int64_t group = BITS == 8 ? 64 : 32, zero = 1 << (BITS - 1);
-        for (int64_t g = 0; g < depth / group; g++, scales += WIDTH) {
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
+        const int32_t zero = is_affine(ready.scaling) ? 0 : 1 << (BITS - 1);
+        for (int64_t g = 0; g < depth / GROUP; g++) {
             Sums<ROWS> sums;
             sums.clear();
-            for (int64_t k = 0; k < group; k += 32 / BITS, panel += 128) {
+            UpperBits<BITS> upper;
+            upper.load(ready, panel);
+            for (int64_t k = 0; k < GROUP; k += BITS == 8 ? 4 : 8, panel += 128) {
                 fetch_ahead(ready);
                 const Words a = read<Words>(panel), b = read<Words>(panel + 64);
-                for (int part = 0; part < 32 / BITS; part++) {
-                    // The bytes first; in int4 the upper halves of them come after all four lower ones.
-                    const int shift = part % 4 * 8 + part / 4 * 4, mask = (1 << BITS) - 1;
-                    const Ints low = (Ints)(a >> shift & mask) - (int32_t)zero;
-                    const Ints high = (Ints)(b >> shift & mask) - (int32_t)zero;
-                    sums.add(ready.x + (g * group + k + part) * ROWS, __builtin_convertvector(low, Floats),
-                             __builtin_convertvector(high, Floats));
+                for (int half = 0; half < (BITS == 8 ? 1 : 2); half++) {
+                    // The bytes first; with fewer bits the upper halves of them come after all four lower ones.
+                    const uint32_t mask = BITS == 8 ? 0xffffffffu : 0x0f0f0f0fu;
+                    Words c = a >> half * 4 & mask, d = b >> half * 4 & mask;
+                    upper.put(c, d);
+                    for (int i = 0; i < 4; i++) {
+                        const Ints low = (Ints)(c >> i * 8 & 0xffu) - zero, high = (Ints)(d >> i * 8 & 0xffu) - zero;
+                        sums.add(ready.x + (g * GROUP + k + half * 4 + i) * ROWS, as_floats(low), as_floats(high));
+                    }
                 }
             }
-            const Floats low = vectors_from_bf16(scales), high = vectors_from_bf16(scales + LANES);
-            each<ROWS>([&](auto r) ALWAYS {
-                const float scale = ready.scales[g * ROWS + r];
-                float *place = result + r * WIDTH;
-                write(place, read<Floats>(place) + sums.low[r] * (low * scale));
-                write(place + LANES, read<Floats>(place + LANES) + sums.high[r] * (high * scale));
-            });
+            add_scaled<ROWS>(ready, scales_of(scales, ready.scaling, g, GROUP), g, sums.low, sums.high, result);
         }
     }
 };
@@ -150,7 +207,7 @@ struct MultiplyInt {
 #ifdef DOTS
 struct DotBf16 {
     template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint16_t *, int64_t depth, float *result) {
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
         __m512 low[ROWS], high[ROWS];
         each<ROWS>([&](auto r) ALWAYS {
             low[r] = _mm512_loadu_ps(result + r * WIDTH);
@@ -192,30 +249,53 @@ static INLINE void add_dots(Ints &sums, Ints values, Words codes) {
 #endif
 }
 
-template <int BITS>
+// The levels of 64 codes below 16.
+static INLINE Words levels_of(const uint8_t *levels, Words codes) {
+#if defined(__x86_64__)
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)levels));
+    return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
+#else
+    const uint8x16_t table = read<uint8x16_t>(levels);
+    for (int i = 0; i < 4; i++) {
+        char *place = (char *)&codes + 16 * i;
+        write(place, vqtbl1q_u8(table, read<uint8x16_t>(place)));
+    }
+    return codes;
+#endif
+}
+
+template <int BITS, int GROUP, bool HAS_LEVELS = false>
 struct DotInt {
 #ifdef SIGNED_CODES
-    static const bool IS_SHIFTED = BITS == 8;  // bytes with their upper bit turned are signed: zero is 0
+    static const bool IS_SHIFTED = BITS == 8 || HAS_LEVELS;  // with their upper bit turned they are signed: zero is 0
 #else
     static const bool IS_SHIFTED = false;
 #endif
     template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint16_t *scales, int64_t depth, float *result) {
-        const int64_t steps = BITS == 8 ? 16 : 8;  // of four k's, in a group
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
+        const uint32_t mask = BITS == 8 ? 0xffffffffu : 0x0f0f0f0fu, turned = IS_SHIFTED ? 0x80808080u : 0;
+        const bool starts_at_zero = IS_SHIFTED || is_affine(ready.scaling);
         const uint32_t *x = ready.x;
-        for (int64_t g = 0; g < depth / (steps * 4); g++, scales += WIDTH) {
+        for (int64_t g = 0; g < depth / GROUP; g++) {
             Ints low[ROWS], high[ROWS];
             each<ROWS>([&](auto r) ALWAYS {
-                low[r] = high[r] = Ints{} + (IS_SHIFTED ? 0 : ready.zeros[g * ROWS + r]);
+                low[r] = high[r] = Ints{} + (starts_at_zero ? 0 : ready.zeros[g * ROWS + r]);
             });
-            for (int64_t step = 0; step < steps; step += 8 / BITS, panel += 128) {
+            UpperBits<BITS> upper;
+            upper.load(ready, panel);
+            for (int64_t k = 0; k < GROUP; k += BITS == 8 ? 4 : 8, panel += 128) {
                 fetch_ahead(ready);
                 const Words a = read<Words>(panel), b = read<Words>(panel + 64);
 #pragma GCC unroll 2
-                for (int part = 0; part < 8 / BITS; part++, x += ROWS) {
-                    const uint32_t mask = 0x0f0f0f0fu, upper = IS_SHIFTED ? 0x80808080u : 0;
-                    const Words c = BITS == 8 ? a ^ upper : a >> part * 4 & mask;
-                    const Words d = BITS == 8 ? b ^ upper : b >> part * 4 & mask;
+                for (int half = 0; half < (BITS == 8 ? 1 : 2); half++, x += ROWS) {
+                    Words c = a >> half * 4 & mask, d = b >> half * 4 & mask;
+                    upper.put(c, d);
+                    if (HAS_LEVELS) {
+                        c = levels_of(ready.levels, c);
+                        d = levels_of(ready.levels, d);
+                    }
+                    c ^= turned;
+                    d ^= turned;
                     each<ROWS>([&](auto r) ALWAYS {
                         const Ints value = Ints{} + (int32_t)x[r];
                         add_dots(low[r], value, c);
@@ -223,15 +303,9 @@ struct DotInt {
                     });
                 }
             }
-            __builtin_prefetch(scales + 16 * WIDTH);
+            __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, NEST) * g / (NEST / GROUP) + 1024);
             asm volatile("" ::: "memory");  // the sums so far stay in memory: registers are for this group's
-            const Floats a = vectors_from_bf16(scales), b = vectors_from_bf16(scales + LANES);
-            each<ROWS>([&](auto r) ALWAYS {
-                const float scale = ready.scales[g * ROWS + r];
-                float *place = result + r * WIDTH;
-                write(place, read<Floats>(place) + __builtin_convertvector(low[r], Floats) * (a * scale));
-                write(place + LANES, read<Floats>(place + LANES) + __builtin_convertvector(high[r], Floats) * (b * scale));
-            });
+            add_scaled<ROWS>(ready, scales_of(scales, ready.scaling, g, GROUP), g, low, high, result);
         }
     }
 };
@@ -263,23 +337,27 @@ static Multiply of_rows(int64_t rows) {
 
 static Multiply kernel_of(int type, bool dots, int64_t rows) {
     (void)dots;
+#ifdef INT_DOTS
+    if (dots) switch (type) {
+            case INT8: return of_rows<DotInt<8, 64>>(rows);
+            case INT4: return of_rows<DotInt<4, 32>>(rows);
+            case INT8_OF_32: return of_rows<DotInt<8, 32>>(rows);
+            case INT6: return of_rows<DotInt<6, 16>>(rows);
+            case INT5: return of_rows<DotInt<5, 32>>(rows);
+            case LEVELS4: return of_rows<DotInt<4, 32, true>>(rows);
+        }
+#endif
+#ifdef DOTS
+    if (dots && type == BF16) return of_rows<DotBf16>(rows);
+#endif
     switch (type) {
         case FP32: return of_rows<MultiplyFp32>(rows);
         case FP16: return of_rows<MultiplyFp16>(rows);
-        case BF16:
-#ifdef DOTS
-            if (dots) return of_rows<DotBf16>(rows);
-#endif
-            return of_rows<MultiplyBf16>(rows);
-        case INT8:
-#ifdef INT_DOTS
-            if (dots) return of_rows<DotInt<8>>(rows);
-#endif
-            return of_rows<MultiplyInt<8>>(rows);
-        default:
-#ifdef INT_DOTS
-            if (dots) return of_rows<DotInt<4>>(rows);
-#endif
-            return of_rows<MultiplyInt<4>>(rows);
+        case BF16: return of_rows<MultiplyBf16>(rows);
+        case INT8: return of_rows<MultiplyInt<8, 64>>(rows);
+        case INT8_OF_32: return of_rows<MultiplyInt<8, 32>>(rows);
+        case INT6: return of_rows<MultiplyInt<6, 16>>(rows);
+        case INT5: return of_rows<MultiplyInt<5, 32>>(rows);
+        default: return of_rows<MultiplyInt<4, 32>>(rows);
     }
 }

@@ -1,6 +1,7 @@
 """Linear layers on the native kernels: weights in panels, and the call. Activations are float32."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Self
@@ -10,15 +11,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.library import call, describe, library
+from specinfer.kernels.quantization import NEST, QuantizedWeight
 
 if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.kernels.low_rank import AdapterRuns
 
 WIDTH = 32  # columns of a panel; like all constants here, as in types.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INT8, INT4 = 3, 4
+INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 = range(3, 9)
 ANY_ROWS = 2**62
-_GROUPS = (1, 2, 2, 64, 32)  # by type: inputs are padded to a multiple of it
+_GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32)  # by type: inputs are padded to a multiple of it
+_BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4}  # of a code; 8 of other types
+BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE = range(5)
+# The bits and inputs of groups of each type.
+_FORMATS = {INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32)}
+_TYPES = {form: kind for kind, form in _FORMATS.items() if kind != LEVELS4}
 
 
 class Ending(IntEnum):
@@ -44,6 +51,11 @@ class _Linear(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("dots", ctypes.c_int32),
         ("number", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("next", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("scaling", ctypes.c_int32),
     )
 
 
@@ -52,11 +64,13 @@ class Panels:
     """A linear layer's weights [outputs, inputs] in the layout that the kernels read."""
 
     packed: Tensor
-    scales: Tensor | None  # [panels, groups, WIDTH] bfloat16
+    scales: Tensor | None  # [panels, groups, WIDTH] bfloat16, or [panels, bytes] uint8 as in panels.h
     bias: Tensor | None  # [panels * WIDTH] float32
     inputs: int
     outputs: int
     type: int
+    scaling: int = BF16_SCALES
+    levels: Tensor | None = None  # [16] uint8, 128 more than what the codes stand for
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Panels":
@@ -64,9 +78,17 @@ class Panels:
         return cls._pack(TYPES[weight.dtype], weight, None, bias, weight.shape[1])
 
     @classmethod
-    def of_codes(cls, codes: Tensor, scales: Tensor, bits: int, inputs: int, bias: Tensor | None = None) -> "Panels":
-        """Pack `codes` [outputs, padded inputs] uint8 with `scales` [outputs, groups], see quantization.py."""
-        return cls._pack({8: INT8, 4: INT4}[bits], codes, scales, bias, inputs)
+    def of_codes(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> "Panels":
+        """Pack codes with their scales."""
+        kind, codes, levels = _TYPES[weight.bits, weight.group_size], weight.codes, None
+        if weight.levels is not None:
+            levels = (weight.levels.to(torch.int16) + 128).to(torch.uint8)
+            if has_dots(LEVELS4):
+                kind = LEVELS4
+            else:
+                kind, codes, levels = INT8_OF_32, levels[codes.long()], None
+        scaling, scales = _packed_scales(weight)
+        return replace(cls._pack(kind, codes, scales, bias, weight.in_features), scaling=scaling, levels=levels)
 
     @property
     def bytes_per_panel(self) -> int:
@@ -100,14 +122,11 @@ class Panels:
         size = panels * WIDTH * depth
         # Weights on the meta device, which are read later, make panels on the meta device.
         place = torch.device("meta" if weight.is_meta else "cpu")
-        packed = torch.zeros(size if kind != INT4 else size // 2, dtype=weight.dtype, device=place)
+        packed = torch.zeros(size * _BITS.get(kind, 8) // 8, dtype=weight.dtype, device=place)
         if not weight.is_meta:
             _move(kind, packed, weight.contiguous(), depth, packs=True)
         if bias is not None:
             bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
-        if scales is not None:
-            scales = functional.pad(scales, (0, 0, 0, panels * WIDTH - outputs))
-            scales = scales.view(panels, WIDTH, -1).transpose(1, 2).contiguous()
         return cls(packed, scales, bias, inputs, outputs, kind)
 
     def unpack(self) -> Tensor:
@@ -117,22 +136,83 @@ class Panels:
         _move(self.type, self.packed, weight, depth, packs=False)
         return weight
 
-    def rows(self, numbers: Tensor) -> Tensor:
-        """Return [rows, inputs] float32, the weight's rows with the indices `numbers` [rows] int64; not for codes."""
-        assert self.scales is None
-        result = torch.empty((numbers.shape[0], self.inputs))
-        addresses = (self.packed.data_ptr(), numbers.data_ptr(), result.data_ptr())
-        call("specinfer_rows", self.type, *addresses, *result.shape, _filled(self.inputs, self.type))
+    def unpack_codes(self) -> QuantizedWeight:
+        """Return the codes and scales before packing; levels may have become codes of 8 bits."""
+        assert self.scales is not None
+        bits, group = _FORMATS[self.type]
+        weight = QuantizedWeight(self.unpack(), self.scales, bits, self.inputs, group)
+        if self.levels is not None:
+            weight = replace(weight, levels=(self.levels.to(torch.int16) - 128).to(torch.int8))
+        names = ("scales", "added") if self.scaling in (FP16_AFFINE, NESTED_AFFINE) else ("scales",)
+        if self.scaling in (NESTED, NESTED_AFFINE):
+            count, outer = len(names), 2 * WIDTH * len(names)
+            nests = self.scales.unflatten(1, (-1, outer + NEST // group * WIDTH * count))
+            numbers = nests[..., outer:].unflatten(2, (-1, count, WIDTH)).flatten(1, 2)
+            nest = nests[..., :outer].contiguous().view(torch.float16).unflatten(2, (count, WIDTH))
+            weight = replace(weight, nest=torch.stack([self._in_rows(one) for one in nest.unbind(2)], dim=2))
+            numbers = numbers if count > 1 else numbers.view(torch.int8)
+        else:
+            dtype = torch.bfloat16 if self.scaling == BF16_SCALES else torch.float16
+            numbers = self.scales.view(dtype).view(len(self.scales), -1, len(names), WIDTH)
+        in_rows = [self._in_rows(one) for one in numbers.unbind(2)]  # of [panels, groups, count, WIDTH]
+        return replace(weight, scales=in_rows[0], added=in_rows[1] if len(in_rows) > 1 else None)
+
+    def _in_rows(self, numbers: Tensor) -> Tensor:
+        """Return [outputs, groups] of [panels, groups, WIDTH]."""
+        return numbers.transpose(1, 2).flatten(0, 1)[: self.outputs].contiguous()
+
+    @staticmethod
+    def joined(panels: "Sequence[Panels]") -> "list[Panels]":
+        """Return panels with the same outputs in the same order, fewer where neighbours are of one type."""
+        result = [panels[0]]
+        for one in panels[1:]:
+            last = result[-1]
+            if last.format != one.format or (last.bias is None) != (one.bias is None) or last.outputs % WIDTH:
+                result.append(one)
+                continue
+            packed = torch.cat([last.packed, one.packed])
+            scales, bias = _cat(last.scales, one.scales), _cat(last.bias, one.bias)
+            result[-1] = replace(last, packed=packed, scales=scales, bias=bias, outputs=last.outputs + one.outputs)
         return result
 
-    def unpack_scales(self) -> Tensor:
-        """Return the [outputs, groups] scales before packing."""
-        assert self.scales is not None
-        return self.scales.transpose(1, 2).flatten(0, 1)[: self.outputs].contiguous()
+    @property
+    def format(self) -> tuple[object, ...]:
+        """What panels have in common that can be joined."""
+        return self.type, self.scaling, self.inputs, None if self.levels is None else tuple(self.levels.tolist())
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.bias) if t is not None)
+
+
+def _cat(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return None if first is None or second is None else torch.cat([first, second])
+
+
+def _packed_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
+    """Return how scales are stored, and the scales of each panel as panels.h has them."""
+    if weight.nest is None:
+        both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
+        packed = torch.stack([_in_columns(one) for one in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]
+        if weight.scales.dtype == torch.bfloat16:
+            assert weight.added is None
+            return BF16_SCALES, packed.squeeze(2)
+        return FP16_SCALES if weight.added is None else FP16_AFFINE, packed.flatten(1).view(torch.uint8)
+    both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
+    nested = weight.nest.shape[1]
+    outer = torch.stack([_in_columns(one) for one in weight.nest.unbind(2)], dim=2)  # [panels, nests, 1 or 2, WIDTH]
+    inner = torch.stack([_in_columns(one.view(torch.uint8)) for one in both], dim=2)
+    inner = inner.unflatten(1, (nested, -1)).flatten(2)
+    return (
+        NESTED if weight.added is None else NESTED_AFFINE,
+        torch.cat([outer.flatten(2).view(torch.uint8), inner], dim=2).flatten(1),
+    )
+
+
+def _in_columns(numbers: Tensor) -> Tensor:
+    """Return [panels, groups, WIDTH] of [outputs, groups], filled up with zeros."""
+    padded = functional.pad(numbers, (0, 0, 0, -len(numbers) % WIDTH))
+    return padded.view(-1, WIDTH, padded.shape[1]).transpose(1, 2).contiguous()
 
 
 def _filled(inputs: int, kind: int) -> int:
@@ -152,17 +232,41 @@ class LinearCall:
             time.
         dots: Whether to multiply in the weights' own type, where the CPU has instructions for that.
         widens: Whether to multiply in float32, for float32 weights that are stored in a smaller type without loss.
+        following: Call with the same inputs, whose outputs come after these; for weights of several types.
     """
 
-    def __init__(self, panels: Panels, *, max_rows: int = ANY_ROWS, dots: bool = True, widens: bool = False) -> None:
-        self.panels, self.max_rows, self.widens = panels, max_rows, widens
+    def __init__(
+        self,
+        panels: Panels,
+        *,
+        max_rows: int = ANY_ROWS,
+        dots: bool = True,
+        widens: bool = False,
+        following: "LinearCall | None" = None,
+    ) -> None:
+        self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
+        self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
+        self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
         dots = dots and not widens
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(
             *pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type), 0
         )
+        self._structure.levels = None if panels.levels is None else panels.levels.data_ptr()
+        self._structure.scaling = panels.scaling
         self.address = ctypes.addressof(self._structure)
-        self.scratch_floats = self._ready(panels)  # floats for each row
+        # Floats for each row.
+        self.scratch_floats: int = max(self._ready(panels), 0 if following is None else following.scratch_floats)
+        self._place(0, self.outputs)
+
+    def _place(self, first: int, stride: int) -> None:
+        """Set the column of the first output in result rows of `stride` columns, also for calls that follow."""
+        assert first % WIDTH == 0
+        self._structure.first, self._structure.stride = first, stride
+        if self.following is not None:
+            assert self.following.panels.inputs == self.panels.inputs
+            self._structure.next = self.following.address
+            self.following._place(first + self.panels.outputs, stride)
 
     def _ready(self, panels: Panels) -> int:
         """Return the floats of scratch memory for one row of prepared activations.
@@ -170,7 +274,7 @@ class LinearCall:
         Instructions for two or four numbers store that many in one float. Rounded activations need in addition a scale
         and a zero point for each group.
         """
-        depth, is_rounded = _filled(panels.inputs, panels.type), panels.type in (INT8, INT4)
+        depth, is_rounded = _filled(panels.inputs, panels.type), panels.type >= INT8
         together = 1 if not self._structure.dots else 4 if is_rounded else 2
         return depth // together + (2 * depth // _GROUPS[panels.type] if is_rounded else 0)
 
@@ -192,6 +296,15 @@ class LinearCall:
     @number.setter
     def number(self, number: int) -> None:
         self._structure.number = number
+        if self.following is not None:
+            self.following.number = number
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return [rows, inputs] float32, the weight's rows with the indices `numbers` [rows] int64."""
+        assert self.following is None
+        result = torch.empty((numbers.shape[0], self.panels.inputs))
+        call("specinfer_rows", self.address, numbers.data_ptr(), result.data_ptr(), len(numbers))
+        return result
 
     def __call__(
         self,
@@ -213,8 +326,7 @@ class LinearCall:
         if rows > self.max_rows and self.panels.scales is None:
             return self._by_torch(x, result, ending, runs)
         if result is None:
-            outputs = self.panels.outputs
-            result = torch.empty((rows, outputs // 2 if ending in GATES.values() else outputs))
+            result = torch.empty((rows, self.outputs // 2 if ending in GATES.values() else self.outputs))
         if rows:
             scratch = torch.empty(rows * self.scratch_floats)
             addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
@@ -239,6 +351,5 @@ class LinearCall:
 
 def has_dots(kind: int) -> bool:
     """Return whether the CPU multiplies and adds numbers of this type in one instruction."""
-    whole = ("VNNI", "dotprod", "i8mm")
-    names = {TYPES[torch.bfloat16]: ("BF16",), INT8: whole, INT4: whole}.get(kind, ())
+    names = {TYPES[torch.bfloat16]: ("BF16",)}.get(kind, ("VNNI", "dotprod", "i8mm") if kind >= INT8 else ())
     return any(name in describe() for name in names)

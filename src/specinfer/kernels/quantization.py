@@ -1,14 +1,15 @@
-"""Weights of 8 or 4 bits, and their product with activations rounded to 8 bits.
+"""Weights of 4 to 8 bits, and their product with activations rounded to 8 bits.
 
-Each row is divided into groups of neighbouring inputs, and a weight is `(code - zero) * scale of its group`.
+Each row is divided into groups of neighbouring inputs, and a weight is `(code - zero) * scale of its group`. Weights of
+files that are quantized already may have other groups, a number that is added, or levels in place of codes.
 Activations are rounded at each call, by row and by the same groups. Products are summed within a group as integers,
 which float32 represents exactly in any order. Groups are summed in a fixed order, so a row's result does not depend on
 the other rows. This plain PyTorch code defines the format: other implementations must give the same results except for
 the last bits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,7 +19,8 @@ from torch.nn import functional
 Bits = Literal[8, 4]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 GROUP_SIZES: dict[int, int] = {8: 64, 4: 32}
-ZEROS: dict[int, int] = {8: 128, 4: 8}  # the codes that stand for 0
+ZEROS: dict[int, int] = {8: 128, 6: 32, 5: 16, 4: 8}  # the codes that stand for 0
+NEST = 256  # inputs whose groups' scales have a scale of their own
 RANGES: dict[int, tuple[int, int]] = {8: (-127, 127), 4: (-8, 7)}  # of codes without the zero
 # The smallest magnitude that is not treated as 0: below it, 127 over the magnitude may be infinite.
 TINY = 2.0**-120
@@ -35,12 +37,20 @@ _MAX_ROWS, _MAX_PRODUCTS = 256, 2**20  # rows multiplied at a time; products in 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The weights of a linear layer; inputs are padded to whole groups, with the code that stands for 0."""
+    """The weights of a linear layer; inputs are padded to whole groups, with the code that stands for 0.
+
+    A weight is `(code - zero) * scale + added`. With `nest`, scales and what is added are whole numbers times those of
+    `NEST` inputs. There is no zero where something is added, and the levels stand for themselves.
+    """
 
     codes: Tensor  # [out, groups * group size] uint8
-    scales: Tensor  # [out, groups] bfloat16, of either sign
+    scales: Tensor  # [out, groups] bfloat16 or float16, of either sign; int8, or uint8 with `added`, if nested
     bits: int
     in_features: int
+    group: int | None = None  # inputs of a group; None for the one of GROUP_SIZES
+    added: Tensor | None = None  # [out, groups] float16, or uint8 if nested
+    nest: Tensor | None = None  # [out, inputs / NEST, 1, or 2 with `added`] float16
+    levels: Tensor | None = None  # [16] int8: the numbers that the codes stand for
 
     @classmethod
     def of_bytes(cls, codes: Tensor, scales: Tensor, bits: int, in_features: int) -> "QuantizedWeight":
@@ -58,11 +68,58 @@ class QuantizedWeight:
 
     @property
     def group_size(self) -> int:
-        return GROUP_SIZES[self.bits]
+        return self.group or GROUP_SIZES[self.bits]
 
     @property
     def zero(self) -> int:
-        return ZEROS[self.bits]
+        return ZEROS[self.bits] if self.added is None and self.levels is None else 0
+
+    def reordered(self, order: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """Return the same rows in the order that a function brings those of a tensor into."""
+        return self.joined([self], lambda tensors: order(tensors[0]))
+
+    @staticmethod
+    def joined(
+        weights: "Sequence[QuantizedWeight]", join: Callable[[list[Tensor]], Tensor] = torch.cat
+    ) -> "QuantizedWeight":
+        """Return the rows of several weights of the same format, one after the other or in the order of `join`."""
+        first = weights[0]
+        assert all(one.format == first.format for one in weights)
+        added, nest = (
+            None if getattr(first, name) is None else join([getattr(one, name) for one in weights])
+            for name in ("added", "nest")
+        )
+        codes, scales = (join([getattr(one, name) for one in weights]) for name in ("codes", "scales"))
+        return replace(first, codes=codes, scales=scales, added=added, nest=nest)
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """What weights have in common that can be joined."""
+        levels = None if self.levels is None else tuple(self.levels.tolist())
+        optional = self.added is None, self.nest is None, levels
+        return (self.bits, self.group_size, self.in_features, self.scales.dtype, *optional)
+
+    def numbers(self, part: slice = slice(None)) -> Tensor:
+        """Return the float32 numbers that scales multiply, of some rows: [rows, groups * group size]."""
+        codes = self.codes[part]
+        if self.levels is not None:
+            return self.levels[codes.long()].float()
+        return codes.to(torch.float32).sub_(self.zero)
+
+    def group_scales(self, part: slice = slice(None)) -> Tensor:
+        """Return the [rows, groups] float32 scales of some rows."""
+        return self._nested(self.scales, 0, part)
+
+    def group_added(self, part: slice = slice(None)) -> Tensor | None:
+        """Return the [rows, groups] float32 numbers that are added to each weight of some rows, or None."""
+        return None if self.added is None else self._nested(self.added, 1, part)
+
+    def _nested(self, numbers: Tensor, index: int, part: slice) -> Tensor:
+        numbers = numbers[part].float()
+        if self.nest is None:
+            return numbers
+        outer = self.nest[part, :, index].float()
+        return numbers * outer.repeat_interleave(NEST // self.group_size, dim=1)
 
 
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
@@ -142,8 +199,10 @@ def _least_squares(values: Tensor, numbers: Sequence[float]) -> Tensor:
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the [out, in] numbers that the codes stand for."""
-    values = weight.codes.to(torch.float32).sub_(weight.zero).view(weight.out_features, -1, weight.group_size)
-    values *= weight.scales.float().unsqueeze(2)
+    values = weight.numbers().view(weight.out_features, -1, weight.group_size)
+    values *= weight.group_scales().unsqueeze(2)
+    if (added := weight.group_added()) is not None:
+        values += added.unsqueeze(2)
     return values.flatten(1)[:, : weight.in_features].to(dtype)
 
 
@@ -181,14 +240,19 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     columns = max(1, _MAX_PRODUCTS // (groups * max(min(len(x), _MAX_ROWS), group_size)))
     for first in range(0, weight.out_features, columns):
         part = slice(first, first + columns)
-        numbers = weight.codes[part].to(torch.float32).sub_(weight.zero).view(-1, groups, group_size)
+        numbers = weight.numbers(part).view(-1, groups, group_size)
         numbers = numbers.permute(1, 2, 0)  # [groups, size, columns]
-        weight_scales = weight.scales[part].float().T.unsqueeze(1)  # [groups, 1, columns]
+        weight_scales = weight.group_scales(part).T.unsqueeze(1)  # [groups, 1, columns]
+        offsets = weight.group_added(part)
         added = None if bias is None else bias[part].float()
         for start in range(0, len(x), _MAX_ROWS):
             rows = slice(start, start + _MAX_ROWS)
             products = torch.bmm(rounded[:, rows], numbers)  # [groups, rows, columns] integers
-            products *= scales[:, rows] * weight_scales
+            if offsets is None:
+                products *= scales[:, rows] * weight_scales
+            else:
+                sums = rounded[:, rows].sum(dim=2, keepdim=True)  # [groups, rows, 1]
+                products = (products * weight_scales + sums * offsets.T.unsqueeze(1)) * scales[:, rows]
             total = products[0]
             for product in products[1:]:  # a loop, because a sum over the dimension may use any order
                 total += product

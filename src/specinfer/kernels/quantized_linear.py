@@ -1,10 +1,12 @@
 """Linear layers whose weights are stored in 8 or 4 bits, as integers or floating point."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from specinfer.kernels import float8, layer_ops, quantization
 from specinfer.kernels.float8 import Float8Weight
@@ -22,7 +24,9 @@ class QuantizedLinear(nn.Module):
     """
 
     codes: Tensor | None  # [out, bytes of a row] uint8: one code each, or two of 4 bits, the first in the lower half
-    scales: Tensor | None  # [out, groups] bfloat16
+    scales: Tensor | None  # [out, groups], like the next ones as in `QuantizedWeight`
+    added: Tensor | None
+    nest: Tensor | None
 
     def __init__(
         self, weight: QuantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype, *, native: bool = True
@@ -31,14 +35,15 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.bits, self.dtype, self.bias = weight.bits, dtype, bias
         self.call: LinearCall | None = None
-        codes, scales = None, None
+        stored: tuple[Tensor | None, ...] = (None,) * 4
+        self.group, self.levels = weight.group, weight.levels
         if native and library() is not None and weight.codes.device.type in ("cpu", "meta"):
-            self.call = LinearCall(Panels.of_codes(weight.codes, weight.scales, self.bits, self.in_features, bias))
+            self.call = LinearCall(Panels.of_codes(weight, bias))
         else:
-            codes = weight.codes if self.bits == 8 else weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
-            scales = weight.scales
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
+            codes = weight.codes if self.bits != 4 else weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
+            stored = codes, weight.scales, weight.added, weight.nest
+        for name, tensor in zip(("codes", "scales", "added", "nest"), stored, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
 
     @classmethod
     def of(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
@@ -49,30 +54,34 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def joined(cls, layers: Sequence["QuantizedLinear"]) -> Self:
         """Return one layer with the outputs of all layers, one after the other; they must not use the native kernel."""
-        first, weights = layers[0], [layer.quantized for layer in layers]
-        codes, scales = torch.cat([one.codes for one in weights]), torch.cat([one.scales for one in weights])
-        weight = QuantizedWeight(codes, scales, first.bits, first.in_features)
-        return cls(weight, joined_bias(layers), first.dtype, native=False)
+        weight = QuantizedWeight.joined([layer.quantized for layer in layers])
+        return cls(weight, joined_bias(layers), layers[0].dtype, native=False)
 
     @property
     def quantized(self) -> QuantizedWeight:
         """Weights with one byte for each code."""
         if self.call is not None:
-            codes, scales = self.call.panels.unpack(), self.call.panels.unpack_scales()
-            return QuantizedWeight(codes, scales, self.bits, self.in_features)
+            return self.call.panels.unpack_codes()
         assert self.codes is not None
         assert self.scales is not None
-        return QuantizedWeight.of_bytes(self.codes, self.scales, self.bits, self.in_features)
+        weight = QuantizedWeight.of_bytes(self.codes, self.scales, self.bits, self.in_features)
+        return replace(weight, group=self.group, added=self.added, nest=self.nest, levels=self.levels)
+
+    def packed(self) -> Self:
+        """Return the same layer on the native kernel."""
+        return type(self)(self.quantized, self.bias, self.dtype)
 
     @property
     def weight(self) -> Tensor:
         """Weights as [out, in], computed at each access."""
+        if self.call is not None:
+            return self.call.rows(torch.arange(self.out_features)).to(self.dtype)
         return quantization.dequantize(self.quantized, self.dtype)
 
     @property
     def num_bytes(self) -> int:
         """Bytes stored in addition to parameters and buffers."""
-        return 0 if self.call is None else self.call.panels.num_bytes
+        return 0 if self.call is None else self.call.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -89,6 +98,29 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+class QuantizedEmbedding(nn.Module):
+    """A replacement for `nn.Embedding` whose rows are those of a linear layer on the native kernel, which may be tied.
+
+    Args:
+        scale: Factor of all rows, as some families have it, or None.
+    """
+
+    def __init__(self, layer: QuantizedLinear, scale: Tensor | None) -> None:
+        super().__init__()
+        assert layer.call is not None
+        self.call, self.dtype, self.embed_scale = layer.call, layer.dtype, scale
+
+    @property
+    def num_bytes(self) -> int:
+        return self.call.num_bytes
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = self.call.rows(token_ids.flatten()).to(self.dtype)
+        # By this function, because reference passes look for it.
+        result = functional.embedding(torch.arange(len(rows)).view(token_ids.shape), rows)
+        return result if self.embed_scale is None else result * self.embed_scale.to(self.dtype)
 
 
 class Float8Linear(nn.Module):

@@ -23,18 +23,24 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 10;
+static const int LAYOUT = 11;
 
-enum Type { FP32, BF16, FP16, INT8, INT4 };      // as in panels.py
+enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 };  // as in panels.py
+// How the scales of groups are stored; as in panels.py. The last two multiply whole numbers by scales of 256 inputs.
+enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 
 struct Linear {  // as in panels.py
     const void *packed;
-    const uint16_t *scales;  // [panels][groups][WIDTH] bf16; of quantized weights
+    const uint8_t *scales;  // of quantized weights: [panels][bytes], see multiply.h
     const float *bias;       // [panels * WIDTH], or null
     int64_t inputs, outputs;
     int32_t type, dots;  // dots: multiply in the weights' own type, where the CPU has instructions for it
     int64_t number;      // of the layer, in the tables of adapters
+    int64_t first, stride;   // of the results' rows: the column that these outputs begin at, and the number of all
+    const Linear *next;      // computes the columns after these, from the same inputs; or null
+    const uint8_t *levels;   // [16] what the codes of LEVELS4 stand for, and 128 more
+    int32_t scaling;
 };
 
 struct LowRank {  // what an adapter adds to a linear layer; as in low_rank.py

@@ -6,13 +6,28 @@ float32 from layer to layer. Models of other kinds run as transformers defines t
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import GATES, AttentionCall, LayerCall, LinearCall, Panels, choose, norm, packs_type, quantize
+from specinfer.kernels import (
+    GATES,
+    WIDTH,
+    AttentionCall,
+    LayerCall,
+    LinearCall,
+    Panels,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedWeight,
+    choose,
+    norm,
+    packs_type,
+    quantize,
+)
 from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import BITS, Bits
 from specinfer.model.batch import ForwardBatch, KVStore
@@ -53,17 +68,24 @@ class FusedDecoder(nn.Module):
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
             self.head = _Head(_weight(trunk.norm, kind), float(model.config.rms_norm_eps), model.lm_head, packing)
-        self.embedding: Tensor | None = None
+        self.embedding: Tensor | QuantizedEmbedding | None = None
         self.embedding_scale = 1.0
         if self.is_first:
-            is_tied = self.head is not None and model.lm_head.weight is trunk.embed_tokens.weight
-            # A tied embedding is read from the packed head, unless the head is rounded, which loses the original.
-            self.embedding = None if is_tied and packing.bits is None else trunk.embed_tokens.weight.detach()
-            if (scale := getattr(trunk.embed_tokens, "embed_scale", None)) is not None:
-                self.embedding_scale = float(scale.to(trunk.embed_tokens.weight.dtype))  # rounded as transformers does
+            self._take_embedding(trunk.embed_tokens, model.lm_head, packing)
         self.rotary = trunk.rotary_emb
         self.group: Group = Alone()  # the ranks with shards of the same layers
         self._tables: dict[tuple[str, ...], _Table] = {}
+
+    def _take_embedding(self, embedding: Any, head: Any, packing: "_Packing") -> None:
+        dtype = embedding.dtype if isinstance(embedding, QuantizedEmbedding) else embedding.weight.dtype
+        if (scale := getattr(embedding, "embed_scale", None)) is not None:
+            self.embedding_scale = float(scale.to(dtype))  # rounded as transformers does
+        if isinstance(embedding, QuantizedEmbedding):
+            self.embedding = embedding
+            return
+        is_tied = self.head is not None and head._parameters.get("weight") is embedding.weight
+        # A tied embedding is read from the packed head, unless the head is rounded, which loses the original.
+        self.embedding = None if is_tied and packing.bits is None else embedding.weight.detach()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
@@ -102,10 +124,12 @@ class FusedDecoder(nn.Module):
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] float32 rows of the embedding, without its scale."""
-        if self.embedding is not None:
+        if isinstance(self.embedding, Tensor):
             return self.embedding[token_ids].float()
+        if self.embedding is not None:
+            return self.embedding.call.rows(token_ids)
         assert self.head is not None
-        return self.head.call.panels.rows(token_ids)
+        return self.head.call.rows(token_ids)
 
     def _first_hidden(self, token_ids: Tensor) -> Tensor:
         rows = self.embedded(token_ids)
@@ -136,8 +160,10 @@ class FusedDecoder(nn.Module):
         """Bytes of the weights, which are not parameters of this module."""
         heads = [] if self.head is None else [self.head.call]
         calls = [*heads, *(call for layer in self.layers for call in layer.call.linears)]
-        embedding = 0 if self.embedding is None else int(self.embedding.nbytes)
-        return embedding + sum(call.panels.num_bytes for call in calls)
+        if isinstance(self.embedding, QuantizedEmbedding):
+            calls.append(self.embedding.call)
+        embedding = int(self.embedding.nbytes) if isinstance(self.embedding, Tensor) else 0
+        return embedding + sum(call.num_bytes for call in {id(one.panels): one for one in calls}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +221,7 @@ class _Layer:
         self.eps, gate = float(config.rms_norm_eps), GATES[activation_of(config)]
         self.call = LayerCall((qkv, output, gated, down), norms, self.eps, post_norms=post_norms, gate=gate)
         self.origins = [
-            Origin(call, tuple(origin_of(part.weight) for part in parts), interleaved=call is gated)
+            Origin(call, tuple(origin_of(part._parameters.get("weight")) for part in parts), interleaved=call is gated)
             for call, parts in zip(self.call.linears, made_of, strict=True)
         ]
         self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
@@ -222,6 +248,8 @@ class _Layer:
 def can_fuse(model: Any) -> bool:
     """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not all(_can_join(layer) for layer in getattr(model.model, "layers", ())):
+        return False
     if kind_of(model.config) is None or activation_of(model.config) not in GATES:
         return False
     first = next(layer for layer in model.model.layers if not isinstance(layer, Placeholder))
@@ -230,6 +258,18 @@ def can_fuse(model: Any) -> bool:
         and first.mlp.gate_proj.out_features % _GATES == 0
         and first.self_attn.head_dim <= MAX_DIM
     )
+
+
+def _can_join(layer: Any) -> bool:
+    """Return whether the linear layers of a decoder layer that are stored as codes can be computed together."""
+    if isinstance(layer, Placeholder):
+        return True
+    qkv, _, gates, _ = linears_of(layer)
+    formats = {one.call.panels.format for one in gates if isinstance(one, QuantizedLinear) and one.call is not None}
+    has_codes = {isinstance(one, QuantizedLinear) for one in gates}
+    if len(formats) > 1 or len(has_codes) > 1:
+        return False
+    return not any(one.out_features % WIDTH for one in qkv if isinstance(one, QuantizedLinear))
 
 
 def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
@@ -253,16 +293,38 @@ def _weights(layer: Any, names: tuple[str, str], kind: LayerKind) -> tuple[Tenso
 def _call(parts: list[nn.Linear], packing: _Packing, *, interleaved: bool = False) -> LinearCall:
     """Return a call with the outputs of all layers, concatenated or, if interleaved, in alternating blocks of 16."""
 
-    weights, biases = [part.weight for part in parts], [part.bias for part in parts]
-    given = [one for one in biases if one is not None]
-    bias = together(given, interleaved=interleaved) if biases[0] is not None else None
+    if any(isinstance(part, QuantizedLinear) for part in parts):
+        return _call_of_codes(parts, packing, interleaved=interleaved)
+    weights, bias = [part.weight for part in parts], _bias(parts, interleaved=interleaved)
     weight, bits = together(weights, interleaved=interleaved), packing.bits
     if bits is None:
         narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
         panels = Panels.of(weight.bfloat16() if narrows else weight, bias)
         return LinearCall(panels, **choice._asdict(), widens=narrows)
     rounded = quantize(weight, bits)
-    return LinearCall(Panels.of_codes(rounded.codes, rounded.scales, bits, rounded.in_features, bias))
+    return LinearCall(Panels.of_codes(rounded, bias))
+
+
+def _call_of_codes(parts: Sequence[Any], packing: _Packing, *, interleaved: bool) -> LinearCall:
+    """Return a call of layers of which some are stored as codes."""
+    if interleaved:
+        weights, join = [part.quantized for part in parts], partial(together, interleaved=True)
+        return LinearCall(Panels.of_codes(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True)))
+    panels = []
+    for part in parts:
+        call = part.call if isinstance(part, QuantizedLinear) else _call([part], packing)
+        assert call is not None
+        panels.append(call.panels)
+    following: LinearCall | None = None
+    for one in reversed(Panels.joined(panels)):
+        following = LinearCall(one, following=following)
+    assert following is not None
+    return following
+
+
+def _bias(parts: Sequence[Any], *, interleaved: bool) -> Tensor | None:
+    given = [part.bias for part in parts if part.bias is not None]
+    return together(given, interleaved=interleaved) if parts[0].bias is not None else None
 
 
 def together(tensors: Sequence[Tensor], *, interleaved: bool) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import Float8Linear, QuantizedLinear
+from specinfer.kernels import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_linear import joined_bias
 
@@ -79,6 +79,27 @@ def quantize_linears(
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
+
+
+def place_codes(model: nn.Module, codes_of: Callable[[Tensor], QuantizedWeight]) -> None:
+    """Replace the linear layers and embeddings with meta weights by ones that compute with codes.
+
+    Args:
+        codes_of: Function that reads the codes of a meta weight.
+    """
+    found: dict[int, QuantizedLinear] = {}  # a tied head is read once
+    for name, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_meta or not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        if (layer := found.get(id(weight))) is None:
+            bias = module.bias if isinstance(module, nn.Linear) else None
+            layer = found[id(weight)] = QuantizedLinear(codes_of(weight), bias, weight.dtype)
+        if isinstance(module, nn.Embedding):
+            model.set_submodule(name, QuantizedEmbedding(layer, getattr(module, "embed_scale", None)))
+        else:
+            assert module.bias is None or layer.bias is module.bias
+            model.set_submodule(name, layer)
 
 
 def quantizable_names(model: nn.Module, inside: tuple[str, ...]) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.config import OffloadConfig
+from specinfer.kernels.library import library
 from specinfer.kernels.quantization import BITS
 from specinfer.model.fused import can_fuse
 from specinfer.parallel.shard_spec import ShardSpec
@@ -50,6 +51,16 @@ class LoadConfig:
     @property
     def has_native_kernels(self) -> bool:
         return self.native and self.device.type == "cpu"
+
+    @property
+    def keeps_codes(self) -> bool:
+        """True if weights that are stored as codes are computed with as they are."""
+        return (
+            self.has_native_kernels
+            and library() is not None
+            and (self.quantization, self.dtype, self.offload.offload, self.token_map) == (None, "auto", None, None)
+            and self.shard.is_whole
+        )
 
     def fuses(self, definition: Any) -> bool:
         """Return whether `FusedDecoder` can run the definition; of quantized weights it has integers only."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.definition import eos_token_ids_of, read_definition
-from specinfer.model.linears import layer_names
+from specinfer.model.linears import layer_names, place_codes
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.layer_stream import LayerStream
@@ -57,7 +57,10 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
         return ShardDefinition.make(job)
     with open_checkpoint(job) as checkpoint:
         if job.shard.is_whole:  # transformers would treat a GGUF file as quantized, and reads only some correctly
-            return ShardDefinition.make(job, checkpoint.weights(lambda _layer: True))
+            weights = checkpoint.weights(lambda _layer: True, keeps_codes=job.keeps_codes)
+            definition = ShardDefinition.make(job, weights)
+            place_codes(definition.model, checkpoint.codes)
+            return definition
         definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: False))
         prepare_conversion(checkpoint, definition.model, job)
         checkpoint.fill(definition.model)

@@ -9,7 +9,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
+from specinfer.model.gguf import blocks
 from specinfer.model.gguf.header import TensorPlace
 
 _AT_ONCE = 2**20  # numbers decoded at a time, with some tens of MB in float32
@@ -50,6 +52,11 @@ def _decode(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     return found
 
 
+def _in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Return rows as transformers rotates them: those half a head apart together, in llama.cpp neighbouring ones."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class GgufSource:
     """A weight in a GGUF file.
@@ -74,11 +81,20 @@ class GgufSource:
     def read(self) -> Tensor:
         """Read the whole weight, with rows in the model's order."""
         tensor = read_tensor(self.path, self.place, self.dtype, self.weight.less)
-        if not self.weight.heads:
-            return tensor
-        # llama.cpp rotates neighbouring rows of a head together, transformers those half a head apart.
-        pairs = tensor.view(self.weight.heads, -1, 2, *tensor.shape[1:])
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        return _in_halves(tensor, self.weight.heads) if self.weight.heads else tensor
+
+    @property
+    def has_codes(self) -> bool:
+        """True if the weight is a matrix whose codes our kernels take as they are."""
+        return len(self.shape) == 2 and blocks.has_codes(self.place.kind)
+
+    def codes(self) -> QuantizedWeight:
+        """Read the whole weight as it is stored, with rows in the model's order."""
+        place, heads = self.place, self.weight.heads
+        shape = (self.shape[0], place.num_bytes // self.shape[0])
+        data = torch.from_numpy(np.fromfile(self.path, np.uint8, place.num_bytes, offset=place.offset))
+        weight = blocks.weight_of(data.view(shape), place.kind)
+        return weight.reordered(lambda rows: _in_halves(rows, heads)) if heads else weight
 
     def read_part(self, cut: Cut) -> Tensor:
         """Read a part of the weight."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import norm
+from specinfer.kernels import QuantizedEmbedding, norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
@@ -67,7 +67,10 @@ class TargetEnds(NamedTuple):
         head = output_head(model)
         assert head is not None
         last_norm = getattr(trunk.get_decoder(), "norm", None)
-        return cls(lambda ids: functional.embedding(ids, trunk.get_input_embeddings().weight), head, last_norm)
+        embedding = trunk.get_input_embeddings()
+        if isinstance(embedding, QuantizedEmbedding):
+            return cls(embedding.call.rows, head, last_norm)
+        return cls(lambda ids: functional.embedding(ids, embedding.weight), head, last_norm)
 
 
 MAX_BLOCK = 128  # rows of a pass

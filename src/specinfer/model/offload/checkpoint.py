@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
+from specinfer.kernels import QuantizedWeight
 from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
@@ -76,16 +77,34 @@ class Checkpoint:
         assert number is not None
         return number
 
-    def weights(self, is_read: Callable[[int | None], bool]) -> dict[str, Tensor]:
+    def weights(self, is_read: Callable[[int | None], bool], *, keeps_codes: bool = False) -> dict[str, Tensor]:
         """Return all weights by name, with meta weights for those that are not read.
 
         Args:
             is_read: Function of a layer's number, or of None for the weights outside of layers.
+            keeps_codes: Whether weights whose codes can be computed with are not read, see `codes`.
         """
         return {
-            name: source.read() if is_read(layer_number(name)) else MetaWeight.of(name, source.shape, source.dtype)
+            name: source.read()
+            if is_read(layer_number(name)) and not (keeps_codes and source.has_codes)
+            else MetaWeight.of(name, source.shape, source.dtype)
             for name, source in self.shards.sources.items()
         }
+
+    def codes(self, tensor: Tensor) -> QuantizedWeight:
+        """Read the codes that a meta weight represents.
+
+        Raises:
+            ModelError: A scale is not finite.
+        """
+        origin = origin_of(tensor)
+        assert origin is not None
+        weight = self.shards.sources[origin[0]].codes()
+        for numbers in (weight.scales, weight.added, weight.nest):
+            if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
+                folder = gguf_folder.origin_of(self.folder)
+                raise ModelError(f"model: weight {origin[0]} of {folder} has NaN or infinity; fetch the model again")
+        return weight
 
     def least_bytes(self) -> int:
         """Return the bytes that loading takes.

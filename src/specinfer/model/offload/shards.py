@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
@@ -44,6 +45,13 @@ class Source:
     dtype: torch.dtype
     num_bytes: int
     columns: range | None = None
+
+    @property
+    def has_codes(self) -> bool:
+        return False
+
+    def codes(self) -> QuantizedWeight:
+        raise AssertionError("it has none")
 
     def read(self) -> Tensor:
         """Read the whole tensor.

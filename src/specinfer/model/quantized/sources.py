@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.hub.files import already_quantized, quantization_settings, read_object
+from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.quantized.formats import Format, find_format
 
@@ -44,6 +45,13 @@ class DecodedSource:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def has_codes(self) -> bool:
+        return False
+
+    def codes(self) -> QuantizedWeight:
+        raise AssertionError("it has none")
 
     def read(self) -> Tensor:
         """Read and decode the whole weight.
