@@ -98,7 +98,7 @@ def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: boo
         panels = Panels.of(weight.to(kind))
     else:
         rounded = quantize(weight, 8 if kind == 8 else 4)
-        panels = Panels.of_codes(rounded.codes, rounded.scales, kind, rounded.in_features)
+        panels = Panels.of_codes(rounded)
     call = LinearCall(panels, dots=dots)
     for rows in (1, 15, 40):
         x, result = _random((rows, 131)), torch.empty(rows, 70)
@@ -114,8 +114,9 @@ def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: boo
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_read_back(dtype: torch.dtype) -> None:
     weight, numbers = _random((70, 33), dtype), torch.tensor([69, 0, 31, 32, 32])
-    assert torch.equal(Panels.of(weight).rows(numbers), weight[numbers].float())
-    assert Panels.of(weight).rows(numbers[:0]).shape == (0, 33)
+    call = LinearCall(Panels.of(weight))
+    assert torch.equal(call.rows(numbers), weight[numbers].float())
+    assert call.rows(numbers[:0]).shape == (0, 33)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

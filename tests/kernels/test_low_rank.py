@@ -82,7 +82,7 @@ def test_adapters_come_before_the_end_of_a_layer_of_any_type(isa: str, kind: tor
     down, up = _adapter(64, 96, 6, 3)
     if isinstance(kind, int):
         rounded = quantize(weight, 8 if kind == 8 else 4)
-        call = LinearCall(Panels.of_codes(rounded.codes, rounded.scales, 8 if kind == 8 else 4, 64))
+        call = LinearCall(Panels.of_codes(rounded))
     else:
         call = LinearCall(Panels.of(weight.to(kind)))
     call.number = 2

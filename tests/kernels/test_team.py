@@ -46,7 +46,7 @@ def pack(weight: Tensor, kind: torch.dtype | int) -> Panels:
     if not isinstance(kind, int):
         return Panels.of(weight.to(kind))
     rounded = quantize(weight, kind)
-    return Panels.of_codes(rounded.codes, rounded.scales, kind, weight.shape[1])
+    return Panels.of_codes(rounded)
 
 
 def layer_pass(rows: int) -> Tensor:

@@ -303,7 +303,7 @@ def test_tensors_of_unknown_types_shapes_and_places_are_refused(file: Path) -> N
         (4, "<Q", 2**60, "ends before the tensor 'token_embd.weight' does"),
         (4, "<Q", 0, "has a shape"),
         (20, "<I", 99, "of type number 99, which is not read; take a file of types BF16, F16"),
-        (20, "<I", 10, "of type Q2_K, which is not read"),
+        (20, "<I", 15, "of type Q8_K, which is not read"),
         (24, "<Q", 2**63, "ends before"),
     ):
         file.write_bytes(whole)

@@ -39,7 +39,7 @@ from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.cost_cache import _situation
-from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
+from tiny import FAMILIES, VOCAB, logits, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
 
 CPU = torch.device("cpu")
 BITS: tuple[Bits, ...] = (8, 4)
@@ -212,9 +212,9 @@ def test_native_products(
     """Equal to the plain ones but for how groups are added up, and the same for each row alone."""
     x, weight = _random((rows, depth), seed), quantize(_random((size, depth), seed + 1), bits)
     bias = _random((size,), seed + 2) if biased else None
-    panels = Panels.of_codes(weight.codes, weight.scales, bits, depth, bias)
+    panels = Panels.of_codes(weight, bias)
     assert torch.equal(panels.unpack(), weight.codes)
-    assert torch.equal(panels.unpack_scales(), weight.scales)
+    assert torch.equal(panels.unpack_codes().scales, weight.scales)
     call = LinearCall(panels, dots=dots)
     y = call(x)
     torch.testing.assert_close(y, linear(x, weight, bias), rtol=1e-5, atol=1e-4)
@@ -226,7 +226,7 @@ def test_native_products(
 def test_native_products_of_what_is_not_finite_or_nought(isa: str, bits: Bits) -> None:
     x, weight = _random((6, 100), 0), quantize(_random((30, 100), 1), bits)
     for dots in (True, False):
-        call = LinearCall(Panels.of_codes(weight.codes, weight.scales, bits, 100), dots=dots)
+        call = LinearCall(Panels.of_codes(weight), dots=dots)
         y, wrong = call(x), x.clone()
         wrong[1, 99], wrong[2, 0], wrong[4, 50] = torch.nan, torch.inf, -torch.inf
         found = call(wrong)
@@ -272,15 +272,6 @@ def _load(folder: Path, quantization: str | None, dtype: Any = torch.float32) ->
     return load_model(folder, dtype, CPU, quantization)
 
 
-def _logits(runner: ModelRunner, tokens: list[int]) -> Tensor:
-    slots = runner.cache.reserve("a", len(tokens))
-    try:
-        piece = Piece.of_span(tokens, None, runner.cache.slots("a"), slots)
-        return runner.forward([Piece(**{n: getattr(piece, n) for n in piece.__slots__} | {"num_logits": len(tokens)})])
-    finally:
-        runner.cache.free("a")
-
-
 def _dequantized(runner: ModelRunner) -> ModelRunner:
     """The same rounded weights, multiplied in fp32."""
     loaded = load_model(runner.loaded.folder, torch.float32, CPU, runner.loaded.quantization, native=False)
@@ -300,10 +291,10 @@ def test_every_family(family: str, quantization: str, runner_of: Runners) -> Non
     """Its results are close to those of the rounded weights in fp32."""
     runner = runner_of(family, quantization=quantization)
     tokens = random_prompts([24], seed=3)[0]
-    found, wanted = _logits(runner, tokens), _logits(_dequantized(runner), tokens)
+    found, wanted = logits(runner, tokens), logits(_dequantized(runner), tokens)
     # Of the middle one of all places: a mixture's router may choose another expert at one of them.
     assert (found - wanted).std(dim=1).median() < 0.05 * wanted.std()
-    exact = _logits(runner_of(family), tokens)
+    exact = logits(runner_of(family), tokens)
     off = (found - exact).std(dim=1).median() / exact.std()
     assert 0 < off < {"int8": 0.05, "int4": 0.6, "fp8": 0.2}[quantization]
     request = make_request("a", tokens, SamplingParams(temperature=0.0, max_tokens=8))
@@ -422,7 +413,7 @@ def test_a_node_has_the_logits_of_its_path_alone(family: str, quantization: str,
     finally:
         for i in range(len(prompts)):
             cache.free(str(i))
-    alone = [_logits(runner, [*prompt, 8, *path])[-1] for prompt in prompts for path in paths_of(TREE)]
+    alone = [logits(runner, [*prompt, 8, *path])[-1] for prompt in prompts for path in paths_of(TREE)]
     assert torch.equal(found, torch.stack(alone))
 
 
@@ -526,7 +517,7 @@ def test_latency_names_the_quantization(model_folder: Folders) -> None:
 PERPLEXITY_PROMPTS = ((1, 2, 3, 4, 5, 6, 7), (5, 6), (8, 7, 9, 3, 4))
 
 
-def test_perplexity_is_that_of_the_logits(
+def test_perplexity_is_that_of_thelogits(
     model_folder: Folders, runner_of: Runners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(perplexity, "_AT_ONCE", 3)
@@ -539,7 +530,7 @@ def test_perplexity_is_that_of_the_logits(
         surprise, divergence, same = [], [], []
         for text in PERPLEXITY_PROMPTS:
             tokens, generated = list(text[:-1]), torch.tensor(text[1:])
-            log_p, log_q = (_logits(r, tokens).log_softmax(dim=1) for r in (runner_of(), runner))
+            log_p, log_q = (logits(r, tokens).log_softmax(dim=1) for r in (runner_of(), runner))
             surprise.append(functional.nll_loss(log_q, generated, reduction="none"))
             divergence.append(functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1))
             same.append(log_p.argmax(dim=1) == log_q.argmax(dim=1))

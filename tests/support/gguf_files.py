@@ -1,6 +1,7 @@
 """Tiny GGUF files, written by the library that llama.cpp's own tools use."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ _GEMMA_ROLES = {
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_model(path: Path, arch: str = "llama", kind: str = "F32", seed: int = 0, **changes: Any) -> Any:
+def write_model(
+    path: Path, arch: str = "llama", kind: str = "F32", seed: int = 0, kinds: Mapping[str, str] = {}, **changes: Any
+) -> Any:
     """Write a random model, and return it as transformers has it, with the weights that the file holds.
 
     Args:
         kind: The type of its matrices; a row must hold whole blocks.
+        kinds: Types of some matrices, by the ends of their names in the file without ".weight".
         changes: Of the metadata by their names in the file, with "__" for a dot; None: left out. A name that is
             a field of the model's configuration changes that.
     """
@@ -51,14 +55,18 @@ def write_model(path: Path, arch: str = "llama", kind: str = "F32", seed: int = 
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         _add(writer, key, value)
-    stored = gguf.GGMLQuantizationType[kind]
     for name, weight in model.named_parameters():
-        quantized = gguf.quants.quantize(weight.detach().numpy(), stored) if weight.ndim > 1 else None
-        if quantized is not None:
-            weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(quantized, stored)))
-        found = _as_stored(name, weight.detach().clone(), arch, model.config)
-        data = found.numpy() if quantized is None else gguf.quants.quantize(found.numpy(), stored)
-        writer.add_tensor(_stored_name(name, arch), data, raw_dtype=None if quantized is None else stored)
+        stored_name, blocks = _stored_name(name, arch), None
+        stored = gguf.GGMLQuantizationType[kind]
+        for end, other in kinds.items():
+            if stored_name.removesuffix(".weight").endswith(end):
+                stored = gguf.GGMLQuantizationType[other]
+        if weight.ndim > 1:
+            blocks = _blocks_of(weight.detach().numpy(), stored)
+            weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, stored)))
+        given = weight.detach().clone() if blocks is None else torch.from_numpy(blocks)
+        data = _as_stored(name, given, arch, model.config).numpy()
+        writer.add_tensor(stored_name, data, raw_dtype=None if blocks is None else stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -131,6 +139,32 @@ def _as_stored(name: str, weight: torch.Tensor, arch: str, config: Any) -> torch
     if arch != "llama" or not heads:
         return weight
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Return the weights in blocks, or random ones of the same size where the library cannot quantize."""
+    try:
+        return gguf.quants.quantize(weight, kind)
+    except NotImplementedError:
+        rows = random_blocks(kind, len(weight), weight.shape[1] // gguf.GGML_QUANT_SIZES[kind][0])
+        size = np.abs(gguf.quants.dequantize(scaled(rows, kind, 1.0), kind)).std()
+        return scaled(rows, kind, float(weight.std() / size))
+
+
+# Where a block has its float16 scales, and those of what is added or subtracted.
+_SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+           "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}  # fmt: skip
+
+
+def scaled(rows: np.ndarray, kind: gguf.GGMLQuantizationType, scale: float) -> np.ndarray:
+    """[rows, bytes] with this scale, and for what is added or subtracted ten times that, up to a half more or less."""
+    blocks = rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[kind][1]).copy()
+    factors = np.random.default_rng(1).uniform(0.5, 1.5, (2, *blocks.shape[:2]))
+    if kind.name == "MXFP4":
+        blocks[..., 0] = 127 + np.round(np.log2(scale * factors[0]))
+    for at, factor, more in zip(_SCALES.get(kind.name, ()), factors, (1, 10), strict=False):
+        blocks[..., at : at + 2] = (scale * more * factor).astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(rows.shape)
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, num_rows: int, num_blocks: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
 from specinfer.model.attention import ATTENTION_NAME, register
+from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
@@ -193,6 +194,16 @@ def transformers_model(folder: Path) -> Any:
 def resized(runner: ModelRunner, num_slots: int, *, keeps_prefixes: bool = False) -> ModelRunner:
     """The same model with another cache."""
     return ModelRunner(runner.loaded, num_slots, keeps_prefixes=keeps_prefixes)
+
+
+def logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab] of one pass over a prompt."""
+    slots = runner.cache.reserve("a", len(tokens))
+    try:
+        piece = Piece.of_span(tokens, None, runner.cache.slots("a"), slots)
+        return runner.forward([Piece(**{n: getattr(piece, n) for n in piece.__slots__} | {"num_logits": len(tokens)})])
+    finally:
+        runner.cache.free("a")
 
 
 def make_engine(

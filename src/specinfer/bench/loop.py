@@ -218,7 +218,7 @@ def is_exact(loaded: LoadedModel, temperature: float = 0.0) -> bool:
 
     In lower precision, passes of different sizes round differently, and outputs that differ are counted instead.
     """
-    return temperature == 0 and loaded.dtype == torch.float32 and loaded.quantization is None
+    return temperature == 0 and loaded.dtype == torch.float32 and not loaded.is_quantized
 
 
 def check_equal(turn: Turn, made: Mapping[str, Run]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specinfer.bench.ceilings import Ceilings
 from specinfer.core.step_record import StepRecord
-from specinfer.kernels import PackedLinear
+from specinfer.kernels import PackedLinear, QuantizedEmbedding
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config
 from specinfer.model.heads.head import FeatureHead
@@ -105,7 +105,9 @@ def read_bytes(loaded: LoadedModel) -> int:
     """
     config = load_config(loaded.folder).get_text_config()
     # If a tied head is quantized or packed, it is a copy of the embedding.
-    is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in loaded.model.modules())
+    modules = list(loaded.model.modules())
+    is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in modules)
     if not is_copied and getattr(config, "tie_word_embeddings", True):
         return loaded.num_bytes
-    return loaded.num_bytes - int(config.vocab_size * config.hidden_size) * loaded.dtype.itemsize
+    embeddings = [module.num_bytes for module in modules if isinstance(module, QuantizedEmbedding)]
+    return loaded.num_bytes - sum(embeddings or [int(config.vocab_size * config.hidden_size) * loaded.dtype.itemsize])

@@ -247,7 +247,7 @@ class LinearCall:
         self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
-        dots = dots and not widens
+        dots = panels.type == LEVELS4 or (dots and not widens)  # levels need these instructions, see `Panels.of_codes`
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(
             *pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type), 0

@@ -248,13 +248,12 @@ class _Layer:
 def can_fuse(model: Any) -> bool:
     """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not all(_can_join(layer) for layer in getattr(model.model, "layers", ())):
-        return False
     if kind_of(model.config) is None or activation_of(model.config) not in GATES:
         return False
     first = next(layer for layer in model.model.layers if not isinstance(layer, Placeholder))
     return bool(
         all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
+        and all(_can_join(layer) for layer in model.model.layers)
         and first.mlp.gate_proj.out_features % _GATES == 0
         and first.self_attn.head_dim <= MAX_DIM
     )

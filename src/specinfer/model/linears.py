@@ -81,12 +81,13 @@ def quantize_linears(
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 
 
-def place_codes(model: nn.Module, codes_of: Callable[[Tensor], QuantizedWeight]) -> None:
-    """Replace the linear layers and embeddings with meta weights by ones that compute with codes.
+def place_codes(model: nn.Module, codes_of: Callable[[Tensor], tuple[str, QuantizedWeight]]) -> list[str]:
+    """Replace the linear layers and embeddings with meta weights by ones that compute with codes; return their types.
 
     Args:
-        codes_of: Function that reads the codes of a meta weight.
+        codes_of: Function that reads the type and the codes of a meta weight.
     """
+    kinds: set[str] = set()
     found: dict[int, QuantizedLinear] = {}  # a tied head is read once
     for name, module in list(model.named_modules()):
         weight = module._parameters.get("weight")
@@ -94,12 +95,15 @@ def place_codes(model: nn.Module, codes_of: Callable[[Tensor], QuantizedWeight])
             continue
         if (layer := found.get(id(weight))) is None:
             bias = module.bias if isinstance(module, nn.Linear) else None
-            layer = found[id(weight)] = QuantizedLinear(codes_of(weight), bias, weight.dtype)
+            kind, codes = codes_of(weight)
+            kinds.add(kind)
+            layer = found[id(weight)] = QuantizedLinear(codes, bias, weight.dtype)
         if isinstance(module, nn.Embedding):
             model.set_submodule(name, QuantizedEmbedding(layer, getattr(module, "embed_scale", None)))
         else:
             assert module.bias is None or layer.bias is module.bias
             model.set_submodule(name, layer)
+    return sorted(kinds)
 
 
 def quantizable_names(model: nn.Module, inside: tuple[str, ...]) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specinfer.core.config import OffloadConfig
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
+from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import check_architecture, load_config, max_position_of
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
@@ -37,7 +37,8 @@ from specinfer.model.streamed import load_streamed
 from specinfer.parallel.shard_spec import ShardSpec
 
 logger = logging.getLogger(__name__)
-_PACKED = (PackedLinear, QuantizedLinear, FusedDecoder)  # these have weights that are not parameters
+# These have weights that are not parameters.
+_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, FusedDecoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class LoadedModel:
         num_bytes: Bytes that the weights take in memory.
         dtype: Type of keys, values and activations, and of the weights that are not quantized.
         quantization: One of `config.QUANTIZATIONS`, or None.
+        stored_types: The types of a GGUF file's weights that are computed with as they are stored, such as
+            "Q4_K, Q6_K", or None.
         compute_path: Description of the code that computes its layers.
         stream: Brings in the layers that are not kept in memory, or None if all are.
         shard: The shard of the model that this rank computes.
@@ -70,6 +73,7 @@ class LoadedModel:
     device: torch.device
     sampling_defaults: Mapping[str, float]  # the folder's recommended values, by names of `SamplingParams`
     compute_path: str
+    stored_types: str | None = None
     stream: LayerStream | None = None
     shard: ShardSpec = field(default_factory=ShardSpec)
     token_map: Tensor | None = None
@@ -79,6 +83,16 @@ class LoadedModel:
     def num_logits(self) -> int:
         """Number of logits of each token."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
+
+    @property
+    def weights_type(self) -> str:
+        """The quantization of the weights, the types that they are stored in, or their number type."""
+        return self.quantization or self.stored_types or str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if most weights are quantized."""
+        return (self.quantization or self.stored_types) is not None
 
     @property
     def seconds_waiting(self) -> float:
@@ -215,6 +229,7 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
         device=job.device,
         sampling_defaults=sampling_defaults(job.folder),
         compute_path=path_of(model) + note,
+        stored_types=definition.stored_types,
         stream=built.stream,
         shard=job.shard,
         token_map=None if job.token_map is None else job.token_map.to(job.device),
@@ -233,5 +248,7 @@ def path_of(model: nn.Module) -> str:
 
 def num_bytes_of(model: nn.Module) -> int:
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # counts tied ones once
-    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, _PACKED))
-    return packed + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    packed = {id(getattr(m, "call", m)): m.num_bytes for m in model.modules() if isinstance(m, _PACKED)}
+    if isinstance(model, FusedDecoder):
+        packed = {id(model): model.num_bytes}  # with an embedding of codes
+    return sum(packed.values()) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -58,7 +58,8 @@ class LoadConfig:
         return (
             self.has_native_kernels
             and library() is not None
-            and (self.quantization, self.dtype, self.offload.offload, self.token_map) == (None, "auto", None, None)
+            and self.dtype != torch.float32  # which asks for the weights' exact values
+            and (self.quantization, self.offload.offload, self.token_map) == (None, None, None)
             and self.shard.is_whole
         )
 

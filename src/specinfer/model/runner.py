@@ -175,7 +175,7 @@ def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hi
     """Run one pass over these pieces, and return what `forward` returns for the model or for this rank's stage."""
     # The shape of a pass changes the last bit of PyTorch's attention sums. Where activations are then rounded to 8
     # bits, one bit may become a whole step. Sums in double, rounded to the model's type, do not differ.
-    in_double = loaded.quantization is not None and loaded.device.type == "cpu"
+    in_double = loaded.is_quantized and loaded.device.type == "cpu"
     batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
     return forward(loaded.model, batch, hidden)
 

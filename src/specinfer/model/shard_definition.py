@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class ShardDefinition:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     sums: list[str]  # see `connect_shards`
+    stored_types: str | None = None  # see `LoadedModel`
 
     @classmethod
     def make(cls, job: LoadConfig, weights: dict[str, Tensor] | None = None) -> "ShardDefinition":
@@ -59,8 +60,8 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
         if job.shard.is_whole:  # transformers would treat a GGUF file as quantized, and reads only some correctly
             weights = checkpoint.weights(lambda _layer: True, keeps_codes=job.keeps_codes)
             definition = ShardDefinition.make(job, weights)
-            place_codes(definition.model, checkpoint.codes)
-            return definition
+            kinds = place_codes(definition.model, checkpoint.codes)
+            return replace(definition, stored_types=", ".join(kinds) or None)
         definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: False))
         prepare_conversion(checkpoint, definition.model, job)
         checkpoint.fill(definition.model)

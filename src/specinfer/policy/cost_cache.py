@@ -115,7 +115,7 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
         return None
     loaded = runner.loaded
     shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.num_logits]
-    return [type(loaded.model).__name__, *shape, loaded.quantization]
+    return [type(loaded.model).__name__, *shape, loaded.quantization or loaded.stored_types]
 
 
 def _read(path: Path, situation: dict[str, Any]) -> CostModel | None:

@@ -61,7 +61,9 @@ class Environment:
     @classmethod
     def of(cls, llm: HasModels, drafter_parameters: Mapping[str, int]) -> "Environment":
         """Return the current environment with these models."""
-        quantization = next((small.loaded.quantization for small in llm.small_models.values()), None)
+        quantization = next(
+            (small.loaded.quantization or small.loaded.stored_types for small in llm.small_models.values()), None
+        )
         return cls.of_model(llm.target.loaded, drafter_parameters, quantization)
 
     @classmethod
@@ -73,7 +75,7 @@ class Environment:
             **surroundings(),
             device=torch.cuda.get_device_name(loaded.device) if on_gpu else loaded.device.type,
             dtype=str(loaded.dtype).removeprefix("torch."),
-            quantization=loaded.quantization,
+            quantization=loaded.quantization or loaded.stored_types,
             drafter_quantization=drafter_quantization,
             peak_memory=_peak_memory(loaded.device),
             target_parameters=loaded.num_parameters if loaded.shard.is_whole else count_parameters(loaded.folder),

@@ -98,7 +98,7 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
         "model": name,
         "modified_at": _time(state.started),
         "size": loaded.num_bytes,
-        "digest": hashlib.sha256(f"{state.root}\0{loaded.quantization}".encode()).hexdigest(),
+        "digest": hashlib.sha256(f"{state.root}\0{loaded.weights_type}".encode()).hexdigest(),
         "details": _details(state),
     }
 
@@ -114,7 +114,7 @@ def _details(state: ServerState) -> dict[str, Any]:
         "family": family,
         "families": [family],
         "parameter_size": f"{loaded.num_parameters / unit:.3g}{letter}",
-        "quantization_level": (loaded.quantization or str(loaded.dtype).removeprefix("torch.")).upper(),
+        "quantization_level": loaded.weights_type.upper(),
     }
 
 

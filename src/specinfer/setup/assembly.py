@@ -199,7 +199,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         undo.pop_all()
     logger.info(
         "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",
-        folder, target.num_parameters / 1e6, target.quantization or target.dtype, place,
+        folder, target.num_parameters / 1e6, target.weights_type, place,
         target.num_bytes / 2**20, num_slots,
         ", ".join(drafters) or "none",
     )  # fmt: skip

@@ -88,13 +88,13 @@ class GgufSource:
         """True if the weight is a matrix whose codes our kernels take as they are."""
         return len(self.shape) == 2 and blocks.has_codes(self.place.kind)
 
-    def codes(self) -> QuantizedWeight:
-        """Read the whole weight as it is stored, with rows in the model's order."""
+    def codes(self) -> tuple[str, QuantizedWeight]:
+        """Read the whole weight as it is stored, with rows in the model's order; return its type's name, too."""
         place, heads = self.place, self.weight.heads
         shape = (self.shape[0], place.num_bytes // self.shape[0])
         data = torch.from_numpy(np.fromfile(self.path, np.uint8, place.num_bytes, offset=place.offset))
         weight = blocks.weight_of(data.view(shape), place.kind)
-        return weight.reordered(lambda rows: _in_halves(rows, heads)) if heads else weight
+        return place.kind.name, weight.reordered(lambda rows: _in_halves(rows, heads)) if heads else weight
 
     def read_part(self, cut: Cut) -> Tensor:
         """Read a part of the weight."""

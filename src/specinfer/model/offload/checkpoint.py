@@ -91,20 +91,20 @@ class Checkpoint:
             for name, source in self.shards.sources.items()
         }
 
-    def codes(self, tensor: Tensor) -> QuantizedWeight:
-        """Read the codes that a meta weight represents.
+    def codes(self, tensor: Tensor) -> tuple[str, QuantizedWeight]:
+        """Read the codes that a meta weight represents, and the name of the type that they are stored in.
 
         Raises:
             ModelError: A scale is not finite.
         """
         origin = origin_of(tensor)
         assert origin is not None
-        weight = self.shards.sources[origin[0]].codes()
+        kind, weight = self.shards.sources[origin[0]].codes()
         for numbers in (weight.scales, weight.added, weight.nest):
             if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
                 folder = gguf_folder.origin_of(self.folder)
                 raise ModelError(f"model: weight {origin[0]} of {folder} has NaN or infinity; fetch the model again")
-        return weight
+        return kind, weight
 
     def least_bytes(self) -> int:
         """Return the bytes that loading takes.

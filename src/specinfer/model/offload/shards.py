@@ -50,7 +50,7 @@ class Source:
     def has_codes(self) -> bool:
         return False
 
-    def codes(self) -> QuantizedWeight:
+    def codes(self) -> tuple[str, QuantizedWeight]:
         raise AssertionError("it has none")
 
     def read(self) -> Tensor:

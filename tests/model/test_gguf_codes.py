@@ -1,0 +1,170 @@
+"""Weights of GGUF files that are computed with as they are stored: codes, products, models."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from gguf_files import random_blocks, scaled, write_model
+from native import ISAS, each_isa, native
+from specinfer import LLM, ModelError, SamplingParams
+from specinfer.kernels import AdapterRuns, AdapterTable, Ending, LinearCall, LowRank, Panels, QuantizedWeight
+from specinfer.kernels.quantization import dequantize, linear
+from specinfer.model.definition import load_plain
+from specinfer.model.folder import find_folder
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.gguf.blocks import weight_of
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from tiny import logits, random_prompts
+
+CPU = torch.device("cpu")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
+MIXES: dict[str, dict[str, Any]] = {
+    "Q4_K_M": {"kind": "Q4_K", "kinds": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}},
+    "Q4_0": {"kind": "Q4_0", "kinds": {"token_embd": "Q6_K"}, "tie_word_embeddings": True},
+    "Q5_K_S": {"kind": "Q5_K", "kinds": {"attn_k": "F16", "output": "BF16"}},
+    "MXFP4": {"kind": "Q8_0", "kinds": {"ffn_gate": "MXFP4", "ffn_up": "MXFP4", "ffn_down": "MXFP4"}},
+    "gates of two types": {"kind": "Q4_1", "kinds": {"1.ffn_up": "IQ4_XS"}},
+}
+
+
+def weights(name: str, rows: int, blocks: int, scale: float | None) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Random weights of a type, and the numbers that the library makes of them; any bytes without a scale."""
+    kind = gguf.GGMLQuantizationType[name]
+    data = random_blocks(kind, rows, blocks)
+    data = data if scale is None else scaled(data, kind, scale)
+    with np.errstate(invalid="ignore", over="ignore"):
+        numbers = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    return weight_of(torch.from_numpy(data), kind), numbers
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_codes_are_the_numbers_that_the_library_reads(name: str) -> None:
+    weight, wanted = weights(name, 300, 6, None)
+    found = dequantize(weight)
+    is_finite = wanted.isfinite()
+    assert is_finite.float().mean() > 0.8
+    assert torch.equal(found[is_finite], wanted[is_finite])
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from each_isa(request)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_native_products_are_the_plain_ones_and_a_row_does_not_depend_on_others(isa: str, name: str) -> None:
+    weight, numbers = weights(name, 70, 2, 0.01)
+    bias = torch.randn(70, generator=torch.Generator().manual_seed(1))
+    for dots in (True, False):
+        call = LinearCall(Panels.of_codes(weight, bias), dots=dots)
+        for rows in (1, 5, 40):
+            x = torch.randn((rows, numbers.shape[1]), generator=torch.Generator().manual_seed(rows))
+            y, wanted = call(x), linear(x, weight, bias)
+            # An activation in the middle between two steps may be rounded to either.
+            off = (y - wanted).norm(dim=1) / wanted.norm(dim=1)
+            assert off.median() < 1e-6
+            assert off.max() < 3e-3
+            for row in range(rows):
+                assert torch.equal(call(x[row : row + 1])[0], y[row])
+    assert torch.equal(call.rows(torch.tensor([69, 0, 32])), numbers[[69, 0, 32]])
+    again = Panels.of_codes(weight).unpack_codes()
+    assert torch.equal(dequantize(again), numbers)
+
+
+def test_neighbours_of_several_types_are_one_call_with_adapters(isa: str) -> None:
+    """As the projections of queries, keys and values are, whose values often have a type of their own."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((9, 512), generator=generator)
+    parts = [Panels.of_codes(weights(name, rows, 2, 0.01)[0]) for name, rows in (("Q4_K", 96), ("Q6_K", 32))]
+    parts.append(Panels.of(torch.randn((70, 512), generator=generator).bfloat16()))
+    wanted = torch.cat([LinearCall(part)(x) for part in parts], dim=1)
+    call = LinearCall(parts[0], following=LinearCall(parts[1], following=LinearCall(parts[2])))
+    call.number = 1
+    assert torch.equal(call(x), wanted)
+    assert torch.equal(call(x, torch.ones(9, 198), Ending.ADD), wanted + 1)
+    down, up = torch.randn((4, 512), generator=generator), torch.randn((198, 4), generator=generator)
+    runs = AdapterRuns.of([2, 7], [None, AdapterTable([None, LowRank.of(down, up)])])
+    wanted[2:] += x[2:] @ down.T @ up.T
+    torch.testing.assert_close(call(x, runs=runs), wanted, rtol=1e-4, atol=1e-2)
+
+
+def load(path: Path, dtype: Any = "auto", **options: Any) -> LoadedModel:
+    return load_model(find_folder(path), dtype, CPU, **options)
+
+
+@native
+@pytest.mark.parametrize("mix", MIXES)
+def test_models_of_mixed_types_compute_with_codes(mix: str, tmp_path: Path) -> None:
+    """Near the numbers in fp32, in the memory of the file, with the same text whatever the tree."""
+    path = tmp_path / "m.gguf"
+    write_model(path, **MIXES[mix], **WIDE)
+    loaded = load(path)
+    is_fused = mix != "gates of two types"
+    assert loaded.compute_path == ("native fused layers" if is_fused else "native linear layers")
+    assert MIXES[mix]["kind"] in str(loaded.stored_types)
+    assert loaded.num_bytes < 1.2 * path.stat().st_size
+    tokens = random_prompts([24], seed=3)[0]
+    exact = load_plain(find_folder(path), torch.float32).eval()(torch.tensor([tokens])).logits[0].detach()
+    found = logits(ModelRunner(loaded, 64), tokens).float()
+    assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
+    texts = [
+        [output.outputs[0].token_ids for output in outputs]
+        for tree, drafters in (("off", []), ("2,2,1", ["ngram", str(path)]))
+        for outputs in [_generate(path, tree, drafters)]
+    ]
+    assert texts[0] == texts[1]
+
+
+def _generate(path: Path, tree: str, drafters: list[str]) -> Any:
+    greedy, sampled = (
+        SamplingParams(temperature=0.0, max_tokens=16),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=16),
+    )
+    with LLM(path, drafters=drafters, tree=tree, max_model_len=128) as llm:
+        prompts: Any = ["the other one and the other", "the"]
+        return [*llm.generate(prompts, greedy), *llm.generate(prompts, sampled)]
+
+
+@native
+def test_float32_and_quantization_decode_the_codes(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", **MIXES["Q4_K_M"], **WIDE)
+    for dtype, options in ((torch.float32, {}), ("auto", {"quantization": "int8"}), ("auto", {"native": False})):
+        loaded = load(tmp_path / "m.gguf", dtype, **options)
+        assert loaded.stored_types is None
+        assert loaded.quantization == options.get("quantization")
+    assert load(tmp_path / "m.gguf", torch.bfloat16).weights_type == "Q4_K, Q6_K"
+
+
+@native
+@pytest.mark.parametrize("name", ["output_norm.weight", "token_embd.weight", "blk.1.ffn_up.weight"])
+def test_scales_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, kind="Q4_0", **WIDE)
+    tensor = gguf.GGUFReader(path).tensors
+    (offset,) = (one.data_offset for one in tensor if one.name == name)
+    data = bytearray(path.read_bytes())
+    data[int(offset) : int(offset) + 4] = b"\x00\x7e\xc0\x7f"  # NaN in float16 at the beginning, in float32 at the end
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"m\.gguf has NaN or infinity; fetch the model again"):
+        load(path)
+
+
+@native
+def test_a_draft_head_shares_the_stored_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the stored types, and the fused decoder holds tied weights once."""
+    path = tmp_path / "m.gguf"
+    write_model(path, **MIXES["Q4_0"], **WIDE)
+    with caplog.at_level(logging.INFO), LLM(path, drafters=[]) as llm:
+        model = llm.target.loaded.model
+        assert isinstance(model, FusedDecoder)
+        assert model.head is not None
+        assert model.head.call.panels is model.embedding.call.panels  # type: ignore[union-attr]
+    assert "parameters in Q4_0, Q6_K on cpu" in caplog.text
