@@ -177,7 +177,7 @@ class Panels:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What panels have in common that can be joined."""
+        """Properties that panels must share to be joined."""
         return self.type, self.scaling, self.inputs, None if self.levels is None else tuple(self.levels.tolist())
 
     @property

@@ -94,7 +94,7 @@ class QuantizedWeight:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What weights have in common that can be joined."""
+        """Properties that weights must share to be joined."""
         levels = None if self.levels is None else tuple(self.levels.tolist())
         optional = self.added is None, self.nest is None, levels
         return (self.bits, self.group_size, self.in_features, self.scales.dtype, *optional)
