@@ -199,7 +199,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
         model = DeviceDecoder(model, max_position_of(job.config)).eval()
     else:
         return BuiltModel(model, definition, probed)
-    # Stored codes are multiplied by activations of 8 bits, which may differ by a step where sums differ in the last bit.
+    # Codes are multiplied by activations of 8 bits, which may differ by a step where sums differ in the last bit.
     rounded_to = job.quantization or (None if definition.stored_types is None else "int8")
     verdict = probed.judge(model, definition.dtype, rounded_to if fuses else None)
     if verdict.is_right:
