@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
+from native import native
 from pair_heads import save_mtp
 from quantized_files import FORMATS, save_quantized
 from specinfer import LLM, SamplingParams
@@ -16,7 +17,8 @@ from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
-from tiny import random_prompts, save_model
+from specinfer.model.runner import ModelRunner
+from tiny import logits, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = random_prompts([5, 20, 3])
@@ -29,7 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _texts(folder: Path, **options: object) -> list[list[int]]:
-    with LLM(folder, dtype="float32", **options) as llm:  # type: ignore[arg-type]
+    with LLM(folder, **{"dtype": "float32", **options}) as llm:  # type: ignore[arg-type]
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs]
 
@@ -63,6 +65,38 @@ def test_codes_of_4_bits_around_0_are_kept(name: str, source: Path, tmp_path: Pa
             layer = loaded.model.get_submodule(key.removesuffix(".weight"))
             # The codes are the same, and scales may differ in the last bit of bfloat16.
             torch.testing.assert_close(dequantize(layer.quantized), weight, rtol=2**-7, atol=0)
+
+
+# Formats whose codes the native kernels take, and the bits that they are computed with.
+KEPT = {"pack-quantized": 4, "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
+        "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_those_of_the_format(name: str, source: Path, tmp_path: Path) -> None:
+    plain = load_file(save_quantized(source, tmp_path / "quantized", name) / "model.safetensors")
+    with Shards(tmp_path / "quantized", None) as shards:
+        kept = {key for key, source in shards.sources.items() if source.has_codes}
+        assert bool(kept) == (name in KEPT)
+        for key in kept:
+            _, weight = shards.sources[key].codes()
+            assert weight.bits == KEPT[name]
+            torch.testing.assert_close(dequantize(weight), plain[key], rtol=1e-6, atol=0)
+        assert all("_proj" in key for key in kept)
+
+
+@native
+@pytest.mark.parametrize("name", KEPT)
+def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tmp_path: Path) -> None:
+    plain, folder = save_quantized(source, tmp_path / "quantized", name), tmp_path / "quantized"
+    exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
+    loaded = load_model(folder, torch.bfloat16, CPU)
+    assert loaded.compute_path == "native fused layers"
+    assert (loaded.quantization, loaded.weights_type) == (None, f"int{2 if '2 bits' in name else KEPT[name]}")
+    found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
+    assert (found - exact).std(dim=1).median() < 0.05 * exact.std()
+    texts = [_texts(folder, dtype="bfloat16", drafters=["suffix"], tree=tree) for tree in ("off", "2,2,1")]
+    assert texts[0] == texts[1]
 
 
 def test_rounded_weights_are_rounded_to_themselves() -> None:
@@ -100,6 +134,7 @@ def test_quantized_checkpoints_are_streamed_and_draft(source: Path, tmp_path: Pa
         ({"bits": "many"}, "", "quantized already \\(GPTQ\\)"),
         ({}, "scales", "tensor model.layers.0.* is missing"),
         ({"group_size": 16}, "g_idx", "do not fit each other|give "),
+        ({"group_size": 0}, "g_idx", "do not fit each other"),
     ],
     ids=repr,
 )

@@ -24,6 +24,11 @@ static INLINE GroupScales scales_of(const uint8_t *scales, int scaling, int64_t 
         case FP16_AFFINE:
             scales += g * 128;
             return {halves(scales), halves(scales + 32), halves(scales + 64), halves(scales + 96)};
+        case FP16_ZEROS: {
+            scales += g * 96;
+            const Floats low = halves(scales), high = halves(scales + 32);
+            return {low, high, -low * vectors_from_bytes<uint8_t>(scales + 64), -high * vectors_from_bytes<uint8_t>(scales + 80)};
+        }
         case NESTED:
             return {halves(nest) * vectors_from_bytes<int8_t>(place),
                     halves(nest + 32) * vectors_from_bytes<int8_t>(place + 16), Floats{}, Floats{}};

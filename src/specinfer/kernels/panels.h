@@ -7,11 +7,12 @@
 //   int8  [K / 4][32][4], 128 is zero     activations rounded to int8 for each group of 64, sums exact in a group
 //   int4  [K / 8][32][4], two k's 4 apart in a byte, 8 is zero: the same for each group of 32
 //
-// INT8_OF_32 are as int8, and LEVELS4 as int4. Codes of 5 and 6 bits are groups of 32 and 16 k's: their upper bits, [32][4] bytes with those of each fourth k, then
-// the lower ones as in int4. A panel's scales are
+// INT8_OF_32 are as int8, and LEVELS4 as int4. Codes of 5 and 6 bits are groups of 32 and 16 k's: their upper bits, [32][4]
+// bytes with those of each fourth k, then the lower ones as in int4. A panel's scales are
 //
 //   BF16, FP16     [groups][32]
 //   FP16_AFFINE    [groups][2][32] scales, and what is added to each weight
+//   FP16_ZEROS     [groups]: [32] scales, and [32] uint8 zeros that are subtracted from codes
 //   NESTED         of each 256 k's: [32] fp16, then [groups][32] int8 that they are multiplied by
 //   NESTED_AFFINE  of each 256 k's: [2][32] fp16, then [groups][2][32] uint8: scales, and what is added
 //
@@ -43,12 +44,15 @@ static Shape shape_of(int type) {
 
 static const int64_t NEST = 256;  // inputs whose groups' scales have a scale
 
-static INLINE bool is_affine(int scaling) { return scaling == FP16_AFFINE || scaling == NESTED_AFFINE; }
+static INLINE bool is_affine(int scaling) {
+    return scaling == FP16_AFFINE || scaling == NESTED_AFFINE || scaling == FP16_ZEROS;
+}
 
 static int64_t scale_bytes(int scaling, int64_t group, int64_t depth) {
     const int64_t numbers = depth / group * WIDTH, nested = depth / NEST * WIDTH * 2;
     switch (scaling) {
         case FP16_AFFINE: return numbers * 4;
+        case FP16_ZEROS: return numbers * 3;
         case NESTED: return nested + numbers;
         case NESTED_AFFINE: return nested * 2 + numbers * 2;
         default: return numbers * 2;
@@ -100,6 +104,9 @@ static float decoded(const Linear *layer, int64_t n, int64_t k) {
         case FP16_AFFINE:
             halves += group * 2 * WIDTH + c;
             return value * from_fp16(halves[0]) + from_fp16(halves[WIDTH]);
+        case FP16_ZEROS:
+            scales += group * 3 * WIDTH;
+            return (value - (float)scales[2 * WIDTH + c]) * from_fp16(((const uint16_t *)scales)[c]);
         default: break;
     }
     halves = (const uint16_t *)nest + c;

@@ -22,7 +22,7 @@ INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 = range(3, 9)
 ANY_ROWS = 2**62
 _GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32)  # by type: inputs are padded to a multiple of it
 _BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4}  # of a code; 8 of other types
-BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE = range(5)
+BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS = range(6)
 # The bits and inputs of groups of each type.
 _FORMATS = {INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32)}
 _TYPES = {form: kind for kind, form in _FORMATS.items() if kind != LEVELS4}
@@ -143,6 +143,10 @@ class Panels:
         weight = QuantizedWeight(self.unpack(), self.scales, bits, self.inputs, group)
         if self.levels is not None:
             weight = replace(weight, levels=(self.levels.to(torch.int16) - 128).to(torch.int8))
+        if self.scaling == FP16_ZEROS:
+            both = self.scales.unflatten(1, (-1, 3 * WIDTH))
+            scales = both[..., : 2 * WIDTH].contiguous().view(torch.float16)
+            return replace(weight, scales=self._in_rows(scales), zeros=self._in_rows(both[..., 2 * WIDTH :]))
         names = ("scales", "added") if self.scaling in (FP16_AFFINE, NESTED_AFFINE) else ("scales",)
         if self.scaling in (NESTED, NESTED_AFFINE):
             count, outer = len(names), 2 * WIDTH * len(names)
@@ -191,6 +195,9 @@ def _cat(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def _packed_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
     """Return how scales are stored, and the scales of each panel as panels.h has them."""
+    if weight.zeros is not None:
+        scales = _in_columns(weight.scales.half()).view(torch.uint8)
+        return FP16_ZEROS, torch.cat([scales, _in_columns(weight.zeros)], dim=2).flatten(1)
     if weight.nest is None:
         both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
         packed = torch.stack([_in_columns(one) for one in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]

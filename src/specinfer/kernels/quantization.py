@@ -40,7 +40,8 @@ class QuantizedWeight:
     """The weights of a linear layer; inputs are padded to whole groups, with the code that stands for 0.
 
     A weight is `(code - zero) * scale + added`. With `nest`, scales and what is added are whole numbers times those of
-    `NEST` inputs. There is no zero where something is added, and the levels stand for themselves.
+    `NEST` inputs. The zero is that of all codes of so many bits, or one of each group. There is none where something is
+    added, and the levels stand for themselves.
     """
 
     codes: Tensor  # [out, groups * group size] uint8
@@ -51,6 +52,7 @@ class QuantizedWeight:
     added: Tensor | None = None  # [out, groups] float16, or uint8 if nested
     nest: Tensor | None = None  # [out, inputs / NEST, 1, or 2 with `added`] float16
     levels: Tensor | None = None  # [16] int8: the numbers that the codes stand for
+    zeros: Tensor | None = None  # [out, groups] uint8
 
     @classmethod
     def of_bytes(cls, codes: Tensor, scales: Tensor, bits: int, in_features: int) -> "QuantizedWeight":
@@ -72,7 +74,8 @@ class QuantizedWeight:
 
     @property
     def zero(self) -> int:
-        return ZEROS[self.bits] if self.added is None and self.levels is None else 0
+        """The code that stands for 0 in all groups, or 0 if there is none."""
+        return ZEROS[self.bits] if self.added is None and self.levels is None and self.zeros is None else 0
 
     def reordered(self, order: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """Return the same rows in the order that a function brings those of a tensor into."""
@@ -85,18 +88,18 @@ class QuantizedWeight:
         """Return the rows of several weights of the same format, one after the other or in the order of `join`."""
         first = weights[0]
         assert all(one.format == first.format for one in weights)
-        added, nest = (
+        added, nest, zeros = (
             None if getattr(first, name) is None else join([getattr(one, name) for one in weights])
-            for name in ("added", "nest")
+            for name in ("added", "nest", "zeros")
         )
         codes, scales = (join([getattr(one, name) for one in weights]) for name in ("codes", "scales"))
-        return replace(first, codes=codes, scales=scales, added=added, nest=nest)
+        return replace(first, codes=codes, scales=scales, added=added, nest=nest, zeros=zeros)
 
     @property
     def format(self) -> tuple[object, ...]:
         """Properties that weights must share to be joined."""
         levels = None if self.levels is None else tuple(self.levels.tolist())
-        optional = self.added is None, self.nest is None, levels
+        optional = self.added is None, self.nest is None, self.zeros is None, levels
         return (self.bits, self.group_size, self.in_features, self.scales.dtype, *optional)
 
     def numbers(self, part: slice = slice(None)) -> Tensor:
@@ -112,6 +115,8 @@ class QuantizedWeight:
 
     def group_added(self, part: slice = slice(None)) -> Tensor | None:
         """Return the [rows, groups] float32 numbers that are added to each weight of some rows, or None."""
+        if self.zeros is not None:
+            return -self.zeros[part].float() * self.group_scales(part)
         return None if self.added is None else self._nested(self.added, 1, part)
 
     def _nested(self, numbers: Tensor, index: int, part: slice) -> Tensor:

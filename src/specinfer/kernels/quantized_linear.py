@@ -27,6 +27,7 @@ class QuantizedLinear(nn.Module):
     scales: Tensor | None  # [out, groups], like the next ones as in `QuantizedWeight`
     added: Tensor | None
     nest: Tensor | None
+    zeros: Tensor | None
 
     def __init__(
         self, weight: QuantizedWeight, bias: nn.Parameter | None, dtype: torch.dtype, *, native: bool = True
@@ -35,14 +36,14 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.bits, self.dtype, self.bias = weight.bits, dtype, bias
         self.call: LinearCall | None = None
-        stored: tuple[Tensor | None, ...] = (None,) * 4
+        stored: tuple[Tensor | None, ...] = (None,) * 5
         self.group, self.levels = weight.group, weight.levels
         if native and library() is not None and weight.codes.device.type in ("cpu", "meta"):
             self.call = LinearCall(Panels.of_codes(weight, bias))
         else:
             codes = weight.codes if self.bits != 4 else weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
-            stored = codes, weight.scales, weight.added, weight.nest
-        for name, tensor in zip(("codes", "scales", "added", "nest"), stored, strict=True):
+            stored = codes, weight.scales, weight.added, weight.nest, weight.zeros
+        for name, tensor in zip(("codes", "scales", "added", "nest", "zeros"), stored, strict=True):
             self.register_buffer(name, tensor, persistent=False)
 
     @classmethod
@@ -65,7 +66,8 @@ class QuantizedLinear(nn.Module):
         assert self.codes is not None
         assert self.scales is not None
         weight = QuantizedWeight.of_bytes(self.codes, self.scales, self.bits, self.in_features)
-        return replace(weight, group=self.group, added=self.added, nest=self.nest, levels=self.levels)
+        optional = {name: getattr(self, name) for name in ("group", "added", "nest", "levels", "zeros")}
+        return replace(weight, **optional)
 
     def packed(self) -> Self:
         """Return the same layer on the native kernel."""

@@ -23,11 +23,11 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 11;
+static const int LAYOUT = 14;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 };  // as in panels.py
-// How the scales of groups are stored; as in panels.py. The last two multiply whole numbers by scales of 256 inputs.
-enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE };
+// How the scales of groups are stored; as in panels.py. Nested ones are whole numbers times scales of 256 inputs.
+enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 
 struct Linear {  // as in panels.py

@@ -50,8 +50,8 @@ class LoadedModel:
         num_bytes: Bytes that the weights take in memory.
         dtype: Type of keys, values and activations, and of the weights that are not quantized.
         quantization: One of `config.QUANTIZATIONS`, or None.
-        stored_types: The types of a GGUF file's weights that are computed with as they are stored, such as
-            "Q4_K, Q6_K", or None.
+        stored_types: The types of weights that are computed with as a file stores them, such as "Q4_K, Q6_K" or
+            "int4", or None.
         compute_path: Description of the code that computes its layers.
         stream: Brings in the layers that are not kept in memory, or None if all are.
         shard: The shard of the model that this rank computes.
@@ -169,8 +169,9 @@ def load_model(
     check_architecture(config)
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
-    quantization = quantization or kept_quantization(folder)
     job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map)
+    if quantization is None and not job.keeps_codes:
+        job = replace(job, quantization=kept_quantization(folder))
     if offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""

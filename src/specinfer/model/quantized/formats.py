@@ -1,6 +1,6 @@
 """Formats of quantized safetensors, from `quantization_config` of config.json to the numbers that codes stand for.
 
-A format names the tensors that a linear layer's weight is stored as, and decodes them, to [out, in] float32.
+A format names the tensors that a linear layer's weight is stored as, and finds codes, scales and zeros in them.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from specinfer.kernels import QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight neighbouring outputs
 _SYMMETRIC_BITS = 4
@@ -20,22 +23,108 @@ Block = tuple[int, int]  # rows and columns of a weight that share a scale
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """The scales of a weight, each for a block of it.
+
+    Attributes:
+        scales: One for each block: [out / rows, in / columns], where one of a dimension is for all of it.
+        zeros: Codes that stand for 0, of such a shape, or None for the code in the middle.
+        groups: [in] groups of inputs with a column of scales each, if they are not neighbours, or None.
+    """
+
+    scales: Tensor
+    block: Block
+    zeros: Tensor | None = None
+    groups: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """A way to store the weight of a linear layer.
 
     Attributes:
-        names: Ends of the names of the tensors that every such layer has; the first one identifies it.
+        names: Ends of the names of the tensors that every such layer has; the first one has the codes.
         others: Ends of the names of tensors that it may have.
         shape: Function from the shapes of a layer's tensors to [out, in], or None if a tensor has it.
-        decode: Function from the tensors to the weight.
+        bits: Bits of integer codes from 0 on, or None for floating-point codes.
+        codes: Function from the tensors to the codes [out, in].
+        scaling: Function from the other tensors to the scales.
         is_symmetric: Whether a weight is a code of 4 bits around 0 times the scale of a group of 32 inputs or more.
     """
 
     names: tuple[str, ...]
     others: tuple[str, ...]
     shape: Callable[[Shapes], tuple[int, int]] | None
-    decode: Callable[[Tensors], Tensor]
+    bits: int | None
+    codes: Callable[[Tensors], Tensor]
+    scaling: Callable[[Tensors], Scaling]
     is_symmetric: bool = False
+
+    def decode(self, tensors: Tensors) -> Tensor:
+        """Return the weight [out, in] float32 that tensors stand for."""
+        numbers, scaling = self.codes(tensors).float(), self.scaling(tensors)
+        scales, zeros, block = _two_dims(scaling.scales.float()), scaling.zeros, scaling.block
+        if scaling.groups is not None:
+            order, block = scaling.groups.long(), (1, 1)
+            scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
+        if zeros is not None:
+            numbers -= _spread(_two_dims(zeros.float()), numbers.shape, block)
+        elif self.bits is not None:
+            numbers -= 1 << self.bits - 1
+        return numbers.mul_(_spread(scales, numbers.shape, block))
+
+    def keeps(self, tensors: Tensors, shape: tuple[int, int]) -> bool:
+        """Return whether our kernels take codes with the scales in these tensors as they are.
+
+        Args:
+            shape: [out, in] of the weight.
+        """
+        if self.bits not in (2, 4, 8):
+            return False
+        scaling = self.scaling(tensors)
+        size = _group_size(scaling, shape)
+        in_order = torch.arange(shape[1]) // size
+        return (
+            (size % _BLOCK == 0 or size == shape[1])
+            and (scaling.groups is None or torch.equal(scaling.groups.long(), in_order))
+            and _narrowed(scaling) is not None
+            and (scaling.zeros is None or int(scaling.zeros.max()) < 256)
+        )
+
+    def quantized(self, tensors: Tensors) -> QuantizedWeight:
+        """Return the weight that tensors stand for, if `keeps` is true of them."""
+        codes, scaling = self.codes(tensors), self.scaling(tensors)
+        outputs, inputs = codes.shape
+        size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, _narrowed(scaling)
+        assert self.bits is not None
+        assert scales is not None
+        group = 64 if bits == 8 and size % 64 == 0 else _BLOCK
+
+        def of_groups(numbers: Tensor) -> Tensor:
+            numbers = _two_dims(numbers)
+            rows = _places(len(numbers), outputs, scaling.block[0])
+            return numbers[rows][:, _places(numbers.shape[1], inputs, size)[::group]]
+
+        middle = 1 << bits - 1
+        zeros = None if scaling.zeros is None else of_groups(scaling.zeros.to(torch.uint8))
+        if zeros is None:
+            codes = codes + (middle - (1 << self.bits - 1))
+        codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group), value=middle)
+        return QuantizedWeight(codes, of_groups(scales), bits, inputs, group, zeros=zeros)
+
+
+def _group_size(scaling: Scaling, shape: tuple[int, ...]) -> int:
+    """Return the inputs that share a scale."""
+    return shape[1] if _two_dims(scaling.scales).shape[1] == 1 else scaling.block[1]
+
+
+def _narrowed(scaling: Scaling) -> Tensor | None:
+    """Return the scales in a type of 2 bytes that the kernels take, or None if none has all their values."""
+    scales = scaling.scales
+    for dtype in (torch.float16, torch.bfloat16)[: 2 if scaling.zeros is None else 1]:
+        if torch.equal(scales.to(dtype).float(), scales.float()):
+            return scales.to(dtype)
+    return None
 
 
 def find_format(settings: Fields) -> Format | None:
@@ -53,22 +142,19 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return ((words.unsqueeze(2) >> places) & (1 << bits) - 1).flatten(1)
 
 
-def _spread(scales: Tensor, dim: int, size: int, each: int) -> Tensor:
-    """Return scales with one for each of `size` along a dimension: one of all, or one of `each`, the last of fewer."""
-    count = scales.shape[dim]
-    if count == 1:
-        return scales
-    if count != -(-size // each):
+def _places(count: int, size: int, each: int) -> Tensor:
+    """Return [size] places among `count` values, each for so many neighbours, the last for fewer; or one for all."""
+    if count not in (1, -(-size // each)):
         raise ValueError(f"{count} scales for {size} weights, {each} each")
-    return scales.repeat_interleave(each, dim=dim).narrow(dim, 0, size)
+    return torch.arange(size) // (size if count == 1 else each)
 
 
-def _scaled(weight: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Return a weight, changed in place, times the scale of each block, or of all where there is one scale."""
-    scales = _two_dims(scales.float())
-    for dim, each in enumerate(block):
-        scales = _spread(scales, dim, weight.shape[dim], each)
-    return weight.mul_(scales)
+def _spread(values: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
+    """Return values of blocks with one for each weight, or one for a dimension that has only one."""
+    for dim in (0, 1):
+        if values.shape[dim] > 1:
+            values = values.index_select(dim, _places(values.shape[dim], shape[dim], block[dim]))
+    return values
 
 
 def _two_dims(scales: Tensor) -> Tensor:
@@ -81,18 +167,44 @@ def _compressed(settings: Fields) -> Format | None:
     if len(kinds) != 1:
         return None
     ((bits, kind, block),) = kinds
-    stored = settings.get("format")
+    stored, others = settings.get("format"), ("weight_zero_point", "weight_g_idx")
+
+    def scaling(tensors: Tensors, zeros: Tensor | None) -> Scaling:
+        return Scaling(tensors["weight_scale"], block, zeros, tensors.get("weight_g_idx"))
+
     if stored == "pack-quantized" and kind == "int" and 32 % bits == 0:
+
+        def zeros_of(tensors: Tensors) -> Tensor | None:  # packed along the outputs
+            zeros, rows = tensors.get("weight_zero_point"), int(tensors["weight_shape"][0])
+            return None if zeros is None else _unpack(zeros.T.contiguous(), bits).T[:rows]
+
         return Format(
-            ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx"), None,
-            lambda tensors: _packed(tensors, bits, block), bits == _SYMMETRIC_BITS and all(map(_is_kept, weights)),
+            ("weight_packed", "weight_scale", "weight_shape"), others, None, bits,
+            lambda tensors: _unpacked(tensors, bits), lambda tensors: scaling(tensors, zeros_of(tensors)),
+            bits == _SYMMETRIC_BITS and all(map(_is_kept, weights)),
         )  # fmt: skip
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
+        is_int = kind == "int"
+
+        def from_zero(codes: Tensor | None) -> Tensor | None:
+            return codes if codes is None or not is_int else codes.to(torch.int16) + 128
+
         return Format(
-            ("weight", "weight_scale"), ("weight_zero_point", "weight_g_idx", "input_scale"),
-            lambda shapes: _two(shapes["weight"]), lambda tensors: _plain(tensors, block),
+            ("weight", "weight_scale"), (*others, "input_scale"), lambda shapes: _two(shapes["weight"]),
+            8 if is_int else None, lambda tensors: _given(from_zero(tensors["weight"])),
+            lambda tensors: scaling(tensors, from_zero(tensors.get("weight_zero_point"))),
         )  # fmt: skip
     return None
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _unpacked(tensors: Tensors, bits: int) -> Tensor:
+    rows, columns = map(int, tensors["weight_shape"].tolist())
+    return _unpack(tensors["weight_packed"], bits)[:rows, :columns]
 
 
 def _block_of(weights: Fields) -> Block:
@@ -108,32 +220,6 @@ def _is_kept(weights: Fields) -> bool:
     return bool(weights["symmetric"] and has_groups and weights.get("actorder") in (None, "static", "weight"))
 
 
-def _packed(tensors: Tensors, bits: int, block: Block) -> Tensor:
-    rows, columns = map(int, tensors["weight_shape"].tolist())
-    middle = 1 << bits - 1
-    codes = (_unpack(tensors["weight_packed"], bits)[:rows, :columns] - middle).float()
-    zeros = tensors.get("weight_zero_point")
-    if zeros is not None:  # packed along the outputs
-        zeros = _unpack(zeros.T.contiguous(), bits).T[:rows] - middle
-    return _affine(codes, zeros, tensors, block)
-
-
-def _plain(tensors: Tensors, block: Block) -> Tensor:
-    """Return codes of 8 bits times scales: one of all, of each row, of each group of inputs, or of each block."""
-    return _affine(tensors["weight"].float(), tensors.get("weight_zero_point"), tensors, block)
-
-
-def _affine(codes: Tensor, zeros: Tensor | None, tensors: Tensors, block: Block) -> Tensor:
-    """Return codes, changed in place, minus their zeros, times their scales; `weight_g_idx` has the inputs' groups."""
-    scales = tensors["weight_scale"]
-    if (order := tensors.get("weight_g_idx")) is not None:
-        scales, block = scales[:, order.long()], (1, 1)
-        zeros = None if zeros is None else zeros[:, order.long()]
-    if zeros is not None:
-        codes -= _spread(_two_dims(zeros.float()), 1, codes.shape[1], block[1])
-    return _scaled(codes, scales, block)
-
-
 def _gptq(settings: Fields) -> Format | None:
     bits = int(settings["bits"])
     if 32 % bits or settings.get("is_marlin_format") or settings.get("checkpoint_format", "gptq") not in (
@@ -144,18 +230,15 @@ def _gptq(settings: Fields) -> Format | None:
     size = int(settings.get("group_size", 128))
     keeps = bool(settings.get("sym", True)) and (size == -1 or size % _BLOCK == 0) and not settings.get("desc_act")
 
-    def decode(tensors: Tensors) -> Tensor:
-        codes = _unpack(tensors["qweight"].T.contiguous(), bits)  # [out, in]
-        zeros = (_unpack(tensors["qzeros"], bits) + added).T.float()  # [out, groups]
-        scales, columns = tensors["scales"].float().T, codes.shape[1]
-        order = tensors.get("g_idx")
-        if order is None:
-            order = torch.arange(columns) // (columns if size == -1 else size)
-        return (codes.float() - zeros[:, order.long()]).mul_(scales[:, order.long()])
+    def scaling(tensors: Tensors) -> Scaling:
+        zeros = (_unpack(tensors["qzeros"], bits) + added).T
+        is_symmetric = bool((zeros == 1 << bits - 1).all())
+        return Scaling(tensors["scales"].T, (1, size), None if is_symmetric else zeros, tensors.get("g_idx"))
 
     return Format(
         ("qweight", "qzeros", "scales"), ("g_idx",),
-        lambda shapes: (shapes["qweight"][1], shapes["qweight"][0] * 32 // bits), decode,
+        lambda shapes: (shapes["qweight"][1], shapes["qweight"][0] * 32 // bits), bits,
+        lambda tensors: _unpack(tensors["qweight"].T.contiguous(), bits), scaling,
         keeps and bits == _SYMMETRIC_BITS,
     )  # fmt: skip
 
@@ -174,21 +257,18 @@ def _awq(settings: Fields) -> Format | None:
     def in_order(words: Tensor) -> Tensor:
         return _unpack(words, 4)[:, _in_awq_order(8 * words.shape[1])]
 
-    def decode(tensors: Tensors) -> Tensor:
-        codes, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])  # [in, out], [groups, out]
-        numbers = (codes - _spread(zeros, 0, len(codes), size)).float()
-        return _scaled(numbers, tensors["scales"], (size, 1)).T.contiguous()
-
     return Format(
-        ("qweight", "qzeros", "scales"), (), lambda shapes: (shapes["qweight"][1] * 8, shapes["qweight"][0]), decode
-    )
+        ("qweight", "qzeros", "scales"), (), lambda shapes: (shapes["qweight"][1] * 8, shapes["qweight"][0]), 4,
+        lambda tensors: in_order(tensors["qweight"]).T.contiguous(),
+        lambda tensors: Scaling(tensors["scales"].T, (1, size), in_order(tensors["qzeros"]).T),
+    )  # fmt: skip
 
 
 def _fp8(settings: Fields) -> Format | None:
     rows, columns = map(int, settings["weight_block_size"])
     return Format(
-        ("weight", "weight_scale_inv"), (), lambda shapes: _two(shapes["weight"]),
-        lambda tensors: _scaled(tensors["weight"].float(), tensors["weight_scale_inv"], (rows, columns)),
+        ("weight", "weight_scale_inv"), (), lambda shapes: _two(shapes["weight"]), None,
+        lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors["weight_scale_inv"], (rows, columns)),
     )  # fmt: skip
 
 

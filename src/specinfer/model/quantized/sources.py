@@ -1,9 +1,10 @@
 """Weights of quantized checkpoints as a model's weights, decoded a matrix at a time."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from specinfer.core.errors import ModelError
 from specinfer.hub.files import already_quantized, quantization_settings, read_object
 from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
-from specinfer.model.quantized.formats import Format, find_format
+from specinfer.model.quantized.formats import Format, Tensors, find_format
 
+T = TypeVar("T")
+_MISFITS = (RuntimeError, IndexError, ValueError, ZeroDivisionError)  # of tensors that do not fit each other
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -48,10 +51,22 @@ class DecodedSource:
 
     @property
     def has_codes(self) -> bool:
+        """True if our kernels take the codes and scales as they are."""
+        tensors = {name: source.read() for name, source in self.stored.items() if name != self.format.names[0]}
+        with contextlib.suppress(*_MISFITS):  # which `read` reports
+            return self.format.keeps(tensors, self.shape)
         return False
 
     def codes(self) -> tuple[str, QuantizedWeight]:
-        raise AssertionError("it has none")
+        """Read the whole weight as it is stored, and return its type's name, too.
+
+        Raises:
+            ModelError: The tensors do not fit each other.
+            WeightsError: A file cannot be read.
+        """
+        weight = self._made(self.format.quantized)
+        self._check((weight.out_features, weight.in_features))
+        return f"int{self.format.bits}", weight
 
     def read(self) -> Tensor:
         """Read and decode the whole weight.
@@ -60,14 +75,20 @@ class DecodedSource:
             ModelError: The tensors do not fit each other.
             WeightsError: A file cannot be read.
         """
+        weight = self._made(self.format.decode)
+        self._check(tuple(weight.shape))
+        return weight.to(self.dtype)
+
+    def _made(self, make: Callable[[Tensors], T]) -> T:
         tensors = {name: source.read() for name, source in self.stored.items()}
         try:
-            weight = self.format.decode(tensors)
-        except (RuntimeError, IndexError, ValueError) as error:
+            return make(tensors)
+        except _MISFITS as error:
             raise ModelError(f"model: quantized weights do not fit each other: {str(error)[:200]}") from error
-        if tuple(weight.shape) != self.shape:
-            raise ModelError(f"model: quantized weights give {tuple(weight.shape)}, not {self.shape}")
-        return weight.to(self.dtype)
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if shape != self.shape:
+            raise ModelError(f"model: quantized weights give {shape}, not {self.shape}")
 
     def read_part(self, cut: Cut) -> Tensor:
         """Read a part of the weight."""

@@ -1,4 +1,4 @@
-"""Weights of GGUF files that are computed with as they are stored: codes, products, models."""
+"""Weights that are computed with as files store them: codes, products, models."""
 
 import logging
 from collections.abc import Iterator
@@ -59,9 +59,18 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from each_isa(request)
 
 
-@pytest.mark.parametrize("name", KINDS)
+def with_zeros(bits: int) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Weights of groups with a zero each, as AWQ has them."""
+    generator = torch.Generator().manual_seed(bits)
+    codes, zeros = (torch.randint(0, 1 << bits, (70, n), generator=generator).to(torch.uint8) for n in (512, 16))
+    scales = (torch.rand((70, 16), generator=generator) / 50).half()
+    numbers = (codes.float() - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
+    return QuantizedWeight(codes, scales, bits, 512, 32, zeros=zeros), numbers
+
+
+@pytest.mark.parametrize("name", [*KINDS, "4 bits with zeros", "8 bits with zeros"])
 def test_native_products_are_the_plain_ones_and_a_row_does_not_depend_on_others(isa: str, name: str) -> None:
-    weight, numbers = weights(name, 70, 2, 0.01)
+    weight, numbers = weights(name, 70, 2, 0.01) if name in KINDS else with_zeros(int(name[0]))
     bias = torch.randn(70, generator=torch.Generator().manual_seed(1))
     for dots in (True, False):
         call = LinearCall(Panels.of_codes(weight, bias), dots=dots)
