@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from safetensors.torch import load_file, save_file
 import reference
 from native import native
 from pair_heads import save_mtp
-from quantized_files import FORMATS, save_quantized
+from quantized_files import FORMATS, awq, gptq, save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
+from specinfer.model.quantized.formats import find_format
 from specinfer.model.runner import ModelRunner
 from tiny import logits, random_prompts, save_model
 
@@ -83,6 +85,16 @@ def test_codes_are_those_of_the_format(name: str, source: Path, tmp_path: Path) 
             assert weight.bits == KEPT[name]
             torch.testing.assert_close(dequantize(weight), plain[key], rtol=1e-6, atol=0)
         assert all("_proj" in key for key in kept)
+
+
+@pytest.mark.parametrize(("name", "encode"), [("AWQ", awq), ("GPTQ", gptq)])
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_a_scale_of_many_inputs_is_that_of_each_group_of_the_kernels(name: str, encode: Any, size: int) -> None:
+    stored, plain = encode(torch.randn((40, 384), generator=torch.Generator().manual_seed(size)), size=size)
+    found = find_format(FORMATS[name][0] | {"group_size": size})
+    assert found is not None
+    assert found.keeps(stored, (40, 384))
+    torch.testing.assert_close(dequantize(found.quantized(stored)), plain, rtol=1e-6, atol=0)
 
 
 @native
