@@ -27,7 +27,12 @@ from tiny import make_tokenizer, save_model
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 WIDE = {"hidden_size": 64, "intermediate_size": 64}
 GEMMA = {"num_hidden_layers": 7, "layer_types": None}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ARCHITECTURES = [
+    ("llama", {}), ("llama", {"attention_bias": True}), ("qwen2", {}), ("qwen3", {}), ("gemma3", GEMMA),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}), ("phi3", {"pad_token_id": None}),
+    ("phi3", {"sliding_window": None, "pad_token_id": None}), ("qwen3moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}),
+]  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture
@@ -59,9 +64,7 @@ def test_every_type_is_decoded_as_the_library_decodes_it(tmp_path: Path, name: s
     assert torch.equal(half.nan_to_num(), wanted.bfloat16().nan_to_num())
 
 
-@pytest.mark.parametrize(
-    ("arch", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("gemma3", GEMMA)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("arch", "changes"), ARCHITECTURES, ids=str)
 def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     model = write_model(tmp_path / "m.gguf", arch, **changes)
     ids = torch.arange(20).unsqueeze(0)
@@ -80,14 +83,16 @@ def test_weights_are_those_of_transformers_own_reader(tmp_path: Path, arch: str,
         torch.testing.assert_close(weight, theirs[name], atol=0, rtol=0)
 
 
-def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path) -> None:
-    write_model(tmp_path / "m.gguf").save_pretrained(tmp_path / "folder")
+@pytest.mark.parametrize(("arch", "changes"), ARCHITECTURES, ids=str)
+def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    model = write_model(tmp_path / "m.gguf", arch, "Q8_0", **(WIDE | changes))
+    model.save_pretrained(tmp_path / "folder")
     make_tokenizer().save_pretrained(tmp_path / "folder")
     texts = [
-        LLM(name, dtype="float32", drafters=[]).generate(["the other one"], GREEDY)[0].outputs[0].token_ids
+        LLM(name, dtype="float32", drafters=["ngram"], tree="2,1").generate(["the other one"], GREEDY)[0].outputs[0]
         for name in (tmp_path / "m.gguf", tmp_path / "folder")
     ]
-    assert texts[0] == texts[1]
+    assert texts[0].token_ids == texts[1].token_ids
 
 
 def test_llama_3_scales_its_positions_by_the_factors_in_the_file(tmp_path: Path) -> None:

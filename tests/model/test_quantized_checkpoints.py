@@ -111,6 +111,17 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
     assert texts[0] == texts[1]
 
 
+@native
+def test_experts_are_decoded_and_the_other_layers_keep_their_codes(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
+    plain, folder = save_quantized(source, tmp_path / "quantized", "AWQ"), tmp_path / "quantized"
+    exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
+    loaded = load_model(folder, torch.bfloat16, CPU)
+    assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", "int4")
+    found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
+    assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
+
+
 def test_rounded_weights_are_rounded_to_themselves() -> None:
     torch.manual_seed(1)
     codes = torch.randint(-8, 8, (64, 96)).float()

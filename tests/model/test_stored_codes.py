@@ -32,7 +32,11 @@ MIXES: dict[str, dict[str, Any]] = {
     "Q5_K_S": {"kind": "Q5_K", "kinds": {"attn_k": "F16", "output": "BF16"}},
     "MXFP4": {"kind": "Q8_0", "kinds": {"ffn_gate": "MXFP4", "ffn_up": "MXFP4", "ffn_down": "MXFP4"}},
     "gates of two types": {"kind": "Q4_1", "kinds": {"1.ffn_up": "IQ4_XS"}},
+    "gemma2": {"arch": "gemma2", "kind": "Q5_1"},
+    "phi3": {"arch": "phi3", "kind": "Q6_K", "pad_token_id": None},
+    "qwen3moe": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"exps": "F16"}, "norm_topk_prob": True},
 }
+FUSED = {"Q4_K_M", "Q4_0", "Q5_K_S", "MXFP4"}
 
 
 def weights(name: str, rows: int, blocks: int, scale: float | None) -> tuple[QuantizedWeight, torch.Tensor]:
@@ -116,8 +120,7 @@ def test_models_of_mixed_types_compute_with_codes(mix: str, tmp_path: Path) -> N
     path = tmp_path / "m.gguf"
     write_model(path, **MIXES[mix], **WIDE)
     loaded = load(path)
-    is_fused = mix != "gates of two types"
-    assert loaded.compute_path == ("native fused layers" if is_fused else "native linear layers")
+    assert loaded.compute_path == ("native fused layers" if mix in FUSED else "native linear layers")
     assert MIXES[mix]["kind"] in str(loaded.stored_types)
     assert loaded.num_bytes < 1.2 * path.stat().st_size
     tokens = random_prompts([24], seed=3)[0]

@@ -1,7 +1,7 @@
 """Tiny GGUF files, written by the library that llama.cpp's own tools use."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ _ROLES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 _GEMMA_ROLES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -45,8 +51,8 @@ def write_model(
             a field of the model's configuration changes that.
     """
     sizes = {name: value for name, value in changes.items() if "__" not in name}
-    model = make_model({"gemma3": "gemma3_text"}.get(arch, arch), seed, **sizes)
-    if arch == "gemma3":
+    model = make_model({"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}.get(arch, arch), seed, **sizes)
+    if arch.startswith("gemma"):
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.data.normal_(0.0, 0.2)
@@ -55,7 +61,7 @@ def write_model(
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         _add(writer, key, value)
-    for name, weight in model.named_parameters():
+    for name, weight in _matrices(model):
         stored_name, blocks = _stored_name(name, arch), None
         stored = gguf.GGMLQuantizationType[kind]
         for end, other in kinds.items():
@@ -74,6 +80,16 @@ def write_model(
     return model
 
 
+def _matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights by name, with stacked gates and values of experts apart, as views."""
+    for name, weight in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), weight.data.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up", part) + ".weight", half
+        else:
+            yield name if name.endswith(("weight", "bias")) else f"{name}.weight", weight
+
+
 def _metadata(arch: str, config: Any) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -90,7 +106,12 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         f"{arch}.attention.key_length": head_dim,
         f"{arch}.attention.value_length": head_dim,
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{arch}.attention.sliding_window": config.sliding_window if arch == "gemma3" else None,
+        f"{arch}.attention.sliding_window": getattr(config, "sliding_window", None),
+        f"{arch}.attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        f"{arch}.final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        f"{arch}.expert_count": getattr(config, "num_experts", None),
+        f"{arch}.expert_used_count": getattr(config, "num_experts_per_tok", None),
+        f"{arch}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         f"{arch}.rope.freq_base": float(rope["rope_theta"]),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
@@ -127,13 +148,13 @@ def _stored_name(name: str, arch: str) -> str:
     if name in _OUTSIDE:
         return f"{_OUTSIDE[name]}.{suffix}"
     _, _, number, role = name.split(".", 3)
-    roles = _ROLES | (_GEMMA_ROLES if arch == "gemma3" else {})
+    roles = _ROLES | (_GEMMA_ROLES if arch.startswith("gemma") else {})
     return f"blk.{number}.{roles[role]}.{suffix}"
 
 
 def _as_stored(name: str, weight: torch.Tensor, arch: str, config: Any) -> torch.Tensor:
     """What llama.cpp's converter changes: rows of q and k of llama, norms of Gemma."""
-    if arch == "gemma3" and "norm" in name:
+    if arch.startswith("gemma") and "norm" in name:
         return weight + 1
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if arch != "llama" or not heads:

@@ -61,6 +61,7 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
             weights = checkpoint.weights(lambda _layer: True, keeps_codes=job.keeps_codes)
             definition = ShardDefinition.make(job, weights)
             kinds = place_codes(definition.model, checkpoint.codes)
+            checkpoint.fill(definition.model)  # matrices of other modules, such as routers
             return replace(definition, stored_types=", ".join(kinds) or None)
         definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: False))
         prepare_conversion(checkpoint, definition.model, job)

@@ -1,26 +1,23 @@
 """Conversion of a GGUF file's metadata to a Hugging Face configuration, and the tensors that such a model must have."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
+from specinfer.model.gguf.architectures import ARCHITECTURES, plan_weights
+from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read_header
 from specinfer.model.gguf.weights import GgufSource, Weight, read_tensor
 
 _TAKE_ANOTHER = "take the model as a folder of safetensors"
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
 _MOST = 2**24  # limit of any size, because definitions are made before weights are read
-_GEMMA_PERIOD = 6  # one in six of Gemma 3's layers sees all tokens; files may omit it
-_GEMMA_27B_LAYERS = 62  # llama.cpp detects this model, which scales queries differently, by it
+_GEMMA_PERIODS = {"gemma2": 2, "gemma3": 6}  # one in so many layers sees all tokens; files may omit it
+_GEMMA_2_WINDOW = 4096  # of files that omit it, as are the caps of logits and of attention
+_GEMMA_CAPS = {"gemma2": (30.0, 50.0), "gemma3": (None, None)}
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # llama.cpp detects models that scale queries differently by them
 
 
 def read_config(header: GgufHeader) -> dict[str, Any]:
@@ -30,8 +27,8 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         GgufError: The file's architecture is not supported, or it lacks metadata that a configuration needs.
     """
     arch = header.get("general.architecture", str)
-    if arch not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
+    if arch not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
         raise GgufError(
             header.path, f"models of architecture {arch!r} are not read from GGUF ({known} are)", _TAKE_ANOTHER
         )
@@ -47,8 +44,8 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         if size(name, needed) != needed:
             raise GgufError(header.path, f"{arch}.{name} is not the size of a head, {needed}", _TAKE_ANOTHER)
     fields = {
-        "model_type": _FAMILIES[arch],
-        "architectures": [_CLASSES[arch]],
+        "model_type": ARCHITECTURES[arch].family,
+        "architectures": [ARCHITECTURES[arch].model_class],
         "dtype": str(own_dtype(header)).removeprefix("torch."),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
@@ -64,10 +61,20 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         fields[f"{name}_token_id"] = token_id(header, f"{key}_token_id")
-    if arch == "gemma3":
-        fields |= _gemma_fields(header, size, fields)
+    if arch in ("gemma2", "gemma3"):
+        fields |= _gemma_fields(header, arch, size, fields)
     elif arch == "llama":
         fields["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    elif arch == "phi3":
+        window = header.get("phi3.attention.sliding_window", int, 0)
+        fields |= {"sliding_window": size("attention.sliding_window") if window else None}
+    elif arch == "qwen3moe":
+        fields |= {
+            "num_experts": size("expert_count"),
+            "num_experts_per_tok": size("expert_used_count"),
+            "moe_intermediate_size": size("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
     _check_tensors(header, plan_weights(arch, fields))
     return fields
 
@@ -82,7 +89,16 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]
     config = read_config(header)
     plan = plan_weights(header.metadata["general.architecture"], config)
     dtype = own_dtype(header) if dtype is None else dtype
-    return {one.name: GgufSource(path, header.tensors[name], one, dtype) for name, one in plan.items()}
+    return {one.name: GgufSource(path, _place(header, name, one), one, dtype) for name, one in plan}
+
+
+def _place(header: GgufHeader, name: str, weight: Weight) -> TensorPlace:
+    """Return the place of a weight, which may be an expert's part of a tensor."""
+    place = header.tensors[name]
+    if weight.expert is None:
+        return place
+    size = place.num_bytes // weight.num_experts
+    return replace(place, shape=place.shape[1:], offset=place.offset + weight.expert * size, num_bytes=size)
 
 
 def own_dtype(header: GgufHeader) -> torch.dtype:
@@ -104,64 +120,17 @@ def token_id(header: GgufHeader, name: str) -> int | None:
     return found
 
 
-def plan_weights(arch: str, fields: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return the model's weight for each tensor that a file of this configuration must have, by the tensor's name."""
-    hidden, wide, dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
-    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    pairs, less = arch == "llama", 1.0 if arch == "gemma3" else 0.0  # Gemma's norms are stored as 1 + w
-    norm: dict[str, str] = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    if arch == "gemma3":
-        norm |= {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        }
-    matrices = {
-        "attn_q": Weight("self_attn.q_proj", (heads * dim, hidden), heads if pairs else 0),
-        "attn_k": Weight("self_attn.k_proj", (kv_heads * dim, hidden), kv_heads if pairs else 0),
-        "attn_v": Weight("self_attn.v_proj", (kv_heads * dim, hidden)),
-        "attn_output": Weight("self_attn.o_proj", (hidden, heads * dim)),
-        "ffn_gate": Weight("mlp.gate_proj", (wide, hidden)),
-        "ffn_up": Weight("mlp.up_proj", (wide, hidden)),
-        "ffn_down": Weight("mlp.down_proj", (hidden, wide)),
-    }
-    biased = {"qwen2": ("attn_q", "attn_k", "attn_v"), "llama": ("attn_q", "attn_k", "attn_v", "attn_output")}.get(
-        arch, ()
-    )
-    if arch == "llama" and not fields.get("attention_bias"):
-        biased = ()
-    plan = {
-        "token_embd.weight": Weight("model.embed_tokens.weight", (fields["vocab_size"], hidden)),
-        "output_norm.weight": Weight("model.norm.weight", (hidden,), less=less),
-    }
-    if not fields["tie_word_embeddings"]:
-        plan["output.weight"] = Weight("lm_head.weight", (fields["vocab_size"], hidden))
-    for i in range(fields["num_hidden_layers"]):
-        here, there = f"blk.{i}.", f"model.layers.{i}."
-        for name, one in matrices.items():
-            plan[f"{here}{name}.weight"] = Weight(f"{there}{one.name}.weight", one.shape, one.heads)
-            if name in biased:
-                plan[f"{here}{name}.bias"] = Weight(f"{there}{one.name}.bias", one.shape[:1], one.heads)
-        for name, found in norm.items():
-            plan[f"{here}{name}.weight"] = Weight(f"{there}{found}.weight", (hidden,), less=less)
-        if arch in ("qwen3", "gemma3"):
-            for kind in "qk":
-                found = f"{there}self_attn.{kind}_norm.weight"
-                plan[f"{here}attn_{kind}_norm.weight"] = Weight(found, (dim,), less=less)
-    return plan
-
-
-def _check_tensors(header: GgufHeader, plan: Mapping[str, Weight]) -> None:
+def _check_tensors(header: GgufHeader, plan: Sequence[tuple[str, Weight]]) -> None:
     """Refuse a file whose tensors do not match its configuration, before either is used."""
-    for name, weight in plan.items():
+    for name, weight in plan:
         if name not in header.tensors:
             raise GgufError(header.path, f"the tensor {name!r} is missing")
-        if (shape := header.tensors[name].shape) != weight.shape:
+        wanted = weight.shape if weight.expert is None else (weight.num_experts, *weight.shape)
+        if (shape := header.tensors[name].shape) != wanted:
             raise GgufError(
-                header.path,
-                f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(weight.shape)}",
+                header.path, f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(wanted)}"
             )
-    others = sorted(header.tensors.keys() - plan.keys() - {"rope_freqs.weight"})
+    others = sorted(header.tensors.keys() - {name for name, _ in plan} - {"rope_freqs.weight"})
     if others:
         raise GgufError(header.path, f"the tensor {others[0][:80]!r} has no place in such a model", _TAKE_ANOTHER)
 
@@ -240,19 +209,19 @@ def _llama3_rope(header: GgufHeader, theta: float, head_dim: int) -> dict[str, A
     raise GgufError(header.path, "its frequencies of positions are scaled in a way that is not known", _TAKE_ANOTHER)
 
 
-def _gemma_fields(header: GgufHeader, size: _Sizes, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma_fields(header: GgufHeader, arch: str, size: _Sizes, fields: Mapping[str, Any]) -> dict[str, Any]:
     num_layers = fields["num_hidden_layers"]
-    period = header.get("gemma3.attention.sliding_window_pattern", int, _GEMMA_PERIOD)
+    period = header.get(f"{arch}.attention.sliding_window_pattern", int, _GEMMA_PERIODS[arch])
     if period < 1:
-        raise GgufError(header.path, f"gemma3.attention.sliding_window_pattern is {period}, not a number of at least 1")
-    is_27b = num_layers == _GEMMA_27B_LAYERS
+        raise GgufError(header.path, f"{arch}.attention.sliding_window_pattern is {period}, not a number of at least 1")
+    is_27b = num_layers == _GEMMA_27B_LAYERS[arch]
     return {
-        "sliding_window": size("attention.sliding_window"),
+        "sliding_window": size("attention.sliding_window", _GEMMA_2_WINDOW if arch == "gemma2" else None),
         "layer_types": ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)],
         "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
         if is_27b
         else fields["head_dim"],
         "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": header.get("gemma3.final_logit_softcapping", float),
-        "attn_logit_softcapping": None,
+        "final_logit_softcapping": header.get(f"{arch}.final_logit_softcapping", float, _GEMMA_CAPS[arch][0]),
+        "attn_logit_softcapping": header.get(f"{arch}.attn_logit_softcapping", float, _GEMMA_CAPS[arch][1]),
     }

@@ -31,8 +31,8 @@ _BY_DIGIT = (r"\p{N}", _GPT2)  # applied one after the other
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _BY_DIGIT),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
 }
 # A piece that is a token as a whole is not split, and BOS is added if the file does not specify it.

@@ -25,12 +25,15 @@ class Weight:
         name: Name of the model's parameter.
         heads: Number of heads of a matrix whose rows llama.cpp reorders, or 0 for other weights.
         less: Number subtracted from the stored values.
+        expert: Index of the expert among `num_experts` in the tensor, or None for a tensor of its own.
     """
 
     name: str
     shape: tuple[int, ...]
     heads: int = 0
     less: float = 0.0
+    expert: int | None = None
+    num_experts: int = 1
 
 
 def read_tensor(path: Path, place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Tensor:

@@ -82,11 +82,12 @@ class Checkpoint:
 
         Args:
             is_read: Function of a layer's number, or of None for the weights outside of layers.
-            keeps_codes: Whether weights whose codes can be computed with are not read, see `codes`.
+            keeps_codes: Whether weights whose codes can be computed with are not read, see `codes`. Those of experts,
+                which become stacks, are.
         """
         return {
             name: source.read()
-            if is_read(layer_number(name)) and not (keeps_codes and source.has_codes)
+            if is_read(layer_number(name)) and not (keeps_codes and ".experts." not in name and source.has_codes)
             else MetaWeight.of(name, source.shape, source.dtype)
             for name, source in self.shards.sources.items()
         }
