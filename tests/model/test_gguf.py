@@ -30,7 +30,8 @@ GEMMA = {"num_hidden_layers": 7, "layer_types": None}
 ARCHITECTURES = [
     ("llama", {}), ("llama", {"attention_bias": True}), ("qwen2", {}), ("qwen3", {}), ("gemma3", GEMMA),
     ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}), ("phi3", {"pad_token_id": None}),
-    ("phi3", {"sliding_window": None, "pad_token_id": None}), ("qwen3moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}),
+    ("phi3", {"sliding_window": None, "pad_token_id": None}),
+    ("qwen3moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}),
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -234,9 +234,12 @@ def test_a_wrong_layer_is_caught(
         assert verdict.place in ("layer 2", "the head"), "the layers before are as they were"
 
 
+SOME = [family if family == FAMILIES[0] else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["native", "device"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_rounded_layers_are_judged_too(
     family: str, kind: str, quantization: str, trained: Callable[[str], Path]
 ) -> None:

@@ -43,7 +43,10 @@ def prompts_of(folder: Path) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-@pytest.fixture(scope="module", params=list(COSTS))
+PRECISIONS = [pytest.param(one, marks=pytest.mark.slow) if one in ("float16", "int8") else one for one in COSTS]
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
 def llm(request: pytest.FixtureRequest, smollm2_file: Path, smollm2_layers: Path) -> Iterator[tuple[str, LLM]]:
     with open_llm(smollm2_file, request.param, [str(smollm2_layers), "ngram", "suffix"]) as opened:
         yield request.param, opened

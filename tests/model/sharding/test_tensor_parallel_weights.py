@@ -154,14 +154,14 @@ def test_a_part_of_a_tensor_is_read_as_if_it_were_cut(tmp_path: Path, cut: Cut) 
     [
         ("llama", False, None),
         ("llama", True, "int8"),
-        ("opt", False, None),
-        ("opt", True, "int4"),
-        ("falcon", False, None),
-        ("phi3", False, None),
-        ("gpt_bigcode", False, None),
         ("mixtral", True, None),
-        ("gpt2", True, None),
-        ("gpt_oss", True, None),
+        pytest.param("opt", False, None, marks=pytest.mark.slow),
+        pytest.param("opt", True, "int4", marks=pytest.mark.slow),
+        pytest.param("falcon", False, None, marks=pytest.mark.slow),
+        pytest.param("phi3", False, None, marks=pytest.mark.slow),
+        pytest.param("gpt_bigcode", False, None, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, None, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, None, marks=pytest.mark.slow),
     ],
 )
 def test_streamed_parts_compute_what_resident_ones_do(
