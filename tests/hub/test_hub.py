@@ -45,6 +45,7 @@ def offer(hub: FakeHub, model_folder: Callable[..., Path]) -> Callable[..., Path
             for file in model_folder(tokenizer=True).iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
         for file_name, text in (files or {}).items():
+            (folder / file_name).parent.mkdir(parents=True, exist_ok=True)
             (folder / file_name).write_text(text)
         return folder
 
@@ -80,9 +81,20 @@ def test_a_gguf_file_is_chosen_by_its_type(hub: FakeHub, offer: Callable[..., Pa
     with pytest.raises(ModelError, match=r"no GGUF file of type Q6_K; it has .*model\.Q2_K\.gguf"):
         locate(f"{name}:Q6_K")
     assert choose_gguf(["a.safetensors"], None) is None
-    offer("someone/Split", {"m-Q4_K_M-00001-of-00002.gguf": ""})
-    with pytest.raises(ModelError, match="split into several files; join them with llama-gguf-split"):
-        locate("someone/Split:Q4_K_M-00001-of-00002")
+
+
+def test_all_parts_of_a_gguf_file_are_downloaded(hub: FakeHub, offer: Callable[..., Path]) -> None:
+    parts = [f"Q4_K_M/m-Q4_K_M-{i:05d}-of-00002.gguf" for i in (1, 2)]
+    offer("someone/Split", {part: part for part in parts} | {"m-Q8_0-00001-of-00002.gguf": ""})
+    path = locate("someone/Split:Q4_K_M")
+    assert path.read_text() == parts[0]
+    assert path.with_name("m-Q4_K_M-00002-of-00002.gguf").read_text() == parts[1]
+    assert sorted(hub.requested) == [f"someone/Split/{part}" for part in parts]
+    hub.requested.clear()
+    assert locate("someone/Split:Q4_K_M") == path
+    assert hub.requested == []
+    with pytest.raises(ModelError, match=r"its part m-Q8_0-00002-of-00002\.gguf is missing"):
+        locate("someone/Split:Q8_0")
 
 
 @pytest.mark.parametrize(

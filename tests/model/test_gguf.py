@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.gguf_file import write_gguf
-from gguf_files import CHAT_TEMPLATE, random_blocks, write_model
+from gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import count_parameters, find_folder, sampling_defaults
@@ -56,12 +56,12 @@ def test_every_type_is_decoded_as_the_library_decodes_it(tmp_path: Path, name: s
     columns = block * max(512 // block, 1)
     rows = random_blocks(kind, 2**12 + 3, columns // block)  # read in several parts
     (tmp_path / "data").write_bytes(b"before" + rows.tobytes())
-    place = TensorPlace((len(rows), columns), kind, 6, rows.nbytes)
+    place = TensorPlace((len(rows), columns), kind, 6, rows.nbytes, tmp_path / "data")
     with np.errstate(invalid="ignore"):
         wanted = torch.from_numpy(gguf.quants.dequantize(rows.copy(), kind).astype(np.float32))
-    found = read_tensor(tmp_path / "data", place, torch.float32)
+    found = read_tensor(place, torch.float32)
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
-    half = read_tensor(tmp_path / "data", place, torch.bfloat16)
+    half = read_tensor(place, torch.bfloat16)
     assert torch.equal(half.nan_to_num(), wanted.bfloat16().nan_to_num())
 
 
@@ -144,6 +144,40 @@ def test_one_tensor_is_decoded_at_a_time(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * size / 3
+
+
+def test_a_file_in_parts_is_read_whole_from_the_first(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", kind="Q8_0", **WIDE)
+    parts = write_parts(tmp_path / "m.gguf", 3)
+    tensors = [read_header(path).tensors for path in (tmp_path / "m.gguf", parts[0])]
+    assert {name: place.shape for name, place in tensors[0].items()} == {n: p.shape for n, p in tensors[1].items()}
+    assert {place.file for place in tensors[1].values()} == set(parts)
+    link = tmp_path / "links" / parts[0].name  # as in the cache of the hub, where files have other names
+    link.parent.mkdir()
+    for part in parts:
+        hidden = part.rename(tmp_path / part.name[::-1])
+        (link.parent / part.name).symlink_to(hidden)
+    whole, read = (load_plain(find_folder(path), torch.float32).state_dict() for path in (tmp_path / "m.gguf", link))
+    assert all(torch.equal(weight, read[name]) for name, weight in whole.items())
+    assert load(link, "auto").stored_types == "Q8_0"
+    with pytest.raises(ModelError, match=r"of-00003\.gguf.* name the first one, .*-00001-of-00003\.gguf"):
+        find_folder(link.with_name(parts[1].name))
+
+
+def test_parts_that_are_missing_or_of_other_files_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf")
+    parts = write_parts(tmp_path / "m.gguf", 3)
+    contents = [part.read_bytes() for part in parts]
+    for changed, message in (
+        ({1: None}, r"00002-of-00003\.gguf: it cannot be read"),
+        ({1: contents[2]}, r"00002-of-00003\.gguf: it is not part 2 of m-00001-of-00003\.gguf; fetch all parts"),
+        ({2: contents[1][:100]}, "00003-of-00003.gguf: its header is cut short"),
+    ):
+        for i, (part, content) in enumerate(zip(parts, contents, strict=True)):
+            content = changed.get(i, content)
+            part.unlink(missing_ok=True) if content is None else part.write_bytes(content)
+        with pytest.raises(ModelError, match=message):
+            find_folder(parts[0])
 
 
 # ----------------------------------------------------------------------------- tokenizer and the rest
@@ -235,7 +269,7 @@ def test_a_space_comes_before_the_text_unless_the_file_turns_it_off(tmp_path: Pa
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, not a number above 0"),
         ({"llama__attention__value_length": 16}, "value_length is not the size of a head, 8"),
         ({"llama__rope__scaling__type": "longrope"}, "positions scaled by 'longrope' are not read"),
-        ({"split__count": 2}, "one part of several; join them"),
+        ({"split__count": 2}, "one of 2 parts; name the first one, which ends in -00001-of-00002"),
         ({"general__alignment": 33}, "alignment of 33 is no power of two"),
         ({"tokenizer__ggml__pre": "new-rule"}, "cuts text, 'new-rule', is not known; take the model as a folder"),
         ({"tokenizer__ggml__model": "rwkv"}, "tokenizer is of kind 'rwkv'"),

@@ -162,6 +162,29 @@ def _as_stored(name: str, weight: torch.Tensor, arch: str, config: Any) -> torch
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
 
 
+def write_parts(path: Path, count: int) -> list[Path]:
+    """Split a file as llama-gguf-split does, and return the parts; only the first has metadata of the model."""
+    reader = gguf.GGUFReader(path)
+    parts = []
+    for number in range(count):
+        parts.append(path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}.gguf"))
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        if number == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith("GGUF.") and key != "general.architecture":
+                    _add(writer, key, field.contents())
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
 def _blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Return the weights in blocks, or random ones of the same size where the library cannot quantize."""
     try:

@@ -9,7 +9,7 @@ from typing import Any
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
 _GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
-_GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_GGUF_PART = re.compile(r"^(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 # Of most of their variants; see `model.quantized.formats`.
 READ_METHODS = frozenset({"compressed-tensors", "gptq", "awq", "fp8"})
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
@@ -30,13 +30,26 @@ def is_needed(name: str) -> bool:
 
 
 def choose_gguf(names: Iterable[str], wanted: str | None) -> str | None:
-    """Return the GGUF file of a type such as Q4_K_M, or the usual one; None if there is none of that type."""
+    """Return the GGUF file of a type such as Q4_K_M, or the usual one; None if there is none of that type.
+
+    Of a file in several parts it is the first one.
+    """
     files = sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
     for kind in _GGUF_TYPES if wanted is None else (wanted.lower().removesuffix(".gguf"),):
         for name in files:
-            if name.lower().removesuffix(".gguf").endswith(kind):
+            part = _GGUF_PART.match(name)
+            whole = name.lower().removesuffix(".gguf") if part is None else part["name"].lower()
+            if whole.endswith(kind):
                 return name
     return None
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Return the names of all parts of a GGUF file, given that of one; of a whole file only its own."""
+    part = _GGUF_PART.match(name)
+    if part is None:
+        return [name]
+    return [f"{part['name']}-{i:05d}-of-{part['count']}.gguf" for i in range(1, int(part["count"]) + 1)]
 
 
 def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Mapping[str, Any] | None) -> str | None:
@@ -117,9 +130,8 @@ def read_object(file: Path) -> dict[str, Any] | None:
 
 def check_gguf_name(name: str) -> str | None:
     """Return why a GGUF file is refused by its name, or None."""
-    if _GGUF_PART.search(name):
-        return "it is split into several files; join them with llama-gguf-split --merge"
-    return None
+    first = gguf_parts(name)[:1] or [name]
+    return None if name == first[0] else f"it is one of several parts; name the first one, {first[0]}"
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

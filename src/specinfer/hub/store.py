@@ -23,6 +23,7 @@ from specinfer.hub.files import (
     check_gguf_name,
     choose_gguf,
     folder_refusal,
+    gguf_parts,
     head_format,
     is_needed,
     may_be_eagle,
@@ -76,7 +77,7 @@ def cached_models(*, verify: bool = False) -> list[CachedModel]:
 
 def _describe(name: str, folder: Path, num_bytes: int, modified: float) -> CachedModel:
     files = [path.name for path in folder.iterdir()]
-    gguf = [file for file in files if file.lower().endswith(".gguf")]
+    gguf = sorted(file for file in files if file.lower().endswith(".gguf"))
     if gguf and "config.json" not in files:
         return CachedModel(name, "GGUF", num_bytes, modified, check_gguf_name(gguf[0]))
     has_weights = any(file.endswith(".safetensors") for file in files)
@@ -116,8 +117,9 @@ def find_cached(name: str, gguf_type: str | None = None, revision: str | None = 
     files = [path.name for path in folder.iterdir()]
     if gguf_type is None and "config.json" in files and any(file.endswith(".safetensors") for file in files):
         return None if _missing(folder) else folder
-    chosen = choose_gguf(files, gguf_type)
-    return None if chosen is None else folder / chosen
+    chosen = choose_gguf([path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")], gguf_type)
+    is_whole = chosen is not None and all((folder / part).is_file() for part in gguf_parts(chosen))
+    return folder / chosen if chosen is not None and is_whole else None
 
 
 def _missing(folder: Path) -> list[str]:
@@ -162,7 +164,9 @@ def download(
             if not has_weights and (head_format(config) or may_be_eagle(config)):
                 files.append(PICKLE)  # read without running code
         else:
-            why, files = check_gguf_name(chosen), [chosen]
+            why, files = check_gguf_name(chosen), gguf_parts(chosen)
+            if missing := [file for file in files if file not in sizes]:
+                why = why or f"its part {missing[0]} is missing"
         if why is not None:
             raise ModelError(f"model: {name} cannot be loaded: {why}")
         options: dict[str, Any] = {

@@ -89,7 +89,7 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]
     config = read_config(header)
     plan = plan_weights(header.metadata["general.architecture"], config)
     dtype = own_dtype(header) if dtype is None else dtype
-    return {one.name: GgufSource(path, _place(header, name, one), one, dtype) for name, one in plan}
+    return {one.name: GgufSource(_place(header, name, one), one, dtype) for name, one in plan}
 
 
 def _place(header: GgufHeader, name: str, weight: Weight) -> TensorPlace:
@@ -195,7 +195,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
 def _llama3_rope(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the settings that the file's factors were made from; all Llama 3 models differ only in the factor."""
     place = header.tensors["rope_freqs.weight"]
-    found = read_tensor(header.path, place, torch.float32) if place.shape == (head_dim // 2,) else torch.empty(0)
+    found = read_tensor(place, torch.float32) if place.shape == (head_dim // 2,) else torch.empty(0)
     rope = {
         "rope_type": "llama3",
         "rope_theta": theta,

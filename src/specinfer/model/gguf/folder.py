@@ -30,7 +30,9 @@ def is_gguf(path: Path) -> bool:
 def weights_file(folder: Path) -> Path | None:
     """Return the GGUF file that a model folder stands for, or None if it is an ordinary folder."""
     link = folder / WEIGHTS
-    return link.resolve() if link.is_file() else None
+    if not link.is_file():
+        return None
+    return link.readlink() if link.is_symlink() else link  # other parts of a split file are next to it by their names
 
 
 def origin_of(folder: Path) -> Path:
@@ -45,7 +47,7 @@ def find_gguf_folder(path: Path) -> Path:
         GgufError: The file cannot be used.
         ModelError: The cache cannot be written.
     """
-    path = path.resolve()
+    path = path.absolute()
     state = path.stat()
     key = hashlib.sha256(f"{_FORMAT} {path} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
     folder = cache_folder() / f"gguf-{path.stem}-{key}"

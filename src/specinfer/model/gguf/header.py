@@ -15,6 +15,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from specinfer.core.errors import ModelError
+from specinfer.hub.files import gguf_parts
 
 _NUMBERS = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32", "BOOL", "UINT64", "INT64", "FLOAT64")
 _SCALARS = {GGUFValueType[name]: f"<{code}" for name, code in zip(_NUMBERS, "BbHhIif?Qqd", strict=True)}
@@ -49,12 +50,14 @@ class TensorPlace:
     Attributes:
         shape: PyTorch's shape, outermost size first.
         offset: Bytes from the beginning of the file.
+        file: The file, which may be another part of a split one.
     """
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     offset: int
     num_bytes: int
+    file: Path
 
     @property
     def is_plain(self) -> bool:
@@ -90,11 +93,35 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a file, without reading any tensor.
+    """Read and check the header of a file and of its other parts, without reading any tensor.
 
     Raises:
-        GgufError: The file is not GGUF, is damaged or cut short, or is of an unsupported version or type.
+        GgufError: The file is not GGUF, is damaged or cut short, or is of an unsupported version or type; or a part is
+            missing or no part of it.
     """
+    first = _read_part(path)
+    count = first.get("split.count", int, 0)
+    if count < 2:
+        return first
+    parts = [path.with_name(name) for name in gguf_parts(path.name)]
+    if len(parts) != count or path != parts[0] or first.get("split.no", int, 0) != 0:
+        raise GgufError(
+            path, f"it is one of {count} parts", f"name the first one, which ends in -00001-of-{count:05d}.gguf"
+        )
+    tensors = dict(first.tensors)
+    for number, part in enumerate(parts[1:], 1):
+        other = _read_part(part)
+        if (other.get("split.no", int), other.get("split.count", int)) != (number, count):
+            raise GgufError(part, f"it is not part {number + 1} of {path.name}", "fetch all parts again")
+        if both := sorted(tensors.keys() & other.tensors.keys()):
+            raise GgufError(part, f"the tensor {both[0][:80]!r} is in another part, too", "fetch all parts again")
+        tensors |= other.tensors
+    if first.get("split.tensors.count", int, len(tensors)) != len(tensors):
+        raise GgufError(path, f"its parts have {len(tensors)} tensors, not as many as it says", "fetch all parts again")
+    return GgufHeader(path, first.metadata, tensors)
+
+
+def _read_part(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -121,8 +148,6 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         if key in metadata:
             raise GgufError(path, f"the key {key[:80]!r} is there twice")
         metadata[key] = cursor.value(path, *cursor.take("<I"))
-    if metadata.get("split.count", 1) != 1:
-        raise GgufError(path, "it is one part of several", "join them with llama-gguf-split --merge")
     alignment = metadata.get("general.alignment", 32)
     if alignment not in {2**i for i in range(_MAX_ALIGNMENT.bit_length())}:
         raise GgufError(path, f"its alignment of {str(alignment)[:40]} is no power of two")
@@ -157,7 +182,7 @@ def _place(
     num_bytes = prod(shape) // block * block_bytes
     if start + offset + num_bytes > file_size:
         raise GgufError(path, f"the file ends before the tensor {name[:80]!r} does")
-    return TensorPlace(shape, kind, start + offset, num_bytes)
+    return TensorPlace(shape, kind, start + offset, num_bytes, path)
 
 
 class _Cursor:

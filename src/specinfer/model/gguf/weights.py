@@ -1,7 +1,6 @@
 """A GGUF file's tensors as a model's weights, dequantized a few rows at a time."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,10 +35,10 @@ class Weight:
     num_experts: int = 1
 
 
-def read_tensor(path: Path, place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Tensor:
+def read_tensor(place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Tensor:
     """Decode a tensor of a file; `less` is subtracted before rounding to `dtype`."""
     rows, columns = int(np.prod(place.shape[:-1])), place.shape[-1]
-    data = np.memmap(path, mode="r", offset=place.offset, shape=(rows, place.num_bytes // rows))
+    data = np.memmap(place.file, mode="r", offset=place.offset, shape=(rows, place.num_bytes // rows))
     result = torch.empty((rows, columns), dtype=dtype)
     step = max(_AT_ONCE // columns, 1)
     for start in range(0, rows, step):
@@ -68,7 +67,6 @@ class GgufSource:
         num_bytes: Bytes that it takes once it is read.
     """
 
-    path: Path
     place: TensorPlace
     weight: Weight
     dtype: torch.dtype
@@ -83,7 +81,7 @@ class GgufSource:
 
     def read(self) -> Tensor:
         """Read the whole weight, with rows in the model's order."""
-        tensor = read_tensor(self.path, self.place, self.dtype, self.weight.less)
+        tensor = read_tensor(self.place, self.dtype, self.weight.less)
         return _in_halves(tensor, self.weight.heads) if self.weight.heads else tensor
 
     @property
@@ -95,7 +93,7 @@ class GgufSource:
         """Read the whole weight as it is stored, with rows in the model's order; return its type's name, too."""
         place, heads = self.place, self.weight.heads
         shape = (self.shape[0], place.num_bytes // self.shape[0])
-        data = torch.from_numpy(np.fromfile(self.path, np.uint8, place.num_bytes, offset=place.offset))
+        data = torch.from_numpy(np.fromfile(place.file, np.uint8, place.num_bytes, offset=place.offset))
         weight = blocks.weight_of(data.view(shape), place.kind)
         return place.kind.name, weight.reordered(lambda rows: _in_halves(rows, heads)) if heads else weight
 
