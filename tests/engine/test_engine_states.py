@@ -29,23 +29,31 @@ PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=0),
     SamplingParams(max_tokens=9, tree="off"),
 )
+_MIXED = ("lfm2",)  # families, one for each kind of layer without attention
 
 
-def _machine(runners: Runners, max_in_flight: int = 1) -> Any:
+def _settings(max_examples: int, num_steps: int) -> settings:
+    return settings(
+        max_examples=max_examples, stateful_step_count=num_steps, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+def _machine(runners: Runners, max_in_flight: int = 1, family: str = "llama") -> Any:
     wanted: dict[tuple[Any, ...], list[int]] = {}
 
     def plain(prompt: list[int], params: SamplingParams) -> list[int]:
         key = (*prompt, id(params))
         if key not in wanted:
-            engine = make_engine(resized(runners("llama"), 100))
+            engine = make_engine(resized(runners(family), 100))
             wanted[key] = run(engine, [make_request("w", prompt, params, seed=5)])[0]
         return wanted[key]
 
     class States(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            target = Delayed(resized(runners("llama"), 110, keeps_prefixes=True), max_in_flight)
-            small = SmallModelDrafter(resized(runners("llama", 0, 0.15), 90, keeps_prefixes=True), VOCAB, "small")
+            target = Delayed(resized(runners(family), 110, keeps_prefixes=True), max_in_flight)
+            small = SmallModelDrafter(resized(runners(family, 0, 0.15), 90, keeps_prefixes=True), VOCAB, "small")
             drafter = MergedDrafter([small, NGramDrafter()])
             self.engine = make_engine(target, drafter, (2, 1), max_num_seqs=3, max_num_batched_tokens=24)
             self.small = small
@@ -110,10 +118,19 @@ def _machine(runners: Runners, max_in_flight: int = 1) -> Any:
 def test_any_order_of_things(max_in_flight: int, runner_of: Runners) -> None:
     run_state_machine_as_test(
         _machine(runner_of, max_in_flight),
-        settings=settings(
-            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=_settings(25, 25),
     )
+
+
+@pytest.mark.parametrize("family", _MIXED)
+def test_any_order_of_things_without_attention_in_some_layers(family: str, runner_of: Runners) -> None:
+    run_state_machine_as_test(_machine(runner_of, family=family), settings=_settings(5, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _MIXED)
+def test_any_order_of_things_without_attention_in_some_layers_for_long(family: str, runner_of: Runners) -> None:
+    run_state_machine_as_test(_machine(runner_of, family=family), settings=_settings(150, 50))
 
 
 @pytest.mark.slow
@@ -121,7 +138,5 @@ def test_any_order_of_things(max_in_flight: int, runner_of: Runners) -> None:
 def test_any_order_of_things_for_long(max_in_flight: int, runner_of: Runners) -> None:
     run_state_machine_as_test(
         _machine(runner_of, max_in_flight),
-        settings=settings(
-            max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=_settings(300, 60),
     )

@@ -1,9 +1,11 @@
 """Every supported family: one pass over a tree gives transformers' logits on each path; others are refused."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,14 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reference
 import tiny
 from native import native
+from specinfer import LLM
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
-from specinfer.model import layer_kind
+from specinfer.model import batch, layer_kind
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, VOCAB, load_runner, make_model, paths_of, random_prompts
+from tiny import FAMILIES, HYBRIDS, VOCAB, load_runner, make_model, paths_of, random_prompts
 
 CPU = torch.device("cpu")
 #          9 ─ 11 ─ 12
@@ -40,7 +43,7 @@ def _piece(runner: ModelRunner, name: str, chain: Sequence[int], tree: TokenTree
     return Piece.of_span(chain, tree, runner.cache.slots(name), slots)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     """Two requests in one pass, one of them long enough to leave every sliding window."""
     runner, model = runner_of(family), make_model(family)
@@ -57,6 +60,21 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
     prompts = [[*long, 8], [*short, 8]]
     wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in paths_of(TREE)]
     torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_node_that_continues_another_branch_is_noticed(
+    family: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known-wrong arm: convolutions and recurrences follow the order of the batch instead of each path."""
+
+    def in_order(piece: Piece, count: int) -> Any:
+        return right(replace(piece, visible=np.tri(*piece.visible.shape, dtype=np.bool_)), count)
+
+    right = batch.last_slots
+    monkeypatch.setattr(batch, "last_slots", in_order)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        test_tree_logits_are_those_of_each_path(family, runner_of)
 
 
 @native
@@ -234,6 +252,16 @@ def test_what_cannot_run_is_refused_by_name(family: str, tmp_path: Path) -> None
     _random(_config(family, **REFUSED[family])).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"'{family}'"):
         load_model(tmp_path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_what_layers_without_attention_do_not_support_is_refused_with_the_remedy(family: str, tmp_path: Path) -> None:
+    tiny.save_model(tmp_path, family)
+    with pytest.raises(ModelError, match=r"^offload: .*; leave offload out"):
+        LLM(tmp_path, offload="disk", drafters=[])
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(ModelError, match=rf"^{option}: .*; use 1"):  # before ranks are started
+            LLM(tmp_path, drafters=[], **{option: 2})
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper", "vit", "clip"])

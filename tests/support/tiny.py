@@ -103,13 +103,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE,
 }
 
+# Families with layers that mix tokens without attention; they run on one device, unsplit and without captured passes.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2-biased": _LLAMA | {"layer_types": ["conv", "full_attention"], "conv_bias": True, "conv_L_cache": 4},
+    "lfm2_moe": _LLAMA | _MOE | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+}
+
 
 def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -> Any:
     """A random model in fp32, with weights large enough that its greedy text is not one repeated token.
 
     With `noise` its matrices are disturbed by that share of their size: a drafter that agrees partly.
     """
-    config = AutoConfig.for_model(family.split("-")[0], **(FAMILIES[family] | changes))
+    config = AutoConfig.for_model(family.split("-")[0], **((FAMILIES | HYBRIDS)[family] | changes))
     torch.manual_seed(seed)
     # Eager knows soft caps and sinks; but Falcon's adds its ALiBi twice.
     config._attn_implementation = "sdpa" if family.startswith("falcon") else "eager"

@@ -24,7 +24,7 @@ from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.merge.selection import Selection
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
+from tiny import FAMILIES, HYBRIDS, VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]
 
@@ -68,7 +68,7 @@ def _drafter(kind: str, runners: Runners, family: str) -> tuple[Drafter | None, 
 
 
 @pytest.mark.parametrize("kind", ["plain", "tree", "ngram"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_greedy_is_transformers_generate(
     family: str, kind: str, runner_of: Runners, greedy_outputs: Callable[[str], list[list[int]]]
 ) -> None:

@@ -118,6 +118,7 @@ class ForwardBatch:
     windows: set[int | None] = field(default_factory=set)  # windows that layers passed; None is full attention
     hidden: Tensor | None = None  # [1, tokens, width] input of the first layer here, unless it is the model's first
     features: Tensor | None = None  # [tokens, width] see `Piece`
+    _paths: dict[int, Tensor] = field(default_factory=dict)
     adapters: AdapterRuns | None = None  # rows with adapters, or None if there are none
 
     @cached_property
@@ -130,6 +131,13 @@ class ForwardBatch:
         groups = ([small] if small else []) + [[i] for i in large]
         device = self.slots.device
         return tuple(_group([pieces[i] for i in group], starts[group], len(pieces), device) for group in groups)
+
+    def paths(self, count: int) -> Tensor:
+        """Return [tokens, count] slots of the last tokens on each token's path, itself last; -1 before the first."""
+        if count not in self._paths:
+            paths = np.concatenate([last_slots(piece, count) for piece in self.pieces])
+            self._paths[count] = torch.from_numpy(paths).to(self.slots.device)
+        return self._paths[count]
 
     @cached_property
     def native(self) -> NativePieces | None:
@@ -153,6 +161,24 @@ class ForwardBatch:
 def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
     rest = [*piece.earlier_positions, *piece.positions]
     return np.concatenate([np.arange(len(piece.prefix_slots)), np.asarray(rest, dtype=np.int64)])
+
+
+def last_slots(piece: Piece, count: int) -> npt.NDArray[np.int64]:
+    """Return [new, count] slots of the last tokens on the path of each new token; see `ForwardBatch.paths`."""
+    num_prefix, num_rest = len(piece.prefix_slots), piece.visible.shape[1]
+    slots = np.concatenate([np.full(count, -1), piece.prefix_slots, piece.earlier_slots, piece.slots])
+    left = piece.visible.copy()
+    columns: list[npt.NDArray[np.int64]] = []
+    rows, num_found = np.arange(len(left)), np.zeros(len(left), np.int64)
+    for _ in range(min(count, num_rest)):
+        last = num_rest - 1 - left[:, ::-1].argmax(axis=1)  # of those left; none: then the prefix follows
+        is_rest = left[rows, last]
+        left[rows, last] = False
+        columns.append(np.where(is_rest, num_prefix + last, num_prefix - 1 - (len(columns) - num_found)))
+        num_found += is_rest
+    columns += [num_prefix - 1 - (i - num_found) for i in range(len(columns), count)]
+    found: npt.NDArray[np.int64] = slots[np.maximum(np.stack(columns[::-1], axis=1), -count) + count]
+    return found
 
 
 def pack(

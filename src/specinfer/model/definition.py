@@ -23,12 +23,13 @@ from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards, has_safetensors
+from specinfer.model.recurrent.layers import LAYER_TYPES, replace_layers
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", *LAYER_TYPES}
 
 
 def load_config(folder: Path) -> Any:
@@ -106,7 +107,7 @@ def read_definition(
     _check_weights(model, info, origin_of(folder))
     if state_dict is not None and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return REPLACED[family](model) if family in REPLACED else model
+    return REPLACED[family](model) if family in REPLACED else replace_layers(model)
 
 
 def make_trunk(fields: Mapping[str, Any]) -> Any:

@@ -66,6 +66,7 @@ def quantize_linears(
     heads = _head_names(model)
     names = [name for name in quantizable_names(model, inside) if name not in heads]
     stacks = {name for name, weight in model.named_parameters() if weight.ndim > 2 and name.startswith(inside)}
+    stacks = {name for name in stacks if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)}
     if not names:
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
         raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")

@@ -19,6 +19,7 @@ from specinfer.model.kv_cache import NO_SLOTS, KVTensors
 from specinfer.model.layer_check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
+from specinfer.model.recurrent.layers import is_hybrid
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
         return "its layers are streamed"
     if not loaded.shard.is_whole:
         return "it is a shard of a model"
+    if is_hybrid(loaded.model):
+        return "it has layers with convolutions"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):

@@ -1,0 +1,54 @@
+"""Short causal convolutions on token trees.
+
+The inputs of a convolution are stored by slot, as keys are. A token reads those of the last tokens on its own path. So
+a node never sees another branch, and accepted paths, cached prefixes and preempted requests need nothing else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.model.batch import ForwardBatch
+
+
+def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor | None = None) -> None:
+    """Store the inputs [tokens, channels] of a convolution, and what else a layer reads of each token: [tokens, width].
+
+    Args:
+        layer: Number of the layer within the model or its stage.
+    """
+    more = inputs[:, :0] if more is None else more
+    batch.store.store(layer, batch.slots, inputs.unsqueeze(1), more.unsqueeze(1))
+
+
+def convolve(conv: nn.Conv1d, stored: Tensor, paths: Tensor) -> Tensor:
+    """Return the [tokens, channels] float32 results of a convolution with one filter for each channel.
+
+    Args:
+        stored: [slots, 1, channels] inputs by slot.
+        paths: [tokens, kernel_size] slots of the last tokens on each token's path, itself last; -1 before the first.
+    """
+    inputs = stored[paths.clamp(min=0), 0].float()
+    # Not multiplied by 0: what a slot had before may be NaN.
+    inputs = inputs.masked_fill((paths < 0).unsqueeze(-1), 0.0)
+    result = torch.einsum("tkc,ck->tc", inputs, conv.weight.squeeze(1).float())
+    return result if conv.bias is None else result + conv.bias.float()
+
+
+class ShortConv(nn.Module):
+    """A loaded short convolution of LFM2 with gates before and after it, on token trees."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer_idx = layer.layer_idx
+        self.in_proj, self.conv, self.out_proj = layer.in_proj, layer.conv, layer.out_proj
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
+        before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
+        inputs = before * x
+        store_inputs(forward_batch, self.layer_idx, inputs)
+        paths = forward_batch.paths(self.conv.kernel_size[0])
+        mixed = convolve(self.conv, forward_batch.store.keys[self.layer_idx], paths).to(inputs.dtype)
+        out: Tensor = self.out_proj(after * mixed)
+        return out.unsqueeze(0)
