@@ -152,7 +152,7 @@ def test_quantized_checkpoints_are_streamed_and_draft(source: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "drop", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "", "quantized already \\(bitsandbytes\\)"),
+        ({"quant_method": "quark"}, "", "quantized already \\(quark\\)"),
         ({"bits": 3}, "", "quantized already \\(GPTQ\\)"),
         ({"bits": "many"}, "", "quantized already \\(GPTQ\\)"),
         ({}, "scales", "tensor model.layers.0.* is missing"),
@@ -174,5 +174,33 @@ def test_what_cannot_be_decoded_is_refused_by_name(
         {name: one for name, one in tensors.items() if not drop or not name.endswith(drop)},
         folder / "model.safetensors",
     )
+    with pytest.raises(ModelError, match=message):
+        LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": [1, 2]}, "its shape is \\(1, 2\\), which is not that of its codes"),
+        ({"shape": [[], {}]}, "have shapes that no weight has"),
+        ({"blocksize": 128}, "do not fit each other: .* scales for .* weights, 128 each"),
+        ({"blocksize": 0}, "do not fit each other"),
+        ({"nested_blocksize": None}, "do not fit each other"),
+        (None, "have shapes that no weight has"),
+    ],
+    ids=repr,
+)
+def test_a_state_of_bitsandbytes_that_does_not_fit_is_refused(
+    changes: dict[str, Any] | None, message: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantized"
+    save_quantized(source, folder, "bitsandbytes nf4, nested")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("bitsandbytes__nf4"):
+            state = json.loads(bytes(tensor.tolist())) | (changes or {})
+            text = "{" if changes is None else json.dumps(state)
+            tensors[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         LLM(folder)

@@ -103,6 +103,59 @@ def fp8(weight: Tensor, block: int = 24, name: str = "weight_scale_inv") -> Enco
     return {"weight": codes, name: scales}, codes.float() * spread
 
 
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
+                     0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
+
+
+def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+    return (values.unsqueeze(-1) - levels).abs().argmin(-1)
+
+
+def fp4(weight: Tensor, size: int, *, is_nv: bool) -> Encoded:
+    groups = weight.unflatten(1, (-1, size))
+    largest, whole = groups.abs().amax(2) / 6, torch.tensor([400.0])
+    if is_nv:
+        stored = (largest * whole).to(torch.float8_e4m3fn)
+        scales = stored.float() / whole
+    else:
+        stored = (largest.log2().ceil() + 127).to(torch.uint8)
+        scales = torch.exp2(stored.float() - 127)
+    codes = _nearest(groups / scales.unsqueeze(2), _FP4).flatten(1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    tensors = {"weight_packed": packed, "weight_scale": stored} | ({"weight_global_scale": whole} if is_nv else {})
+    return tensors, _FP4[codes] * scales.repeat_interleave(size, 1)
+
+
+def nf4(weight: Tensor, *, is_nested: bool) -> Encoded:
+    """Blocks of 64 weights go on from row to row; nested: their scales are codes themselves."""
+    blocks = weight.flatten().view(-1, 64)
+    scales, more = blocks.abs().amax(1), {}
+    if is_nested:
+        table, offset = torch.linspace(-1, 1, 256), scales.mean()
+        outer = torch.stack([part.abs().max() for part in (scales - offset).split(256)])
+        spread = outer.repeat_interleave(256)[: len(scales)]
+        codes = _nearest((scales - offset) / spread, table)
+        scales = table[codes] * spread + offset
+        more = {"weight.nested_absmax": outer, "weight.nested_quant_map": table}
+    found = _nearest(blocks / scales.unsqueeze(1), _NF4)
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape), "dtype": "float32"}
+    state |= {"nested_blocksize": 256, "nested_offset": float(offset)} if is_nested else {}
+    flat = found.flatten()
+    tensors = {
+        "weight": (flat[::2] << 4 | flat[1::2]).to(torch.uint8).unsqueeze(1), "weight.quant_map": _NF4.clone(),
+        "weight.absmax": codes.to(torch.uint8) if is_nested else scales,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }  # fmt: skip
+    return tensors | more, (_NF4[found] * scales.unsqueeze(1)).view(weight.shape)
+
+
+def int8_of_bitsandbytes(weight: Tensor) -> Encoded:
+    largest = weight.abs().amax(1)
+    codes = (weight / largest.unsqueeze(1) * 127).round()
+    return {"weight": codes.to(torch.int8), "SCB": largest}, codes * largest.unsqueeze(1) / 127
+
+
 def _compressed(form: str, kind: str, bits: int, **weights: Any) -> dict[str, Any]:
     fields = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "group", "group_size": 32} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": fields, "input_activations": None}}
@@ -110,6 +163,7 @@ def _compressed(form: str, kind: str, bits: int, **weights: Any) -> dict[str, An
 
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # quantization_config of each format, and its encoder.
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
     "pack-quantized": (_compressed("pack-quantized", "int", 4), pack_quantized),
@@ -133,6 +187,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
         _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, 8, added=0),
     ),
     "GPTQ, ordered by activations": (_GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
+    "NVFP4": (
+        _compressed("nvfp4-pack-quantized", "float", 4, strategy="tensor_group", group_size=16),
+        lambda w: fp4(w, 16, is_nv=True),
+    ),
+    "MXFP4": (_compressed("mxfp4-pack-quantized", "float", 4), lambda w: fp4(w, 32, is_nv=False)),
+    "bitsandbytes nf4": (_BNB | {"bnb_4bit_use_double_quant": False}, lambda w: nf4(w, is_nested=False)),
+    "bitsandbytes nf4, nested": (_BNB | {"bnb_4bit_use_double_quant": True}, lambda w: nf4(w, is_nested=True)),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8_of_bitsandbytes),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
     "FP8": ({"quant_method": "fp8", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}, fp8),
 }  # fmt: skip

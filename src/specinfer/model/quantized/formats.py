@@ -3,6 +3,8 @@
 A format names the tensors that a linear layer's weight is stored as, and finds codes, scales and zeros in them.
 """
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,11 @@ from specinfer.kernels import QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight neighbouring outputs
 _SYMMETRIC_BITS = 4
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
 _BLOCK = 32  # the groups of inputs that our own weights of 4 bits have
 Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
-Shapes = Mapping[str, tuple[int, ...]]
+Sources = Mapping[str, Any]  # with `shape` and `read`
 Block = tuple[int, int]  # rows and columns of a weight that share a scale
 
 
@@ -45,7 +48,7 @@ class Format:
     Attributes:
         names: Ends of the names of the tensors that every such layer has; the first one has the codes.
         others: Ends of the names of tensors that it may have.
-        shape: Function from the shapes of a layer's tensors to [out, in], or None if a tensor has it.
+        shape: Function from the sources of a layer's tensors to [out, in].
         bits: Bits of integer codes from 0 on, or None for floating-point codes.
         codes: Function from the tensors to the codes [out, in].
         scaling: Function from the other tensors to the scales.
@@ -54,7 +57,7 @@ class Format:
 
     names: tuple[str, ...]
     others: tuple[str, ...]
-    shape: Callable[[Shapes], tuple[int, int]] | None
+    shape: Callable[[Sources], tuple[int, int]]
     bits: int | None
     codes: Callable[[Tensors], Tensor]
     scaling: Callable[[Tensors], Scaling]
@@ -168,6 +171,8 @@ def _compressed(settings: Fields) -> Format | None:
         return None
     ((bits, kind, block),) = kinds
     stored, others = settings.get("format"), ("weight_zero_point", "weight_g_idx")
+    if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") and (bits, kind) == (4, "float"):
+        return _fp4(settings, weights[0])
 
     def scaling(tensors: Tensors, zeros: Tensor | None) -> Scaling:
         return Scaling(tensors["weight_scale"], block, zeros, tensors.get("weight_g_idx"))
@@ -179,7 +184,7 @@ def _compressed(settings: Fields) -> Format | None:
             return None if zeros is None else _unpack(zeros.T.contiguous(), bits).T[:rows]
 
         return Format(
-            ("weight_packed", "weight_scale", "weight_shape"), others, None, bits,
+            ("weight_packed", "weight_scale", "weight_shape"), others, _stored_shape, bits,
             lambda tensors: _unpacked(tensors, bits), lambda tensors: scaling(tensors, zeros_of(tensors)),
             bits == _SYMMETRIC_BITS and all(map(_is_kept, weights)),
         )  # fmt: skip
@@ -190,7 +195,7 @@ def _compressed(settings: Fields) -> Format | None:
             return codes if codes is None or not is_int else codes.to(torch.int16) + 128
 
         return Format(
-            ("weight", "weight_scale"), (*others, "input_scale"), lambda shapes: _two(shapes["weight"]),
+            ("weight", "weight_scale"), (*others, "input_scale"), lambda sources: _two(sources["weight"]),
             8 if is_int else None, lambda tensors: _given(from_zero(tensors["weight"])),
             lambda tensors: scaling(tensors, from_zero(tensors.get("weight_zero_point"))),
         )  # fmt: skip
@@ -237,7 +242,7 @@ def _gptq(settings: Fields) -> Format | None:
 
     return Format(
         ("qweight", "qzeros", "scales"), ("g_idx",),
-        lambda shapes: (shapes["qweight"][1], shapes["qweight"][0] * 32 // bits), bits,
+        lambda sources: (sources["qweight"].shape[1], sources["qweight"].shape[0] * 32 // bits), bits,
         lambda tensors: _unpack(tensors["qweight"].T.contiguous(), bits), scaling,
         keeps and bits == _SYMMETRIC_BITS,
     )  # fmt: skip
@@ -258,7 +263,8 @@ def _awq(settings: Fields) -> Format | None:
         return _unpack(words, 4)[:, _in_awq_order(8 * words.shape[1])]
 
     return Format(
-        ("qweight", "qzeros", "scales"), (), lambda shapes: (shapes["qweight"][1] * 8, shapes["qweight"][0]), 4,
+        ("qweight", "qzeros", "scales"), (),
+        lambda sources: (sources["qweight"].shape[1] * 8, sources["qweight"].shape[0]), 4,
         lambda tensors: in_order(tensors["qweight"]).T.contiguous(),
         lambda tensors: Scaling(tensors["scales"].T, (1, size), in_order(tensors["qzeros"]).T),
     )  # fmt: skip
@@ -267,16 +273,90 @@ def _awq(settings: Fields) -> Format | None:
 def _fp8(settings: Fields) -> Format | None:
     rows, columns = map(int, settings["weight_block_size"])
     return Format(
-        ("weight", "weight_scale_inv"), (), lambda shapes: _two(shapes["weight"]), None,
+        ("weight", "weight_scale_inv"), (), lambda sources: _two(sources["weight"]), None,
         lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors["weight_scale_inv"], (rows, columns)),
     )  # fmt: skip
 
 
-def _two(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, columns = shape
+def _two(source: Any) -> tuple[int, int]:
+    rows, columns = source.shape
     return rows, columns
 
 
+def _stored_shape(sources: Sources) -> tuple[int, int]:
+    rows, columns = map(int, sources["weight_shape"].read().tolist())
+    words = sources["weight_packed"].shape
+    if not 0 < rows <= words[0] or not 0 < columns <= 32 * words[1]:
+        raise ValueError(f"weight_shape is ({rows}, {columns}), more than weight_packed has")
+    return rows, columns
+
+
+def _fp4(settings: Fields, weights: Fields) -> Format | None:
+    """Return the formats of 4-bit floating-point codes, NVFP4 with scales in FP8 and MXFP4 with powers of 2."""
+    size = int(weights.get("group_size") or 0)
+    is_nv = settings.get("format") == "nvfp4-pack-quantized"
+
+    def scaling(tensors: Tensors) -> Scaling:
+        scales = tensors["weight_scale"]
+        if is_nv:
+            return Scaling(scales.float() / tensors["weight_global_scale"].float(), (1, size))
+        return Scaling(torch.ldexp(torch.ones(scales.shape), scales.int() - 127), (1, size))
+
+    return Format(
+        ("weight_packed", "weight_scale", *(("weight_global_scale",) if is_nv else ())), ("input_global_scale",),
+        lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), None,
+        lambda tensors: _FP4[_nibbles(tensors["weight_packed"], lower_first=True)], scaling,
+    )  # fmt: skip
+
+
+def _nibbles(data: Tensor, *, lower_first: bool) -> Tensor:
+    """Return [..., bytes * 2] int64 codes of 4 bits."""
+    lower, upper = data & 15, data >> 4
+    return torch.stack([lower, upper] if lower_first else [upper, lower], dim=-1).flatten(-2).long()
+
+
+def _of_blocks(values: Tensor, count: int, each: int) -> Tensor:
+    """Return [count] values of which each is there for so many neighbours."""
+    if len(values) != -(-count // each):
+        raise ValueError(f"{len(values)} scales for {count} weights, {each} each")
+    return values.repeat_interleave(each)[:count]
+
+
+def _bitsandbytes(settings: Fields) -> Format | None:
+    if settings.get("load_in_8bit"):
+        return Format(
+            ("weight", "SCB"), ("weight_format",), lambda sources: _two(sources["weight"]), 8,
+            lambda tensors: tensors["weight"].to(torch.int16) + 128,
+            lambda tensors: Scaling(tensors["SCB"].float().unsqueeze(1) / 127, (1, 1)),
+        )  # fmt: skip
+    state = f"weight.quant_state.bitsandbytes__{settings.get('bnb_4bit_quant_type', 'fp4')}"
+
+    def state_of(tensors: Tensors) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(bytes(tensors[state].tolist()))
+        return found
+
+    def shape(sources: Sources) -> tuple[int, int]:
+        rows, columns = map(int, state_of({state: sources[state].read()})["shape"])
+        if rows < 1 or columns < 1 or rows * columns != 2 * math.prod(sources["weight"].shape):
+            raise ValueError(f"its shape is ({rows}, {columns}), which is not that of its codes")
+        return rows, columns
+
+    def codes(tensors: Tensors) -> Tensor:
+        found = state_of(tensors)
+        scales, size = tensors["weight.absmax"], int(found["blocksize"])
+        if (outer := tensors.get("weight.nested_absmax")) is not None:
+            outer = _of_blocks(outer, len(scales), int(found["nested_blocksize"]))
+            scales = tensors["weight.nested_quant_map"][scales.long()] * outer + float(found["nested_offset"])
+        numbers = tensors["weight.quant_map"].float()[_nibbles(tensors["weight"].flatten(), lower_first=False)]
+        numbers *= _of_blocks(scales.float(), len(numbers), size)  # blocks go on from row to row
+        return numbers.view(*map(int, found["shape"]))
+
+    return Format(
+        ("weight", "weight.absmax", "weight.quant_map", state), ("weight.nested_absmax", "weight.nested_quant_map"),
+        shape, None, codes, lambda tensors: Scaling(torch.ones(1, 1), (1, 1)),
+    )  # fmt: skip
+
+
 _METHODS: dict[str, Callable[[Fields], Format | None]] = {
-    "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8,
+    "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "bitsandbytes": _bitsandbytes,
 }  # fmt: skip

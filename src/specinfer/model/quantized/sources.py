@@ -16,7 +16,14 @@ from specinfer.model.cut import Cut
 from specinfer.model.quantized.formats import Format, Tensors, find_format
 
 T = TypeVar("T")
-_MISFITS = (RuntimeError, IndexError, ValueError, ZeroDivisionError)  # of tensors that do not fit each other
+_MISFITS = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    ZeroDivisionError,
+    KeyError,
+    TypeError,
+)  # of tensors that do not fit each other
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -131,14 +138,7 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
 
 def _shape(found: Format, stored: Mapping[str, Any], layer: str) -> tuple[int, int]:
     try:
-        if found.shape is not None:
-            return found.shape({end: tuple(source.shape) for end, source in stored.items()})
-        rows, columns = map(int, stored["weight_shape"].read().tolist())
-    except (ValueError, IndexError) as error:
-        raise ModelError(
-            f"model: the tensors of {layer} have shapes that no weight has; fetch the model again"
-        ) from error
-    words = stored["weight_packed"].shape
-    if not 0 < rows <= words[0] or not 0 < columns <= 32 * words[1]:
-        raise ModelError(f"model: {layer}.weight_shape is ({rows}, {columns}), more than {layer}.weight_packed has")
-    return rows, columns
+        return found.shape(stored)
+    except _MISFITS as error:
+        fault = f"the tensors of {layer} have shapes that no weight has ({str(error)[:100]})"
+        raise ModelError(f"model: {fault}; fetch the model again") from error
