@@ -73,6 +73,7 @@ class LayerCall:
         scratch: Tensor | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         runs: AdapterRuns | None = None,
+        inputs: Tensor | None = None,
     ) -> None:
         """Compute the layer in place on contiguous float32 `hidden` [tokens, hidden].
 
@@ -82,16 +83,20 @@ class LayerCall:
             scratch: [at least tokens * `scratch_floats(tokens)`] float32 scratch memory, which layers may share.
             sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
             runs: Rows with adapters.
+            inputs: Contiguous float32 [tokens, inputs of the first linear layer] that attention reads in place of the
+                norm of the hidden states, or None. May be `hidden`.
         """
         tokens = hidden.shape[0]
+        assert inputs is None or inputs.is_contiguous()
         if tokens > self._max_rows or sum_over_ranks is not None:
-            self._part_by_part(attention, pieces, cosines, sines, hidden, sum_over_ranks, runs)
+            self._part_by_part(attention, pieces, cosines, sines, hidden, sum_over_ranks, runs, inputs)
             return
         scratch = torch.empty(tokens * self._scratch_floats) if scratch is None else scratch
         assert len(scratch) >= tokens * self._scratch_floats
         addresses = (self._address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
         adapters = None if runs is None else runs.address
-        call("specinfer_decode", *addresses, hidden.data_ptr(), scratch.data_ptr(), adapters)
+        given = None if inputs is None else inputs.data_ptr()
+        call("specinfer_decode", *addresses, given, hidden.data_ptr(), scratch.data_ptr(), adapters)
 
     def _part_by_part(
         self,
@@ -102,10 +107,11 @@ class LayerCall:
         hidden: Tensor,
         sum_over_ranks: Callable[[Tensor], Tensor] | None,
         runs: AdapterRuns | None,
+        inputs: Tensor | None,
     ) -> None:
         """Compute the layer in steps, for many rows, where PyTorch does some products, and for several ranks."""
         qkv, output, gated, down = self.linears
-        queries = qkv(norm(hidden, self.norms[0], self.eps), runs=runs)
+        queries = qkv(norm(hidden, self.norms[0], self.eps) if inputs is None else inputs, runs=runs)
         attention.rotate(pieces, cosines, sines, queries)
         self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, sum_over_ranks, runs)
         opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate, runs)

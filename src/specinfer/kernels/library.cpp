@@ -179,9 +179,9 @@ PUBLIC void specinfer_attend(const Attention *layer, const Pieces *pieces, const
 }
 
 PUBLIC void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces,
-                             const float *cosines, const float *sines, float *hidden, float *room,
-                             const Runs *runs, int threads) {
-    native->decode(layer, attention, pieces, cosines, sines, hidden, room, runs, threads);
+                             const float *cosines, const float *sines, const float *inputs, float *hidden,
+                             float *room, const Runs *runs, int threads) {
+    native->decode(layer, attention, pieces, cosines, sines, inputs, hidden, room, runs, threads);
 }
 
 PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,

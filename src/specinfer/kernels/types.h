@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 14;
+static const int LAYOUT = 15;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 };  // as in panels.py
 // How the scales of groups are stored; as in panels.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -142,7 +142,7 @@ struct Native {
     void (*attend)(const Attention *, const Pieces *, const float *queries, int64_t stride, float *result,
                    int threads);
     void (*decode)(const Layer *, const Attention *, const Pieces *, const float *cosines, const float *sines,
-                   float *hidden, float *room, const Runs *, int threads);
+                   const float *inputs, float *hidden, float *room, const Runs *, int threads);
     int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
                       double *sums, int64_t room);
     void (*noise_of)(const uint64_t *keys, const int64_t *tokens, float *result, int64_t rows, int64_t count);

@@ -18,7 +18,8 @@ from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.fused import Watch, taken_apart
+from specinfer.model.fused import Watch
+from specinfer.model.fused_layer import taken_apart
 from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, linears_of, window_of
 from specinfer.model.linears import can_join, joined
 

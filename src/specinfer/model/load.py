@@ -23,6 +23,7 @@ from specinfer.model.definition import check_architecture, load_config, max_posi
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.fused_layer import FusedLayers
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.kv_cache import LayerShape, TapShape
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
@@ -39,7 +40,7 @@ from specinfer.parallel.shard_spec import ShardSpec
 
 logger = logging.getLogger(__name__)
 # These have weights that are not parameters.
-_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, FusedDecoder)
+_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, FusedDecoder, FusedLayers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
 
 def path_of(model: nn.Module) -> str:
     """Return the description for `LoadedModel.compute_path`."""
-    if isinstance(model, FusedDecoder):
+    if any(isinstance(module, FusedDecoder | FusedLayers) for module in model.modules()):
         return "native fused layers"
     if isinstance(model, DeviceDecoder):
         return "fused device layers"

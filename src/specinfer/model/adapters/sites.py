@@ -15,7 +15,8 @@ from specinfer.kernels import LowRank
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.device_decoder import DeviceDecoder
-from specinfer.model.fused import FusedDecoder, together
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.fused_layer import together
 from specinfer.model.layer_kind import LINEARS
 from specinfer.model.linears import layer_names
 

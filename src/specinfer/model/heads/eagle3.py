@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels import norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
+from specinfer.model.fused_layer import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 
 _USUAL_BLOCK = 8  # rows of a P-EAGLE head whose configuration proposes none
 
@@ -64,6 +66,7 @@ class Eagle3Head(FeatureHead):
         has_norms = "fc_norm.0.weight" in checkpoint
         self.fc_norms = [checkpoint.take(f"fc_norm.{i}.weight", target.width) for i in range(num_taps) if has_norms]
         self.layers, self.rotary, self.norm = trunk.layers, trunk.rotary_emb, trunk.norm
+        self._config = trunk.config
         self.hidden_norm = type(trunk.norm)(width, eps=self.eps)
         self._widen(self.layers[0].self_attn, 2 * width)
         first = "midlayer." if "midlayer.hidden_norm.weight" in checkpoint else "layers.0."
@@ -89,6 +92,11 @@ class Eagle3Head(FeatureHead):
         """Compute as this dialect means."""
         self.dialect, self.reads = dialect, dialect.reads
 
+    def fuse(self, quantization: str | None) -> bool:
+        self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+        self._norms = [one.weight.float() for one in (self.hidden_norm, self.norm)]
+        return self.fused is not None
+
     @property
     def may_read(self) -> frozenset[int]:
         return frozenset(layer for dialect in self.dialects for layer in dialect.reads)
@@ -110,6 +118,8 @@ class Eagle3Head(FeatureHead):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         assert batch.features is not None
+        if self.fused is not None:
+            return self._forward_fused(self.fused, batch, batch.features)
         features = batch.features.unsqueeze(0)
         embedded = self.embedded(batch.token_ids).to(features.dtype).unsqueeze(0)
         rotation = self.rotary(features, batch.positions.unsqueeze(0))
@@ -123,6 +133,19 @@ class Eagle3Head(FeatureHead):
         last, output = self.compute(features, embedded, attend)
         self.store(batch, output[0])
         return self.logits(last[0][batch.logit_rows])
+
+    def _forward_fused(self, fused: FusedLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
+        """Return what `forward` does; all numbers between products are float32."""
+        hidden_norm, last_norm = self._norms
+        hidden = features.to(torch.float32, copy=True)  # becomes the output
+        normed = norm(hidden, hidden_norm, self.eps)
+        embedded = self.embedded(batch.token_ids).float()
+        inputs = torch.cat([norm(embedded, fused.layers[0].call.norms[0], self.eps), normed], dim=-1)
+        hidden = fused(batch, normed if self.dialect.norm_before_residual else hidden, inputs)
+        last = norm(hidden, last_norm, self.eps)
+        self.store(batch, last if self.dialect.norm_output else hidden)
+        rows = batch.logit_rows
+        return self.logits(last if len(rows) == len(last) else last[rows])
 
     def compute(
         self, features: Tensor, embedded: Tensor, attend: Callable[[int, Tensor], Tensor]

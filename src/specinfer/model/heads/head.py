@@ -8,9 +8,11 @@ from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import QuantizedEmbedding, norm
+from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.fused_layer import FusedLayers, can_fuse_layers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.kv_cache import LayerShape
 from specinfer.model.linears import output_head
@@ -119,10 +121,22 @@ class FeatureHead(nn.Module):
     layer_shapes: tuple[LayerShape, ...]
     token_map: Tensor | None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: FusedLayers | None = None  # its decoder layers, if they are computed natively
+
     @property
     def may_read(self) -> frozenset[int]:
         """Numbers of layers that are read in any dialect."""
         return frozenset(self.reads)
+
+    def fuse(self, quantization: str | None) -> bool:
+        """Compute the decoder layers natively from now on, on a CPU; return False where that is not possible.
+
+        Args:
+            quantization: What the linear layers of the decoder layers are rounded to, or None.
+        """
+        return False
 
     def speak(self, dialect: Any) -> None:
         """Compute in one of `dialects` from now on."""
@@ -186,6 +200,13 @@ class FeatureHead(nn.Module):
         """Store [tokens, width] features that the next level reads."""
         rows = batch.store.taps[0]
         rows[batch.slots] = features.to(rows.dtype)
+
+
+def fused_layers(layers: nn.ModuleList, rotary: nn.Module, config: Any, quantization: str | None) -> FusedLayers | None:
+    """Take the layers apart to compute them natively; None, with the layers untouched, where that is not possible."""
+    if quantization not in (None, *BITS) or not can_fuse_layers(layers, config):
+        return None
+    return FusedLayers(layers, rotary, config, quantization)
 
 
 def shapes_of(trunk: Any) -> tuple[LayerShape, ...]:

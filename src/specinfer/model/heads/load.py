@@ -68,6 +68,8 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         head = _HEADS[str(find_format(folder))](checkpoint, shape, ends)
         checkpoint.check_all_taken()
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    if target.native and target.device.type == "cpu":
+        head.fuse(quantization)
     if quantization is not None:
         quantize_linears(head, quantization, None, target.device)
     head.eval().requires_grad_(False)

@@ -17,7 +17,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 
 
 class Normed(NamedTuple):
@@ -39,6 +39,7 @@ class PairHead(FeatureHead):
     join: nn.Module
     feature_is_first = False  # in what is joined
     blanks_first = False  # the embedding at position 0, of the second token, is zero
+    norms_input = True  # before the first attention
     layer_type: str | None = None  # which rotation the layers have, in families with several
 
     def __init__(
@@ -56,6 +57,11 @@ class PairHead(FeatureHead):
         self.width, self.eps = int(trunk.config.hidden_size), float(trunk.config.rms_norm_eps)
         self.layers, self.rotary, self.norm_class = trunk.layers, trunk.rotary_emb, type(trunk.norm)
         self.layer_shapes = shapes_of(trunk)
+        self._config = trunk.config
+
+    def fuse(self, quantization: str | None) -> bool:
+        self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+        return self.fused is not None
 
     def take_join(self, checkpoint: HeadCheckpoint, name: str, target: TargetShape) -> nn.Linear:
         """Take the linear layer that joins embedding and feature."""
@@ -78,20 +84,31 @@ class PairHead(FeatureHead):
             embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         pair = [self.embedding_norm(embedded), self.feature_norm(batch.features.to(self.dtype))]
         joined = torch.cat(pair[::-1] if self.feature_is_first else pair, dim=-1)
-        hidden, positions = self.join(joined).unsqueeze(0), batch.positions.unsqueeze(0)
+        hidden = self._decoded(batch, self.join(joined))
+        last = self.output_norm(hidden)
+        self.store(batch, last if self.dialect.is_normed else hidden)
+        return self.logits(last[batch.logit_rows])
+
+    def _decoded(self, batch: ForwardBatch, joined: Tensor) -> Tensor:
+        """Return the [tokens, width] output of the layers."""
+        if self.fused is not None:
+            hidden = joined.float()
+            decoded: Tensor = self.fused(batch, hidden, None if self.norms_input else hidden)
+            return decoded.to(joined.dtype)
+        hidden, positions = joined.unsqueeze(0), batch.positions.unsqueeze(0)
         rotation = self.rotary(hidden, positions, *([] if self.layer_type is None else [self.layer_type]))
         for layer in self.layers:
             hidden = layer(
                 hidden, attention_mask=None, position_ids=positions, position_embeddings=rotation, forward_batch=batch
             )
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        last = self.output_norm(hidden[0])
-        self.store(batch, last if self.dialect.is_normed else hidden[0])
-        return self.logits(last[batch.logit_rows])
+        return hidden[0]
 
 
 class EagleHead(PairHead):
     """A head of EAGLE-1 or EAGLE-2: without norms of its inputs and output, nor one before its first attention."""
+
+    norms_input = False
 
     def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
         super().__init__(checkpoint, target, ends, checkpoint.layer_fields())

@@ -1,0 +1,103 @@
+"""Decoder layers of heads in native calls: what transformers' modules compute."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import save_eagle3
+from native import native
+from pair_heads import save_eagle, save_mtp
+from specinfer.core.tree import TokenTree
+from specinfer.model.batch import Piece
+from specinfer.model.heads.head import FeatureHead
+from specinfer.model.heads.load import load_head
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from tiny import random_prompts, save_model
+
+pytestmark = native
+TREE = TokenTree((8, 9, 10, 11, 9, 13), (-1, 0, 0, 1, 2, 1))
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3 of Qwen3": {"family": "qwen3"},
+    "eagle3, norms before residual and recycled": {
+        "layout": "speculators", "norm_before_residual": True, "norm_output": True,
+    },
+    "eagle": {},
+    "mtp of MiMo": {},
+}  # fmt: skip
+
+
+def _folders(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Write a target and a head of this kind."""
+    if kind == "mtp of MiMo":
+        save_mtp(folder, "mimo")
+        return folder, folder
+    target = save_model(folder / "target", "llama", num_hidden_layers=8)
+    save = save_eagle if kind == "eagle" else save_eagle3
+    return target, save(folder / "head", **KINDS[kind])
+
+
+def _computed(
+    target: Path, head: Path, dtype: torch.dtype, quantization: str | None, *, is_native: bool
+) -> tuple[Tensor, Tensor, FeatureHead]:
+    """Return the logits of two passes, and the features that they store."""
+    loaded = load_model(target, dtype, torch.device("cpu"), native=is_native)
+    runner = ModelRunner(load_head(head, loaded, quantization), 64)
+    assert isinstance(runner.loaded.model, FeatureHead)
+    source = torch.Generator().manual_seed(0)
+    (tokens,) = random_prompts([20])
+    slots = runner.cache.reserve("one", 20)
+    chain = Piece.of_span(tokens, TokenTree.root(tokens[-1]), runner.cache.slots("one"), slots)
+    features = torch.randn(20, 32, generator=source).to(dtype)
+    first = runner.forward([replace(chain, features=features, num_logits=7)]).clone()
+    runner.cache.commit("one", range(20))
+    slots = runner.cache.reserve("one", len(TREE))
+    tree = Piece.of_span(TREE.tokens[:1], TREE, runner.cache.slots("one"), slots)
+    features = torch.randn(len(TREE), 32, generator=source).to(dtype)
+    second = runner.forward([replace(tree, features=features)])
+    stored = runner.tensors.taps[0][: 20 + len(TREE)]
+    return torch.cat([first, second]), stored.float(), runner.loaded.model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8"), (torch.float32, "int4")],
+    ids=str,
+)
+def test_native_layers_compute_what_the_modules_do(
+    kind: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path
+) -> None:
+    target, head = _folders(kind, tmp_path)
+    logits, stored, fused = _computed(target, head, dtype, quantization, is_native=True)
+    wanted_logits, wanted_stored, modules = _computed(target, head, dtype, quantization, is_native=False)
+    assert fused.fused is not None
+    assert modules.fused is None
+    if dtype == torch.float32 and quantization is None:
+        torch.testing.assert_close(logits, wanted_logits, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(stored, wanted_stored, rtol=2e-4, atol=2e-4)
+        return
+    # Activations that are rounded to few bits: a sum that differs in its last bit may become another step.
+    for found, wanted in ((logits, wanted_logits), (stored, wanted_stored)):
+        assert (found - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_a_quantized_head_counts_the_bytes_of_its_native_layers(tmp_path: Path) -> None:
+    target, head = _folders("eagle3", tmp_path)
+    loaded = load_model(target, torch.float32, torch.device("cpu"))
+    whole, rounded = load_head(head, loaded), load_head(head, loaded, "int8")
+    assert whole.compute_path == rounded.compute_path == "native fused layers"
+    assert whole.num_parameters == rounded.num_parameters
+    assert whole.num_bytes > 3.9 * whole.num_parameters > 2 * rounded.num_bytes
+
+
+def test_formats_that_native_layers_do_not_know_run_as_modules(tmp_path: Path) -> None:
+    target, head = _folders("eagle3", tmp_path)
+    loaded = load_head(head, load_model(target, torch.float32, torch.device("cpu")), "fp8")
+    assert isinstance(loaded.model, FeatureHead)
+    assert loaded.model.fused is None
