@@ -29,7 +29,7 @@ PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=0),
     SamplingParams(max_tokens=9, tree="off"),
 )
-_MIXED = ("lfm2",)  # families, one for each kind of layer without attention
+_MIXED = ("lfm2", "qwen3_5_text")  # families, one for each kind of layer without attention
 
 
 def _settings(max_examples: int, num_steps: int) -> settings:

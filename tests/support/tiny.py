@@ -103,11 +103,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE,
 }
 
+_DELTA = _HEAD | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 # Families with layers that mix tokens without attention; they run on one device, unsplit and without captured passes.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "lfm2-biased": _LLAMA | {"layer_types": ["conv", "full_attention"], "conv_bias": True, "conv_L_cache": 4},
     "lfm2_moe": _LLAMA | _MOE | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "qwen3_next": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
+    "qwen3_5_text": _LLAMA | _DELTA,
+    "qwen3_5_moe_text": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
 }
 
 

@@ -21,6 +21,8 @@ from specinfer.kernels import AdapterRuns, AdapterTable, FlatPieces, NativePiece
 from specinfer.kernels.sight import sight
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
+from specinfer.model.recurrent import scan as scans
+from specinfer.model.recurrent.states import RecurrentStates
 
 # Spans of at most this many new tokens share one padded attention call.
 MAX_GROUPED_TOKENS = 128
@@ -36,6 +38,7 @@ class KVStore(Protocol):
     keys: list[Tensor]
     values: list[Tensor]
     taps: dict[int, Tensor]
+    states: RecurrentStates
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None: ...
 
@@ -58,6 +61,7 @@ class Piece:
     earlier_positions: Sequence[int] = ()
     features: Tensor | None = None  # [new, width] what a head on the target's hidden states reads beside the tokens
     adapter: AdapterTable | None = None  # what a LoRA adapter adds to linear layers
+    num_known: int = 0  # the first this many tokens will be committed: recurrent layers keep the state after them
 
     @property
     def num_context(self) -> int:
@@ -69,9 +73,11 @@ class Piece:
         start, num_chain = len(prefix_slots), len(chain)
         if tree is None:
             visible = np.tri(num_chain, dtype=np.bool_)
-            return cls(chain, range(start, start + num_chain), prefix_slots, slots, visible, 0)
+            places = range(start, start + num_chain)
+            return cls(chain, places, prefix_slots, slots, visible, 0, num_known=num_chain)
         visible, positions = sight(num_chain, tree, start)
-        return cls([*chain, *tree.tokens[1:]], positions, prefix_slots, slots, visible, len(tree))
+        tokens = [*chain, *tree.tokens[1:]]
+        return cls(tokens, positions, prefix_slots, slots, visible, len(tree), num_known=num_chain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +141,17 @@ class ForwardBatch:
     def paths(self, count: int) -> Tensor:
         """Return [tokens, count] slots of the last tokens on each token's path, itself last; -1 before the first."""
         if count not in self._paths:
-            paths = np.concatenate([last_slots(piece, count) for piece in self.pieces])
-            self._paths[count] = torch.from_numpy(paths).to(self.slots.device)
+            parts = [(piece, scans.parents_of(piece)) for piece in self.pieces]
+            paths = [
+                scans.path_slots(piece, parents, len(parents) - len(piece.slots), count) for piece, parents in parts
+            ]
+            self._paths[count] = torch.from_numpy(np.concatenate(paths)).to(self.slots.device)
         return self._paths[count]
+
+    @cached_property
+    def scan(self) -> scans.Scan:
+        """The order in which recurrent layers compute the tokens."""
+        return scans.Scan(self.pieces, self.store.states, self.slots.device)
 
     @cached_property
     def native(self) -> NativePieces | None:
@@ -161,24 +175,6 @@ class ForwardBatch:
 def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
     rest = [*piece.earlier_positions, *piece.positions]
     return np.concatenate([np.arange(len(piece.prefix_slots)), np.asarray(rest, dtype=np.int64)])
-
-
-def last_slots(piece: Piece, count: int) -> npt.NDArray[np.int64]:
-    """Return [new, count] slots of the last tokens on the path of each new token; see `ForwardBatch.paths`."""
-    num_prefix, num_rest = len(piece.prefix_slots), piece.visible.shape[1]
-    slots = np.concatenate([np.full(count, -1), piece.prefix_slots, piece.earlier_slots, piece.slots])
-    left = piece.visible.copy()
-    columns: list[npt.NDArray[np.int64]] = []
-    rows, num_found = np.arange(len(left)), np.zeros(len(left), np.int64)
-    for _ in range(min(count, num_rest)):
-        last = num_rest - 1 - left[:, ::-1].argmax(axis=1)  # of those left; none: then the prefix follows
-        is_rest = left[rows, last]
-        left[rows, last] = False
-        columns.append(np.where(is_rest, num_prefix + last, num_prefix - 1 - (len(columns) - num_found)))
-        num_found += is_rest
-    columns += [num_prefix - 1 - (i - num_found) for i in range(len(columns), count)]
-    found: npt.NDArray[np.int64] = slots[np.maximum(np.stack(columns[::-1], axis=1), -count) + count]
-    return found
 
 
 def pack(

@@ -9,6 +9,7 @@ from specinfer.core.config import EngineConfig
 from specinfer.core.systems import installed_memory
 from specinfer.model.kv_cache import bytes_per_slot
 from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.layers import state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,13 @@ def plan_capacity(
     memory = _cache_bytes(config, target.device, max_bytes, num_sharing, reserved)
     if max_slots is not None:
         memory = min(memory, max_slots * each)
+    states = sum(state_bytes(model.model, config.max_num_seqs) for model in (target, *drafters))
+    if states and states + each > memory:
+        raise ValueError(
+            f"max_num_seqs: the states of {config.max_num_seqs} requests take {states / 2**20:.2f} MiB of the "
+            f"{memory / 2**20:.2f} allowed; lower it, or raise kv_cache_memory_bytes"
+        )
+    memory -= states
     fitting = memory // each
     if fitting < max_model_len:
         if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from specinfer.model.prefix_cache import PrefixCache, PrefixNode
+from specinfer.model.recurrent.states import RecurrentStates
 
 Slots = npt.NDArray[np.int64]
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
@@ -232,6 +233,7 @@ class KVTensors:
 
     Args:
         taps: The layers after which hidden states are stored, or None for none.
+        states: States of recurrent layers, or None to keep none.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class KVTensors:
         dtype: torch.dtype,
         device: torch.device,
         taps: TapShape | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         def pool(shape: LayerShape, dim: int) -> Tensor:
             # Not zeros: memory pages that are never written take no memory, and a slot is written before it is read.
@@ -249,6 +252,7 @@ class KVTensors:
         self.num_slots, self._device = num_slots, device
         self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
+        self.states = RecurrentStates({}, 0, num_slots, device) if states is None else states
         # Padding has slot -1, and writes to the last row.
         size = () if taps is None else (num_slots + 1, taps.width)
         layers = () if taps is None else taps.layers

@@ -16,6 +16,7 @@ from specinfer.model.definition import max_position_of
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS, LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
+from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.sharding.stage import check_stage, received
 
 # Vocabularies have their most common words after the special tokens and bytes.
@@ -55,6 +56,7 @@ class _ProbeStore:
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0)] * num_layers
         self.taps: dict[int, Tensor] = {}
+        self.states = RecurrentStates({}, 0, 0, torch.device("cpu"))
         self.num_calls = [0] * num_layers
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

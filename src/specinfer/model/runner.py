@@ -19,6 +19,7 @@ from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
+from specinfer.model.recurrent.layers import kept_states
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class ModelRunner:
     ) -> None:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
-        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps)
+        states = kept_states(loaded.model, max_requests, num_slots, loaded.device)
+        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps, states)
         self.graphs, self.num_replaced = graphs, 0
         self._max_requests = max_requests
         self._why_unpadded: str | None = None
@@ -114,6 +116,7 @@ class ModelRunner:
         assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
+        self.tensors.states.clear()
         self.num_replaced += 1  # captured graphs read the old weights
         if self.graphs is not None:
             self.graphs.wait()  # a graph may still be running

@@ -79,7 +79,7 @@ def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
     if not loaded.shard.is_whole:
         return "it is a shard of a model"
     if is_hybrid(loaded.model):
-        return "it has layers with convolutions"
+        return "it has convolutions or recurrent layers"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):

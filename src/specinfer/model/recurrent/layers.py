@@ -1,26 +1,42 @@
 """Which layers of transformers' definitions are replaced by layers that follow token trees."""
 
+import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from specinfer.core.errors import ModelError
+from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.short_conv import ShortConv
+from specinfer.model.recurrent.states import ROWS_PER_REQUEST, RecurrentStates
 
 # By class name, because a definition is imported only when a model of its family is loaded.
-_REPLACED: dict[str, type[ShortConv]] = {
+_REPLACED: dict[str, type[ShortConv | GatedDelta]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
+    "Qwen3NextGatedDeltaNet": GatedDelta,
+    "Qwen3_5GatedDeltaNet": GatedDelta,
+    "Qwen3_5MoeGatedDeltaNet": GatedDelta,
 }
-LAYER_TYPES = frozenset({"conv"})  # names in `layer_types` of what is replaced
+LAYER_TYPES = frozenset({"conv", "linear_attention"})  # names in `layer_types` of what is replaced
 
 
 def replace_layers(model: nn.Module) -> nn.Module:
-    """Replace convolutions of a definition, with their weights or meta weights; names of weights stay."""
+    """Replace layers of a definition, with their weights or meta weights; names of weights stay.
+
+    Raises:
+        ModelError: The definition has layers of such a type that are computed in another way.
+    """
+    config: Any = model.config
+    num_left = sum(one in LAYER_TYPES for one in getattr(config.get_text_config(), "layer_types", None) or ())
     for name, module in list(model.named_modules()):
         kind = _REPLACED.get(type(module).__name__)
         if kind is not None and type(module).__module__.startswith("transformers."):
             model.set_submodule(name, kind(module))
+            num_left -= 1
+    if num_left:
+        raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(_types(config))}")
     return model
 
 
@@ -36,7 +52,7 @@ def check_split(config: Any, tensor_parallel_size: int, num_stages: int, offload
     Raises:
         ModelError: The model has such layers, and is to be split or streamed.
     """
-    kinds = sorted(LAYER_TYPES.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
+    kinds = _types(config)
     if not kinds:
         return
     why = f"family {config.model_type!r} has layers of type {', '.join(kinds)}, which"
@@ -46,3 +62,22 @@ def check_split(config: Any, tensor_parallel_size: int, num_stages: int, offload
         raise ModelError(f"pipeline_parallel_size: {why} are not split into stages; use 1")
     if offload is not None:
         raise ModelError(f"offload: {why} are not streamed; leave offload out")
+
+
+def _types(config: Any) -> list[str]:
+    return sorted(LAYER_TYPES.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
+
+
+def _state_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta)}
+
+
+def kept_states(model: nn.Module, max_requests: int, num_slots: int, device: torch.device) -> RecurrentStates:
+    """Return a pool for states of a model's recurrent layers."""
+    return RecurrentStates(_state_shapes(model), ROWS_PER_REQUEST * max_requests, num_slots, device)
+
+
+def state_bytes(model: nn.Module, max_requests: int) -> int:
+    """Return the bytes of the pool of `kept_states`."""
+    size = sum(math.prod(shape) for shape in _state_shapes(model).values())
+    return ROWS_PER_REQUEST * max_requests * size * torch.float32.itemsize

@@ -1,0 +1,111 @@
+"""Gated delta rule layers (Qwen3-Next, Qwen3.5) on token trees: a short convolution, then a recurrence.
+
+A head's state is a matrix. A token lets it decay, and moves what it returns for the token's key towards the token's
+value, as far as beta says. What a token adds is small next to a state: the inputs of its convolution and two numbers
+for each head are stored by slot. States are kept only after known tokens (`states`).
+
+Source: Gated Delta Networks (Yang et al., arXiv 2412.06464).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specinfer.core.errors import ModelError
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.short_conv import convolve, store_inputs
+
+
+class GatedDelta(nn.Module):
+    """A loaded gated delta rule layer, on token trees."""
+
+    # Submodules keep the names of transformers, some of which only one family has.
+    in_proj_qkvz: nn.Linear
+    in_proj_ba: nn.Linear
+    in_proj_qkv: nn.Linear
+    in_proj_z: nn.Linear
+    in_proj_b: nn.Linear
+    in_proj_a: nn.Linear
+    conv1d: nn.Conv1d
+    norm: nn.Module
+    out_proj: nn.Linear
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        if layer.activation != "silu":
+            raise ModelError(f"model: hidden_act {layer.activation!r} of layers with a delta rule is not supported")
+        self.layer_idx: int = layer.layer_idx
+        self.num_k_heads, self.num_v_heads = layer.num_k_heads, layer.num_v_heads
+        self.head_k_dim, self.head_v_dim = layer.head_k_dim, layer.head_v_dim
+        for name, module in layer.named_children():
+            self.add_module(name, module)
+        self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.num_v_heads, self.head_k_dim, self.head_v_dim)
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
+        inputs, gate, rates = self._project(hidden_states[0])
+        store_inputs(forward_batch, self.layer_idx, inputs, rates)
+        out = self._recur(forward_batch)[forward_batch.scan.new].to(inputs.dtype)
+        normed = self.norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
+        mixed: Tensor = self.out_proj(normed.view(len(out), -1))
+        return mixed.unsqueeze(0)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the convolution, the gate of the output, and beta and decay before activation."""
+        if not hasattr(self, "in_proj_qkvz"):
+            return self.in_proj_qkv(hidden), self.in_proj_z(hidden), torch.cat(
+                [self.in_proj_b(hidden), self.in_proj_a(hidden)], dim=-1
+            )  # fmt: skip
+        # Qwen3-Next has the outputs of a key head together.
+        values = self.num_v_heads // self.num_k_heads * self.head_v_dim
+        mixed = self.in_proj_qkvz(hidden).unflatten(-1, (self.num_k_heads, -1))
+        *qkv, gate = mixed.split([self.head_k_dim, self.head_k_dim, values, values], dim=-1)
+        beta, decay = self.in_proj_ba(hidden).unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)
+        inputs = torch.cat([one.flatten(1) for one in qkv], dim=-1)
+        return inputs, gate.flatten(1), torch.cat([beta.flatten(1), decay.flatten(1)], dim=-1)
+
+    def _recur(self, batch: ForwardBatch) -> Tensor:
+        """Return [scanned, value heads, value_dim] float32 results of the recurrence for all tokens of the scan."""
+        scan, store, layer = batch.scan, batch.store, self.layer_idx
+        stored = store.keys[layer]
+        mixed = functional.silu(convolve(self.conv1d, stored, scan.paths(self.conv1d.kernel_size[0])).to(stored.dtype))
+        widths = [self.num_k_heads * self.head_k_dim] * 2 + [self.num_v_heads * self.head_v_dim]
+        query, key, value = (one.unflatten(1, (heads, -1)).float() for one, heads in zip(
+            mixed.split(widths, dim=-1), (self.num_k_heads, self.num_k_heads, self.num_v_heads), strict=True
+        ))  # fmt: skip
+        repeats = self.num_v_heads // self.num_k_heads
+        query, key = (_unit(one).repeat_interleave(repeats, dim=1) for one in (query, key))
+        query = query * self.head_k_dim**-0.5
+        beta, decay = store.values[layer][scan.slots, 0].chunk(2, dim=-1)
+        beta = beta.sigmoid().float()
+        kept = (-self.A_log.float().exp() * functional.softplus(decay.float() + self.dt_bias)).exp()
+        result = torch.empty_like(value)
+        states = self._first_states(batch)
+        for number, level in enumerate(scan.levels):
+            of = level.tokens
+            states = states if number == 0 else states[level.sources]
+            states = states * kept[of][..., None, None]
+            found = torch.einsum("nhkv,nhk->nhv", states, key[of])
+            change = (value[of] - found) * beta[of].unsqueeze(-1)
+            states = states + key[of].unsqueeze(-1) * change.unsqueeze(-2)
+            result[of] = torch.einsum("nhkv,nhk->nhv", states, query[of])
+            if len(level.rows):
+                store.states.pools[layer][level.rows] = states[level.kept]
+        store.states.wrote(layer)
+        return result
+
+    def _first_states(self, batch: ForwardBatch) -> Tensor:
+        """Return [n, value heads, key_dim, value_dim] states before the first level: kept ones, or zeros."""
+        rows, pool = batch.scan.levels[0].sources, batch.store.states.pools.get(self.layer_idx)
+        if pool is None or not len(pool):
+            return torch.zeros(len(rows), *self.state_shape, device=rows.device)
+        return pool[rows.clamp(min=0)].masked_fill((rows < 0).view(-1, 1, 1, 1), 0.0)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.pow(2).sum(dim=-1, keepdim=True) + 1e-6)

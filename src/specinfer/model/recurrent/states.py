@@ -1,0 +1,96 @@
+"""States of recurrent layers, as a cache by slot.
+
+What a recurrence reads of a token is stored by slot, as keys are. So a layer can compute the state after any token from
+any earlier state, and a state may be dropped at any time. The state after the last known token of each request in a
+pass is kept under the token's slot. Whoever has this slot in its prefix continues there: the request itself, whatever
+was accepted since, one that was preempted, a fork, and another one with the same prefix.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+NO_ROW = -1
+ROWS_PER_REQUEST = 2  # the state that a request continues from, and one of a prefix
+
+
+class RecurrentStates:
+    """The kept states, and the slots of the tokens that they follow; the least recently used ones make way.
+
+    Args:
+        shapes: Shape of a state by layer.
+        num_rows: Number of states that can be kept of each layer.
+
+    Attributes:
+        pools: [rows, ...] float32 states by layer.
+    """
+
+    def __init__(
+        self, shapes: Mapping[int, tuple[int, ...]], num_rows: int, num_slots: int, device: torch.device
+    ) -> None:
+        self.pools: dict[int, Tensor] = {
+            layer: torch.empty(num_rows, *shape, dtype=torch.float32, device=device) for layer, shape in shapes.items()
+        }
+        num_rows = num_rows if shapes else 0
+        self._row_of = np.full(num_slots if num_rows else 0, NO_ROW, dtype=np.int64)  # by slot
+        self._slot_of = np.full(num_rows, -1, dtype=np.int64)  # by row; -1 is free
+        self._last_used = np.zeros(num_rows, dtype=np.int64)
+        self._clock = 0
+        self._pending: dict[int, int] = {}  # slots by the rows that the pass writes
+        self._unwritten: set[int] = set()  # layers that have not written them yet
+
+    def clear(self) -> None:
+        """Drop all states, because other weights computed them."""
+        self._pending.clear()
+        self._row_of.fill(NO_ROW)
+        self._slot_of.fill(-1)
+
+    def begin(self, new_slots: Sequence[Ints]) -> None:
+        """Begin a pass that writes these slots; states of their former tokens, and of a failed pass, are dropped."""
+        self._pending.clear()
+        if not len(self._row_of):
+            return
+        self._clock += 1
+        for slots in new_slots:
+            rows = self._row_of[slots]
+            self._slot_of[rows[rows >= 0]] = -1
+            self._row_of[slots] = NO_ROW
+
+    def find(self, prefix_slots: Ints) -> tuple[int, int]:
+        """Return how many tokens of a prefix the latest kept state covers, and its row; 0 and -1 for none."""
+        if not len(self._row_of):
+            return 0, NO_ROW
+        rows = self._row_of[prefix_slots]
+        known = np.flatnonzero(rows >= 0)
+        if not len(known):
+            return 0, NO_ROW
+        row = int(rows[known[-1]])
+        self._last_used[row] = self._clock
+        return int(known[-1]) + 1, row
+
+    def claim(self, slot: int) -> int:
+        """Return the row for the state after the token in a slot, or -1 if the pass has taken all.
+
+        A row that the same pass reads may be taken: layers read all states before they write any.
+        """
+        order = np.lexsort((self._last_used, self._slot_of >= 0))  # free rows first
+        row = next((int(one) for one in order if int(one) not in self._pending), NO_ROW)
+        if row != NO_ROW:
+            if (former := self._slot_of[row]) >= 0:
+                self._row_of[former] = NO_ROW
+            self._slot_of[row] = -1
+            self._pending[row] = slot
+            self._unwritten = set(self.pools)
+        return row
+
+    def wrote(self, layer: int) -> None:
+        """Record that a layer has written its rows; the last layer makes them known."""
+        self._unwritten.discard(layer)
+        if not self._unwritten and self._pending:
+            for row, slot in self._pending.items():
+                self._row_of[slot], self._slot_of[row], self._last_used[row] = row, slot, self._clock
+            self._pending.clear()

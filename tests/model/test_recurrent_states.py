@@ -1,0 +1,141 @@
+"""Kept states of recurrent layers: they save work, and no token depends on which are kept, or on a pass that failed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import reference
+from specinfer.core.config import EngineConfig
+from specinfer.core.sampling import SamplingParams
+from specinfer.drafters import SmallModelDrafter
+from specinfer.model.capacity import plan_capacity
+from specinfer.model.recurrent.gated_delta import GatedDelta
+from specinfer.model.recurrent.layers import kept_states
+from specinfer.model.recurrent.scan import Scan
+from specinfer.model.recurrent.states import RecurrentStates
+from specinfer.model.runner import ModelRunner
+from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run
+
+Runners = Callable[..., ModelRunner]
+FAMILY = "qwen3_5_text"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = random_prompts([3, 20, 33, 9])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    model = make_model(FAMILY)
+    return [reference.greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+def _target(runners: Runners, max_requests: int, num_slots: int = 512) -> ModelRunner:
+    return ModelRunner(runners(FAMILY).loaded, num_slots, keeps_prefixes=True, max_requests=max_requests)
+
+
+def _outputs(runners: Runners, target: ModelRunner) -> list[list[int]]:
+    small = SmallModelDrafter(ModelRunner(runners(FAMILY, 0, 0.15).loaded, 512), VOCAB, "small")
+    engine = make_engine(target, small, (2, 2, 1), max_num_batched_tokens=16)
+    return run(engine, [make_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)])
+
+
+@pytest.mark.parametrize("max_requests", [0, 1, 2, 8])
+def test_tokens_do_not_depend_on_how_many_states_are_kept(
+    max_requests: int, runner_of: Runners, wanted: list[list[int]]
+) -> None:
+    assert _outputs(runner_of, _target(runner_of, max_requests)) == wanted
+
+
+def test_a_state_of_a_rejected_branch_is_noticed(
+    runner_of: Runners, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known-wrong arm: the state after the last node of a tree is kept as that after its root."""
+
+    def made(self: Scan, *args: Any) -> None:
+        make(self, *args)
+        self._pieces = [replace(piece, num_known=len(piece.slots)) for piece in self._pieces]  # type: ignore[type-var]
+
+    make = Scan.__init__
+    monkeypatch.setattr(Scan, "__init__", made)
+    assert _outputs(runner_of, _target(runner_of, 8)) != wanted
+
+
+def test_a_pass_that_fails_between_layers_leaves_no_half_written_state(
+    runner_of: Runners, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, num_calls = _target(runner_of, 8), 0
+    last = [module for module in target.loaded.model.modules() if isinstance(module, GatedDelta)][-1]
+
+    def failing(module: nn.Module, _args: Any) -> None:
+        nonlocal num_calls
+        num_calls += module is last
+        if module is last and num_calls in (4, 9):
+            raise RuntimeError("a pass that fails")
+
+    handle = last.register_forward_pre_hook(failing)
+    try:
+        assert _outputs(runner_of, target) == wanted
+    finally:
+        handle.remove()
+    assert num_calls > 9
+
+
+def test_tokens_are_scanned_once_and_prefixes_continue_at_a_kept_state(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned: list[int] = []
+    new = Scan.new.func
+
+    def counted(self: Scan) -> torch.Tensor:
+        scanned.append(len(self.slots))
+        return new(self)
+
+    monkeypatch.setattr(Scan, "new", property(counted))
+    target, (prompt,) = _target(runner_of, 8), random_prompts([60])
+    run(make_engine(target, max_num_batched_tokens=16), [make_request("a", prompt, GREEDY)])
+    layers = len(target.tensors.states.pools)
+    assert sum(scanned) == layers * (60 + 12 - 1)
+    scanned.clear()
+    run(make_engine(target), [make_request("b", [*prompt[:50], 1, 2], GREEDY)])
+    # Of the 50 cached tokens, chunks ended after 16, 32 and 48.
+    assert scanned[0] == 2 + 2
+    assert sum(scanned) == layers * (4 + 12 - 1)
+
+
+def test_the_least_recently_used_state_makes_way() -> None:
+    states = RecurrentStates({0: (2,)}, 2, 10, CPU)
+
+    def keep(*slots: int) -> list[int]:
+        states.begin([np.asarray(slots)])
+        rows = [states.claim(slot) for slot in slots]
+        states.wrote(0)
+        return rows
+
+    assert sorted(keep(1, 2)) == [0, 1]
+    states.begin([])
+    assert states.find(np.asarray([0, 1, 5]))[0] == 2  # used now
+    keep(3)
+    assert [states.find(np.asarray([slot]))[0] for slot in (1, 2, 3)] == [1, 0, 1]
+    assert keep(5, 6, 7)[2] == -1  # a pass takes no row twice
+    states.begin([np.asarray([5])])  # another token is computed for the slot
+    assert [states.find(np.asarray([slot]))[0] for slot in (5, 6)] == [0, 1]
+
+
+def test_states_are_part_of_the_memory_plan(runner_of: Runners) -> None:
+    loaded = runner_of(FAMILY).loaded
+    pools = kept_states(loaded.model, 4, 8, CPU).pools
+    size = sum(pool.numel() * 4 for pool in pools.values())
+
+    def num_slots(memory: int) -> int:
+        config = EngineConfig(max_num_seqs=4, max_model_len=16, kv_cache_memory_bytes=memory)
+        return plan_capacity(config, loaded, [])[1]
+
+    assert num_slots(size + 40_000) == num_slots(size + 40_000 + 200)
+    assert 16 <= num_slots(size + 40_000) < num_slots(2 * size + 80_000)
+    with pytest.raises(ValueError, match=r"max_num_seqs: the states of 4 requests take .* lower it"):
+        num_slots(size)
