@@ -29,7 +29,7 @@ PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=0),
     SamplingParams(max_tokens=9, tree="off"),
 )
-_MIXED = ("lfm2", "qwen3_5_text")  # families, one for each kind of layer without attention
+_MIXED = ("lfm2", "qwen3_5_text", "granitemoehybrid")  # families, one for each kind of layer without attention
 
 
 def _settings(max_examples: int, num_steps: int) -> settings:
@@ -124,7 +124,7 @@ def test_any_order_of_things(max_in_flight: int, runner_of: Runners) -> None:
 
 @pytest.mark.parametrize("family", _MIXED)
 def test_any_order_of_things_without_attention_in_some_layers(family: str, runner_of: Runners) -> None:
-    run_state_machine_as_test(_machine(runner_of, family=family), settings=_settings(5, 16))
+    run_state_machine_as_test(_machine(runner_of, family=family), settings=_settings(3, 16))
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ _DELTA = _HEAD | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
 # Families with layers that mix tokens without attention; they run on one device, unsplit and without captured passes.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -118,6 +119,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": _LLAMA | _MOE | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "qwen3_next": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
     "qwen3_5_text": _LLAMA | _DELTA,
+    "bamba": _LLAMA | _MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": _LLAMA
+    | _MAMBA
+    | _LOCAL_MOE
+    | {"shared_intermediate_size": 24, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
     "qwen3_5_moe_text": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
 }
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.recurrence import recur
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
 
@@ -84,27 +85,17 @@ class GatedDelta(nn.Module):
         beta, decay = store.values[layer][scan.slots, 0].chunk(2, dim=-1)
         beta = beta.sigmoid().float()
         kept = (-self.A_log.float().exp() * functional.softplus(decay.float() + self.dt_bias)).exp()
-        result = torch.empty_like(value)
-        states = self._first_states(batch)
-        for number, level in enumerate(scan.levels):
-            of = level.tokens
-            states = states if number == 0 else states[level.sources]
+
+        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
             states = states * kept[of][..., None, None]
             found = torch.einsum("nhkv,nhk->nhv", states, key[of])
             change = (value[of] - found) * beta[of].unsqueeze(-1)
             states = states + key[of].unsqueeze(-1) * change.unsqueeze(-2)
-            result[of] = torch.einsum("nhkv,nhk->nhv", states, query[of])
-            if len(level.rows):
-                store.states.pools[layer][level.rows] = states[level.kept]
-        store.states.wrote(layer)
-        return result
+            return states, torch.einsum("nhkv,nhk->nhv", states, query[of])
 
-    def _first_states(self, batch: ForwardBatch) -> Tensor:
-        """Return [n, value heads, key_dim, value_dim] states before the first level: kept ones, or zeros."""
-        rows, pool = batch.scan.levels[0].sources, batch.store.states.pools.get(self.layer_idx)
-        if pool is None or not len(pool):
-            return torch.zeros(len(rows), *self.state_shape, device=rows.device)
-        return pool[rows.clamp(min=0)].masked_fill((rows < 0).view(-1, 1, 1, 1), 0.0)
+        result = torch.empty_like(value)
+        recur(batch, layer, self.state_shape, step, result)
+        return result
 
 
 def _unit(vectors: Tensor) -> Tensor:

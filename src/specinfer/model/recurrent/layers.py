@@ -8,16 +8,19 @@ from torch import nn
 
 from specinfer.core.errors import ModelError
 from specinfer.model.recurrent.gated_delta import GatedDelta
+from specinfer.model.recurrent.mamba2 import Mamba2
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST, RecurrentStates
 
 # By class name, because a definition is imported only when a model of its family is loaded.
-_REPLACED: dict[str, type[ShortConv | GatedDelta]] = {
+_REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba2]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
     "Qwen3NextGatedDeltaNet": GatedDelta,
     "Qwen3_5GatedDeltaNet": GatedDelta,
     "Qwen3_5MoeGatedDeltaNet": GatedDelta,
+    "BambaMixer": Mamba2,
+    "GraniteMoeHybridMambaLayer": Mamba2,
 }
 LAYER_TYPES = frozenset({"conv", "linear_attention"})  # names in `layer_types` of what is replaced
 
@@ -69,7 +72,7 @@ def _types(config: Any) -> list[str]:
 
 
 def _state_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta)}
+    return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta | Mamba2)}
 
 
 def kept_states(model: nn.Module, max_requests: int, num_slots: int, device: torch.device) -> RecurrentStates:

@@ -1,0 +1,74 @@
+"""Mamba-2 layers on token trees: a short convolution, then a linear recurrence with a decay for each head.
+
+The inputs of the convolution and one number for each head are stored by slot; states are kept as in `states`.
+
+Source: Transformers are SSMs (Dao and Gu, arXiv 2405.21060).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specinfer.core.errors import ModelError
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.short_conv import convolve, store_inputs
+
+
+class Mamba2(nn.Module):
+    """A loaded Mamba-2 layer, on token trees."""
+
+    conv1d: nn.Conv1d
+    in_proj: nn.Linear
+    norm: nn.Module
+    out_proj: nn.Linear
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        if layer.activation != "silu":
+            raise ModelError(f"model: the activation {layer.activation!r} of Mamba-2 layers is not supported")
+        self.layer_idx: int = layer.layer_idx
+        self.num_heads, self.head_dim, self.num_groups = layer.num_heads, layer.head_dim, layer.n_groups
+        self.state_size, self.step_limits = layer.ssm_state_size, layer.time_step_limit
+        for name, module in layer.named_children():
+            if name != "act":
+                self.add_module(name, module)
+        self.dt_bias, self.A_log, self.D = layer.dt_bias, layer.A_log, layer.D
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.head_dim, self.state_size)
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
+        width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        gate, inputs, steps = self.in_proj(hidden_states[0]).split([width, width + 2 * groups, self.num_heads], dim=-1)
+        store_inputs(forward_batch, self.layer_idx, inputs, steps)
+        out = self._recur(forward_batch)[forward_batch.scan.new]
+        mixed: Tensor = self.out_proj(self.norm(out.flatten(1), gate).to(inputs.dtype))
+        return mixed.unsqueeze(0)
+
+    def _recur(self, batch: ForwardBatch) -> Tensor:
+        """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
+        scan, store, layer = batch.scan, batch.store, self.layer_idx
+        stored = store.keys[layer]
+        mixed = functional.silu(convolve(self.conv1d, stored, scan.paths(self.conv1d.kernel_size[0])).to(stored.dtype))
+        width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        x, key, query = mixed.float().split([width, groups, groups], dim=-1)
+        x = x.unflatten(1, (self.num_heads, -1))
+        repeats = self.num_heads // self.num_groups
+        key, query = (one.unflatten(1, (self.num_groups, -1)).repeat_interleave(repeats, dim=1) for one in (key, query))
+        steps = store.values[layer][scan.slots, 0]
+        steps = functional.softplus(steps + self.dt_bias.to(steps.dtype)).clamp(*self.step_limits).float()
+        kept = (-self.A_log.float().exp() * steps).exp()
+        added = x * steps.unsqueeze(-1)
+
+        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+            states = states * kept[of][..., None, None] + added[of].unsqueeze(-1) * key[of].unsqueeze(-2)
+            return states, torch.einsum("nhps,nhs->nhp", states, query[of])
+
+        result = torch.empty_like(x)
+        recur(batch, layer, self.state_shape, step, result)
+        result += self.D.float().unsqueeze(-1) * x
+        return result

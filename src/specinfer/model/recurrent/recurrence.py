@@ -1,0 +1,37 @@
+"""The loop of all recurrences over the tokens of a pass."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specinfer.model.batch import ForwardBatch
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def recur(batch: ForwardBatch, layer: int, state_shape: tuple[int, ...], step: Step, result: Tensor) -> None:
+    """Compute a recurrence level by level, each token from its parent's state, and keep the states that are wanted.
+
+    Args:
+        layer: Number of the layer.
+        step: Function of the [n] index of tokens and the [n, *state_shape] states before them, which returns the states
+            after them and their results.
+        result: [scanned, ...] results of all tokens of the scan, to be filled.
+    """
+    store = batch.store
+    states = _first_states(batch, layer, state_shape)
+    for number, level in enumerate(batch.scan.levels):
+        states, found = step(level.tokens, states if number == 0 else states[level.sources])
+        result[level.tokens] = found
+        if len(level.rows):
+            store.states.pools[layer][level.rows] = states[level.kept]
+    store.states.wrote(layer)
+
+
+def _first_states(batch: ForwardBatch, layer: int, state_shape: tuple[int, ...]) -> Tensor:
+    """Return [n, *state_shape] states before the first level: kept ones, or zeros."""
+    rows, pool = batch.scan.levels[0].sources, batch.store.states.pools.get(layer)
+    if pool is None or not len(pool):
+        return torch.zeros(len(rows), *state_shape, device=rows.device)
+    return pool[rows.clamp(min=0)].masked_fill((rows < 0).view(-1, *(1 for _ in state_shape)), 0.0)
