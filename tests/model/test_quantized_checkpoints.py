@@ -16,6 +16,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.model.definition import load_plain
+from specinfer.model.experts import QuantizedExperts
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
 from specinfer.model.quantized.formats import find_format
@@ -112,12 +113,16 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
 
 
 @native
-def test_experts_are_decoded_and_the_other_layers_keep_their_codes(tmp_path: Path) -> None:
-    source = save_model(tmp_path / "source", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_compute_with_their_codes_or_are_decoded(family: str, tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 32} if family == "mixtral" else {"moe_intermediate_size": 32}
+    source = save_model(tmp_path / "source", family, hidden_size=64, **sizes)
     plain, folder = save_quantized(source, tmp_path / "quantized", "AWQ"), tmp_path / "quantized"
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", "int4")
+    has_codes = any(isinstance(module, QuantizedExperts) for module in loaded.model.modules())
+    assert has_codes == (family == "qwen3_moe")
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
 

@@ -26,6 +26,7 @@ from tiny import logits, random_prompts
 CPU = torch.device("cpu")
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}
+MIXTURE = {"norm_topk_prob": True, "moe_intermediate_size": 64}
 MIXES: dict[str, dict[str, Any]] = {
     "Q4_K_M": {"kind": "Q4_K", "kinds": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}},
     "Q4_0": {"kind": "Q4_0", "kinds": {"token_embd": "Q6_K"}, "tie_word_embeddings": True},
@@ -34,7 +35,11 @@ MIXES: dict[str, dict[str, Any]] = {
     "gates of two types": {"kind": "Q4_1", "kinds": {"1.ffn_up": "IQ4_XS"}},
     "gemma2": {"arch": "gemma2", "kind": "Q5_1"},
     "phi3": {"arch": "phi3", "kind": "Q6_K", "pad_token_id": None},
-    "qwen3moe": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"exps": "F16"}, "norm_topk_prob": True},
+    "experts": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"down_exps": "Q5_1", "gate_inp": "F32"}, **MIXTURE},
+    "experts of two types": {"arch": "qwen3moe", "kind": "Q8_0", "kinds": {"gate_exps": "Q4_1"}, **MIXTURE},
+    "experts with and without codes": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"up_exps": "BF16"}, **MIXTURE},
+    "experts without codes for outputs": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"down_exps": "F16"}, **MIXTURE},
+    "experts in 16 bits": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"exps": "F16"}, **MIXTURE},
 }
 FUSED = {"Q4_K_M", "Q4_0", "Q5_K_S", "MXFP4"}
 

@@ -188,7 +188,7 @@ def write_parts(path: Path, count: int) -> list[Path]:
 def _blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Return the weights in blocks, or random ones of the same size where the library cannot quantize."""
     try:
-        return gguf.quants.quantize(weight, kind)
+        return gguf.quants.quantize(np.ascontiguousarray(weight), kind)
     except NotImplementedError:
         rows = random_blocks(kind, len(weight), weight.shape[1] // gguf.GGML_QUANT_SIZES[kind][0])
         size = np.abs(gguf.quants.dequantize(scaled(rows, kind, 1.0), kind)).std()

@@ -82,7 +82,7 @@ def quantize_linears(
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 
 
-def place_codes(model: nn.Module, codes_of: Callable[[Tensor], tuple[str, QuantizedWeight]]) -> list[str]:
+def place_codes(model: nn.Module, codes_of: Callable[[Tensor], tuple[str, QuantizedWeight]]) -> set[str]:
     """Replace the linear layers and embeddings with meta weights by ones that compute with codes; return their types.
 
     Args:
@@ -104,7 +104,7 @@ def place_codes(model: nn.Module, codes_of: Callable[[Tensor], tuple[str, Quanti
         else:
             assert module.bias is None or layer.bias is module.bias
             model.set_submodule(name, layer)
-    return sorted(kinds)
+    return kinds
 
 
 def quantizable_names(model: nn.Module, inside: tuple[str, ...]) -> list[str]:

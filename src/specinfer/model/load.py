@@ -21,6 +21,7 @@ from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear,
 from specinfer.model.attention import register
 from specinfer.model.definition import check_architecture, load_config, max_position_of
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
+from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers
@@ -40,7 +41,7 @@ from specinfer.parallel.shard_spec import ShardSpec
 
 logger = logging.getLogger(__name__)
 # These have weights that are not parameters.
-_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, FusedDecoder, FusedLayers)
+_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, FusedDecoder, FusedLayers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from specinfer.core.config import OffloadConfig
 from specinfer.kernels.library import library
 from specinfer.kernels.quantization import BITS
+from specinfer.model import experts
 from specinfer.model.fused import can_fuse
 from specinfer.parallel.shard_spec import ShardSpec
 
@@ -62,6 +63,10 @@ class LoadConfig:
             and (self.quantization, self.offload.offload, self.token_map) == (None, None, None)
             and self.shard.is_whole
         )
+
+    def keeps_codes_of(self, name: str) -> bool:
+        """Return whether a weight that is stored as codes is computed with as it is; some experts are not."""
+        return self.keeps_codes and (".experts." not in name or self.config.model_type in experts.FAMILIES)
 
     def fuses(self, definition: Any) -> bool:
         """Return whether `FusedDecoder` can run the definition; of quantized weights it has integers only."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.definition import eos_token_ids_of, read_definition
+from specinfer.model.experts import place_experts
 from specinfer.model.linears import layer_names, place_codes
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.checkpoint import Checkpoint
@@ -58,11 +59,11 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
         return ShardDefinition.make(job)
     with open_checkpoint(job) as checkpoint:
         if job.shard.is_whole:  # transformers would treat a GGUF file as quantized, and reads only some correctly
-            weights = checkpoint.weights(lambda _layer: True, keeps_codes=job.keeps_codes)
+            weights = checkpoint.weights(lambda _layer: True, keeps_codes=job.keeps_codes_of)
             definition = ShardDefinition.make(job, weights)
-            kinds = place_codes(definition.model, checkpoint.codes)
+            kinds = place_codes(definition.model, checkpoint.codes) | place_experts(definition.model, checkpoint)
             checkpoint.fill(definition.model)  # matrices of other modules, such as routers
-            return replace(definition, stored_types=", ".join(kinds) or None)
+            return replace(definition, stored_types=", ".join(sorted(kinds)) or None)
         definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: False))
         prepare_conversion(checkpoint, definition.model, job)
         checkpoint.fill(definition.model)

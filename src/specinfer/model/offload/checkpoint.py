@@ -77,34 +77,43 @@ class Checkpoint:
         assert number is not None
         return number
 
-    def weights(self, is_read: Callable[[int | None], bool], *, keeps_codes: bool = False) -> dict[str, Tensor]:
+    def weights(
+        self, is_read: Callable[[int | None], bool], *, keeps_codes: Callable[[str], bool] = lambda _: False
+    ) -> dict[str, Tensor]:
         """Return all weights by name, with meta weights for those that are not read.
 
         Args:
             is_read: Function of a layer's number, or of None for the weights outside of layers.
-            keeps_codes: Whether weights whose codes can be computed with are not read, see `codes`. Those of experts,
-                which become stacks, are.
+            keeps_codes: Function of a name, whether the weight is not read if its codes can be computed with, see
+                `codes`. Of experts none is read then.
         """
+        codes = {name for name, source in self.shards.sources.items() if keeps_codes(name) and source.has_codes}
+        experts = {_experts_of(name) for name in codes} - {None}  # all of them become a stack, or none
         return {
             name: source.read()
-            if is_read(layer_number(name)) and not (keeps_codes and ".experts." not in name and source.has_codes)
+            if is_read(layer_number(name)) and name not in codes and _experts_of(name) not in experts
             else MetaWeight.of(name, source.shape, source.dtype)
             for name, source in self.shards.sources.items()
         }
 
-    def codes(self, tensor: Tensor) -> tuple[str, QuantizedWeight]:
-        """Read the codes that a meta weight represents, and the name of the type that they are stored in.
+    def codes(self, weight_of: Tensor | str) -> tuple[str, QuantizedWeight]:
+        """Read the codes of a weight, and the name of the type that they are stored in.
+
+        Args:
+            weight_of: The meta weight that represents it, or its name.
 
         Raises:
             ModelError: A scale is not finite.
         """
-        origin = origin_of(tensor)
-        assert origin is not None
-        kind, weight = self.shards.sources[origin[0]].codes()
+        if isinstance(weight_of, Tensor):
+            origin = origin_of(weight_of)
+            assert origin is not None
+            weight_of = origin[0]
+        kind, weight = self.shards.sources[weight_of].codes()
         for numbers in (weight.scales, weight.added, weight.nest):
             if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
                 folder = gguf_folder.origin_of(self.folder)
-                raise ModelError(f"model: weight {origin[0]} of {folder} has NaN or infinity; fetch the model again")
+                raise ModelError(f"model: weight {weight_of} of {folder} has NaN or infinity; fetch the model again")
         return kind, weight
 
     def least_bytes(self) -> int:
@@ -233,3 +242,9 @@ def _meta_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _empty(weights: Sequence[tuple[str, Tensor]], module: nn.Module, _args: Any, _output: Any) -> None:
     for name, tensor in weights:
         set_tensor(module, name, tensor)
+
+
+def _experts_of(name: str) -> str | None:
+    """Return the name of the layer of experts that a weight belongs to, or None."""
+    layer, found, _ = name.partition(".experts.")
+    return layer if found else None

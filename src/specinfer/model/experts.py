@@ -1,0 +1,101 @@
+"""Routed experts that compute with the codes that a file stores."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.kernels import GATES, LinearCall, Panels, QuantizedWeight
+from specinfer.model.fused import together
+from specinfer.model.offload.checkpoint import Checkpoint
+from specinfer.model.offload.meta_weights import MetaWeight
+
+# Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
+FAMILIES = frozenset({"qwen2_moe", "qwen3_moe"})
+EXPERT = "{layer}.{number}.{kind}_proj.weight"
+_Weight = QuantizedWeight | Tensor
+_LANES = 16  # gates and values alternate in blocks of so many
+
+
+class QuantizedExperts(nn.Module):
+    """A replacement for transformers' stacked experts, with a native call for each matrix; only routed ones are read.
+
+    Args:
+        experts: Gates, values and output matrices of each expert, as codes or, if a file has no codes, as numbers.
+        activation: transformers' name of the activation of gates, one of `GATES`.
+    """
+
+    def __init__(self, experts: Iterator[tuple[_Weight, _Weight, _Weight]], activation: str) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._gated: list[Callable[[Tensor], Tensor]] = []
+        self._down: list[LinearCall] = []
+        for gate, up, down in experts:
+            self._gated.append(self._gate(gate, up, activation))
+            self._down.append(self._call(down))
+
+    def _gate(self, gate: _Weight, up: _Weight, activation: str) -> Callable[[Tensor], Tensor]:
+        ending = GATES[activation]
+        if (
+            not (isinstance(gate, Tensor) or isinstance(up, Tensor))
+            and gate.format == up.format
+            and gate.out_features % _LANES == 0
+        ):
+            both = self._call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
+            return lambda x: both(x, None, ending)
+        opened = {"silu": nn.functional.silu}.get(activation, partial(nn.functional.gelu, approximate="tanh"))
+        gates, values = self._call(gate), self._call(up)
+        return lambda x: opened(gates(x)) * values(x)
+
+    def _call(self, weight: _Weight) -> LinearCall:
+        call = LinearCall(Panels.of(weight) if isinstance(weight, Tensor) else Panels.of_codes(weight))
+        self.num_bytes += call.num_bytes
+        return call
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return [tokens, width], the weighted sum of each token's experts, in the order of the experts.
+
+        Args:
+            hidden_states: [tokens, width].
+            top_k_index: [tokens, experts of each].
+            top_k_weights: [tokens, experts of each].
+        """
+        x, weights = hidden_states.float(), top_k_weights.float().flatten()
+        result = torch.zeros_like(x)
+        order = top_k_index.flatten().argsort(stable=True)
+        numbers, counts = top_k_index.flatten()[order].unique_consecutive(return_counts=True)
+        for number, places in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
+            tokens = places // top_k_index.shape[1]
+            added = self._down[number](self._gated[number](x[tokens]))
+            result.index_add_(0, tokens, added * weights[places].unsqueeze(1))
+        return result.to(hidden_states.dtype)
+
+
+def place_experts(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Replace stacked experts with meta weights by ones that compute with codes; return the types of these."""
+    kinds: set[str] = set()
+
+    def read(layer: str, number: int, kind: str) -> _Weight:
+        name = EXPERT.format(layer=layer, number=number, kind=kind)
+        source = checkpoint.shards.sources[name]
+        if not source.has_codes:
+            return checkpoint.read(name, MetaWeight.of(name, source.shape, source.dtype))
+        stored, weight = checkpoint.codes(name)
+        kinds.add(stored)
+        return weight
+
+    for name, module in list(model.named_modules()):
+        experts: Any = module
+        weights = [module._parameters.get(one) for one in ("gate_up_proj", "down_proj")]
+        if not any(weight is not None and weight.is_meta for weight in weights):
+            continue
+        assert experts.is_concatenated
+        assert not experts.is_transposed
+        assert not experts.has_bias
+        parts = (
+            (read(name, i, "gate"), read(name, i, "up"), read(name, i, "down")) for i in range(experts.num_experts)
+        )
+        model.set_submodule(name, QuantizedExperts(parts, experts.config.hidden_act))
+    return kinds
