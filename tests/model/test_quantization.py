@@ -357,7 +357,7 @@ def test_linear_layers_by_other_names(family: str) -> None:
     torch.testing.assert_close(model(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "mystery", None])
+@pytest.mark.parametrize("method", ["hqq", "mxfp4", "mystery", None])
 def test_weights_that_are_quantized_already_are_refused(
     method: str | None, model_folder: Folders, tmp_path: Path
 ) -> None:
