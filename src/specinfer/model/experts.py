@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.kernels import GATES, LinearCall, Panels, QuantizedWeight
-from specinfer.model.fused import together
+from specinfer.model.fused_layer import together
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight
 
