@@ -3,15 +3,24 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+import heads
+from heads import save_eagle3
+from specinfer import LLM, SamplingParams
 from specinfer.bench import shard_writer
 from specinfer.bench.grow import grow, grow_folder
+from specinfer.bench.grow_head import grow_head, grown_parameters, head_shape
 from specinfer.bench.shape import Shape, shape_for, shape_of
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TreeBudget
+from specinfer.model.definition import load_config
+from tiny import paths_of, random_prompts, save_model
 
 OLD = Shape(hidden_size=24, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=40)
 VOCAB_SIZE = 61
@@ -311,3 +320,36 @@ def test_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="holds something else: remove or rename it"):
             grow_folder(source, folder, OLD, dtype=torch.float32)
     assert (destination / "notes.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "speculators", "norm_before_residual": True}, {"fc_norm": True}])
+def test_a_head_that_grew_with_its_target_drafts_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    target, head = save_model(tmp_path / "target", "llama", num_hidden_layers=8), tmp_path / "head"
+    save_eagle3(head, draft_ids=range(2, 90), **options)
+    old = shape_of(load_config(target))
+    new = Shape(hidden_size=128, num_layers=11, num_heads=16, num_kv_heads=4, intermediate_size=160)
+    grown = grow_folder(target, tmp_path / "grown", new, dtype=torch.float32)
+    grown_head = grow_head(head, tmp_path / "grown-head", old, new, dtype=torch.float32)
+    found = [_drafted(target, head), _drafted(grown, grown_head)]
+    assert found[0] == found[1]
+    shape = head_shape(head, old, new)
+    assert shape == replace(new, num_layers=1)
+    tensors = load_file(grown_head / "model.safetensors")
+    assert sum(one.numel() for one in tensors.values()) == grown_parameters(head, shape)
+    with pytest.raises(ValueError, match="below the model's 32"):
+        grow_head(head, tmp_path / "other", old, replace(new, hidden_size=16), dtype=torch.float32)
+
+
+def _drafted(target: Path, head: Path) -> list[list[tuple[int, ...]]]:
+    """Return the paths of the trees that a head drafts along a text."""
+    found = []
+    with LLM(target, drafters=[str(head)], dtype="float32", tree="2,1,1") as llm:
+        drafter = heads.drafter_of(llm)
+        request = Request("one", list(random_prompts([12])[0]), SamplingParams(temperature=0.0, max_tokens=12), seed=0)
+        llm.engine.add(request)
+        llm.engine.step()
+        while not request.is_finished:
+            span = Span(request, request.num_computed, len(request.token_ids))
+            found.append(sorted(paths_of(drafter.draft([span], [TreeBudget.expansion((2, 1, 1))])[0])))
+            llm.engine.step()
+    return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reference
-from heads import SlowBlock, SlowEagle3, save_block, save_eagle3
+from heads import SlowBlock, SlowEagle3, ids_of, llm_of, save_block, save_eagle3
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
@@ -30,10 +30,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make_model("llama", num_hidden_layers=LAYERS)
-
-
-def _llm(target: Path, *drafters: Path | str, **options: Any) -> LLM:
-    return LLM(target, drafters=[str(one) for one in drafters], dtype="float32", max_num_seqs=4, **options)
 
 
 def _slow_tree(slow: SlowBlock, rows: Any, anchor: int, widths: Sequence[int], ids: Sequence[int]) -> TokenTree:
@@ -76,7 +72,7 @@ def test_growth_follows_the_formulas(
     folder = save_block(tmp_path / "head", kind, **options)
     slow = SlowBlock(folder, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
     ids = list(options.get("draft_ids", range(96)))
-    with _llm(target, folder, tree="1,1") as llm:
+    with llm_of(target, folder, tree="1,1") as llm:
         assert llm.drafter is not None
         (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, BlockDrafter)]
         request = Request("one", random_prompts([9])[0], GREEDY, seed=0, cache_salt=None)
@@ -102,7 +98,7 @@ def test_a_parallel_eagle_head_drafts_by_its_formulas(layout: str, target: Path,
     folder = save_eagle3(tmp_path / "head", layout, parallel=True, **fields)
     slow = SlowEagle3(folder, model.model.embed_tokens.weight.detach(), norm_before_residual=layout == "speculators")
     mask = slow.w["mask_hidden"][0] @ slow.w["fc.weight"].T
-    with _llm(target, folder, tree="1,1") as llm:
+    with llm_of(target, folder, tree="1,1") as llm:
         assert llm.drafter is not None
         (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, BlockDrafter)]
         assert drafter.max_depth == (8 if layout == "original" else 4)
@@ -125,7 +121,7 @@ def test_a_parallel_eagle_head_drafts_by_its_formulas(layout: str, target: Path,
 def test_a_tree_is_no_deeper_than_a_block(target: Path, tmp_path: Path) -> None:
     for kind, deepest in (("dflash", 3), ("dspark", 4)):
         folder = save_block(tmp_path / kind, kind, block_size=4)
-        with _llm(target, folder, tree="best-first:40:12") as llm:
+        with llm_of(target, folder, tree="best-first:40:12") as llm:
             (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False)
             depths = dict(output.metrics.speculative_decoding)["acceptance_histogram_by_draft_length"]
         assert max(map(int, depths)) == deepest
@@ -149,8 +145,8 @@ def test_greedy_text_is_that_of_transformers(
     kind: str, tree: str, target: Path, model: Any, heads: dict[str, Path]
 ) -> None:
     prompts = random_prompts([5, 40, 1, 17])
-    with _llm(target, heads[kind], tree=tree) as llm:
-        found = [one.outputs[0].token_ids for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    with llm_of(target, heads[kind], tree=tree) as llm:
+        found = [one.outputs[0].token_ids for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
     assert [list(one) for one in found] == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 
@@ -159,13 +155,9 @@ def test_sampled_text_does_not_depend_on_the_head(kind: str, target: Path, heads
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, presence_penalty=i % 2) for i in range(4)]
     texts = []
     for tree in ("off", "2,2,1", "best-first:16:5"):
-        with _llm(target, heads[kind], "suffix", tree=tree) as llm:
-            texts.append([one.outputs[0].token_ids for one in llm.generate(_ids(random_prompts([7] * 4)), params)])
+        with llm_of(target, heads[kind], "suffix", tree=tree) as llm:
+            texts.append([one.outputs[0].token_ids for one in llm.generate(ids_of(random_prompts([7] * 4)), params)])
     assert texts[0] == texts[1] == texts[2]
-
-
-def _ids(prompts: Sequence[Sequence[int]]) -> list[Any]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
 @pytest.mark.parametrize(("kind", "verification"), [("dflash", "multi-step"), ("dspark", "traversal")])
@@ -206,4 +198,4 @@ def test_block_heads_that_do_not_fit_are_refused_by_name(
 ) -> None:
     folder = save_block(tmp_path / "head", kind, **options)
     with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
-        _llm(target, folder)
+        llm_of(target, folder)

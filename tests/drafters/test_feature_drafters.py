@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import reference
-from heads import SlowEagle3, save_cycle, save_eagle3, tensors_of
-from pair_heads import slow_tree
+from heads import SlowEagle3, drafter_of, ids_of, llm_of, save_cycle, save_eagle3, tensors_of
+from pair_heads import save_eagle, slow_tree
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters.feature_drafter import FeatureDrafter
 from specinfer.kernels.quantized_linear import QuantizedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
@@ -44,16 +43,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make_model("llama", num_hidden_layers=LAYERS)
-
-
-def _llm(target: Path, *drafters: Path | str, **options: Any) -> LLM:
-    return LLM(target, drafters=[str(one) for one in drafters], dtype="float32", max_num_seqs=4, **options)
-
-
-def _drafter(llm: LLM) -> FeatureDrafter:
-    assert llm.drafter is not None
-    (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
-    return one
 
 
 def _read_prompt(llm: LLM, request: Request) -> None:
@@ -95,8 +84,8 @@ def test_growth_follows_the_formulas(
     monkeypatch.setattr("specinfer.setup.assembly.choose_dialect", lambda *_: None)
     folder = save_eagle3(tmp_path / "head", **options)
     slow = SlowEagle3(folder, model.model.embed_tokens.weight.detach(), **flags)
-    with _llm(target, folder, tree="1") as llm:
-        drafter = _drafter(llm)
+    with llm_of(target, folder, tree="1") as llm:
+        drafter = drafter_of(llm)
         request = Request("one", list(random_prompts([9])[0]), GREEDY, seed=0, cache_salt=None)
         for widths in ((3, 2, 2), (1, 1, 1, 1), (4, 1, 2)):
             if not request.num_output:
@@ -150,7 +139,7 @@ def test_tapped_states_are_those_of_transformers(
 
 
 def test_nothing_is_stored_where_no_drafter_reads_hidden_states(target: Path) -> None:
-    with _llm(target, "ngram") as llm:
+    with llm_of(target, "ngram") as llm:
         assert llm.target.loaded.taps is None
         assert llm.target.tensors.taps == {}
 
@@ -166,8 +155,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
 def test_greedy_text_is_that_of_transformers(target: Path, model: Any, head: Path, tree: str) -> None:
     prompts = random_prompts([5, 40, 1, 17])
-    with _llm(target, head, tree=tree) as llm:
-        found = [one.outputs[0].token_ids for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    with llm_of(target, head, tree=tree) as llm:
+        found = [one.outputs[0].token_ids for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
     assert [list(one) for one in found] == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 
@@ -177,18 +166,14 @@ def test_sampled_text_does_not_depend_on_the_head(target: Path, head: Path, draf
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40) for i in range(4)]
     texts = []
     for tree in ("off", "2,2,1", "best-first:16:5"):
-        with _llm(target, *names, tree=tree) as llm:
-            texts.append([one.outputs[0].token_ids for one in llm.generate(_ids(random_prompts([7] * 4)), params)])
+        with llm_of(target, *names, tree=tree) as llm:
+            texts.append([one.outputs[0].token_ids for one in llm.generate(ids_of(random_prompts([7] * 4)), params)])
     assert texts[0] == texts[1] == texts[2]
-
-
-def _ids(prompts: Sequence[Sequence[int]]) -> list[Any]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
 def _acceptance(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> float:
     """Return the mean number of accepted tokens of the passes with a tree."""
-    outputs = llm.generate(_ids(prompts), params, use_tqdm=False)
+    outputs = llm.generate(ids_of(prompts), params, use_tqdm=False)
     counts = [dict(one.metrics.speculative_decoding) for one in outputs]
     return sum(one["num_accepted_draft_tokens"] for one in counts) / sum(one["num_spec_steps"] for one in counts)
 
@@ -206,7 +191,7 @@ def cycle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_perfect_head_is_accepted_at_every_level(cycle: tuple[Path, Path]) -> None:
     target, head = cycle
     for tree in ("1,1,1,1,1,1", "best-first:12:6"):
-        with _llm(target, head, tree=tree) as llm:
+        with llm_of(target, head, tree=tree) as llm:
             params = SamplingParams(temperature=0, max_tokens=43)
             assert _acceptance(llm, random_prompts([5, 20], vocab=64), params) == 6
 
@@ -228,7 +213,7 @@ def test_the_dialect_that_agrees_with_the_target_is_chosen_and_logged(
     ):
         (copied / "config.json").write_text(json.dumps(fields | extra))
         caplog.clear()
-        with caplog.at_level("INFO"), _llm(target, copied, tree="1,1,1,1") as llm:
+        with caplog.at_level("INFO"), llm_of(target, copied, tree="1,1,1,1") as llm:
             assert _acceptance(llm, random_prompts([5], vocab=64)) > 3.5
             assert sorted(llm.target.tensors.taps) == [int(one) for one in chosen.removeprefix("layers ").split(", ")]
         (line,) = [one.getMessage() for one in caplog.records if "can be read in" in one.getMessage()]
@@ -242,15 +227,15 @@ def test_a_cached_prefix_does_not_change_what_is_accepted(cycle: tuple[Path, Pat
     while len(prompt) < 200:
         prompt.append((prompt[-1] * 5 + 3) % 64)
     params = SamplingParams(temperature=0, max_tokens=29)
-    with _llm(target, head, tree="1,1,1,1,1,1") as llm:
+    with llm_of(target, head, tree="1,1,1,1,1,1") as llm:
         assert _acceptance(llm, [prompt[:192]], params) == 6
         before = llm.target.cache.num_cached
         assert before >= 192
         for end in (192, 193, 200):  # the same prompt, and longer ones
-            (output,) = llm.generate(_ids([prompt[:end]]), params, use_tqdm=False)
+            (output,) = llm.generate(ids_of([prompt[:end]]), params, use_tqdm=False)
             assert output.num_cached_tokens >= 180
             assert dict(output.metrics.speculative_decoding)["mean_acceptance_length"] == 7
-        drafter = _drafter(llm)
+        drafter = drafter_of(llm)
         drafter.runner.cache._prefixes.evict(10_000)  # the head's own cache is lost, the target's is not
         assert _acceptance(llm, [prompt[:192]], params) == 6
 
@@ -258,10 +243,10 @@ def test_a_cached_prefix_does_not_change_what_is_accepted(cycle: tuple[Path, Pat
 def test_requests_with_another_first_token_share_nothing_of_the_head(cycle: tuple[Path, Path]) -> None:
     target, head = cycle
     prompt = list(range(40))
-    with _llm(target, head, tree="1,1") as llm:
-        drafter = _drafter(llm)
+    with llm_of(target, head, tree="1,1") as llm:
+        drafter = drafter_of(llm)
         for first in (5, 6):
-            llm.generate(_ids([[first, *prompt]]), SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+            llm.generate(ids_of([[first, *prompt]]), SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
         match = drafter.runner.cache._prefixes.match
         salts = [salt for salt in ("5:", "6:") if len(match(salt, prompt)[1])]
         assert salts == ["5:", "6:"]
@@ -280,14 +265,14 @@ def test_every_rule_draws_from_the_targets_distribution(
 def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model: Any, head: Path) -> None:
     prompts = random_prompts([30, 12, 25, 9] * 4)
     wanted = [reference.greedy(model, prompt, 24) for prompt in prompts[:4]]
-    with _llm(target, head, tree="2,2,1") as llm:
+    with llm_of(target, head, tree="2,2,1") as llm:
         slot = llm.target.loaded.taps
         assert slot is not None
     with LLM(
         target, drafters=[str(head)], dtype="float32", tree="2,2,1", max_num_seqs=16, max_model_len=64,
         kv_cache_memory_bytes=700_000,
     ) as llm:  # fmt: skip
-        outputs = llm.generate(_ids(prompts), GREEDY, use_tqdm=False)
+        outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
         assert llm.engine.metrics.num_preempted > 0
         assert [list(one.outputs[0].token_ids) for one in outputs[:4]] == wanted
         requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(prompts[:4])]
@@ -299,7 +284,7 @@ def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model:
         while not all(request.is_finished for request in requests):
             llm.engine.step()
         assert [request.token_ids[len(request.prompt_ids) :] for request in requests[1:]] == wanted[1:]
-        drafter = _drafter(llm)
+        drafter = drafter_of(llm)
         assert llm.target.cache.is_balanced()
         assert drafter.runner.cache.is_balanced()
         assert llm.target.cache.num_owned == drafter.runner.cache.num_owned == 0
@@ -307,8 +292,8 @@ def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model:
 
 def test_a_streamed_target_has_a_head_too(target: Path, model: Any, head: Path, tmp_path: Path) -> None:
     prompts = random_prompts([8, 20])
-    with _llm(target, head, tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
-        found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    with llm_of(target, head, tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 
@@ -317,8 +302,8 @@ def test_a_streamed_target_has_a_head_too(target: Path, model: Any, head: Path, 
 def test_a_target_on_several_ranks_has_a_head_too(sizes: tuple[int, int], target: Path, model: Any, head: Path) -> None:
     prompts = random_prompts([8, 20])
     ranks = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
-    with _llm(target, head, tree="2,2,1", **ranks) as llm:
-        found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    with llm_of(target, head, tree="2,2,1", **ranks) as llm:
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
         request = Request("one", random_prompts([30])[0], GREEDY, seed=0, cache_salt=None)
         llm.engine.add(request)
         while request.num_output < 12:
@@ -333,9 +318,9 @@ def test_a_target_on_several_ranks_has_a_head_too(sizes: tuple[int, int], target
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_quantized_head_drafts_for_the_same_text(quantization: str, target: Path, model: Any, head: Path) -> None:
     prompts = random_prompts([8])
-    with _llm(target, head, tree="2,2,1", drafter_quantization=quantization) as llm:
-        assert _drafter(llm).runner.loaded.quantization == quantization
-        found = [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    with llm_of(target, head, tree="2,2,1", drafter_quantization=quantization) as llm:
+        assert drafter_of(llm).runner.loaded.quantization == quantization
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 
@@ -343,21 +328,21 @@ def test_drafting_with_a_quantized_head_unpacks_no_weights(
     target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpacked: list[QuantizedLinear] = []
-    with _llm(target, head, tree="2,1", drafter_quantization="int4") as llm:
+    with llm_of(target, head, tree="2,1", drafter_quantization="int4") as llm:
         monkeypatch.setattr(QuantizedLinear, "weight", property(lambda layer: unpacked.append(layer) or torch.empty(0)))
-        llm.generate(_ids(random_prompts([8])), GREEDY, use_tqdm=False)
+        llm.generate(ids_of(random_prompts([8])), GREEDY, use_tqdm=False)
     assert not unpacked
 
 
 def test_a_heads_own_configuration_may_name_its_quantization(target: Path, tmp_path: Path) -> None:
     head = save_eagle3(tmp_path / "head", drafter_quantization="int8")
-    with _llm(target, head) as llm:
-        assert _drafter(llm).runner.loaded.quantization == "int8"
-    with _llm(target, head, drafter_quantization="int4") as llm:
-        assert _drafter(llm).runner.loaded.quantization == "int4"
+    with llm_of(target, head) as llm:
+        assert drafter_of(llm).runner.loaded.quantization == "int8"
+    with llm_of(target, head, drafter_quantization="int4") as llm:
+        assert drafter_of(llm).runner.loaded.quantization == "int4"
     wrong = save_eagle3(tmp_path / "wrong", drafter_quantization="int3")
     with pytest.raises(ModelError, match=r"drafters: drafter_quantization in .*wrong.*int3"):
-        _llm(target, wrong)
+        llm_of(target, wrong)
 
 
 # -------------------------------------------------------------------------------------- bad input
@@ -388,7 +373,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(
 ) -> None:
     folder = save_eagle3(tmp_path / "head", **options)
     with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
-        _llm(target, folder)
+        llm_of(target, folder)
 
 
 @pytest.mark.parametrize("kind", ["nan", "extra", "code", "cut", "missing"])
@@ -411,7 +396,7 @@ def test_damaged_heads_are_refused_by_name(kind: str, target: Path, tmp_path: Pa
         file.unlink()
         part = "neither model.safetensors nor pytorch_model.bin"
     with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
-        _llm(target, folder)
+        llm_of(target, folder)
 
 
 def test_a_head_is_no_target_and_some_targets_have_none(target: Path, head: Path, tmp_path: Path) -> None:
@@ -419,11 +404,11 @@ def test_a_head_is_no_target_and_some_targets_have_none(target: Path, head: Path
         LLM(head)
     falcon = save_model(tmp_path / "falcon", "falcon")
     with pytest.raises(ModelError, match="hidden states, which targets of family 'falcon' do not show"):
-        _llm(falcon, head)
+        llm_of(falcon, head)
     with pytest.raises(ValueError, match=r"select: heads on .* and copies of the target are not scored"):
-        _llm(target, head, save_model(tmp_path / "small"), select="hedge:1")
+        llm_of(target, head, save_model(tmp_path / "small"), select="hedge:1")
     with pytest.raises(ValueError, match="adapt_drafters: no drafter is a language model"):
-        _llm(target, head, adapt_drafters=True)
+        llm_of(target, head, adapt_drafters=True)
 
 
 @pytest.mark.parametrize("decoder", ["definition", "device"])
@@ -448,13 +433,14 @@ def test_captured_passes_store_hidden_states_of_real_tokens_only(decoder: str, t
     assert torch.equal(runner.tensors.taps[3][119], last), "padding has written to a slot"
 
 
-def test_bench_measures_a_head_and_does_not_grow_its_target(head: Path, tmp_path: Path) -> None:
+def test_bench_measures_a_head_and_grows_it_with_its_target(head: Path, tmp_path: Path) -> None:
     target = save_tokenizer(save_model(tmp_path / "target", "llama", num_hidden_layers=LAYERS))
-    words = ["bench", "latency", "--model", str(target), "--drafter", str(head), "--dtype", "float32"]
+    words = ["bench", "latency", "--model", str(target), "--dtype", "float32"]
     words += ["--num-prompts", "1", "--max-tokens", "8", "--tree", "2,1", "--repeats", "1", "--prompt-chars", "100"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert "2,1" in result.output
-    result = CliRunner().invoke(app, [*words, "--grow", "2m"])
+    for more in ([], ["--grow", "2m"]):
+        result = CliRunner().invoke(app, [*words, "--drafter", str(head), *more])
+        assert result.exit_code == 0, result.output
+        assert "2,1" in result.output
+    result = CliRunner().invoke(app, [*words, "--drafter", str(save_eagle(tmp_path / "eagle")), "--grow", "2m"])
     assert result.exit_code == 2
-    assert "(EAGLE-3) fits the model as it is; leave grow out, or name a small model" in " ".join(result.output.split())
+    assert "(EAGLE) fits the model as it is; leave grow out, or name a small model" in " ".join(result.output.split())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import reference
-from heads import save_cycle, tensors_of
+from heads import drafter_of, ids_of, llm_of, save_cycle, tensors_of
 from pair_heads import MTP_FAMILIES, save_eagle, save_mtp, slow_eagle, slow_tree
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
@@ -34,22 +34,8 @@ def model() -> Any:
     return make_model("llama")
 
 
-def _llm(target: Path, *drafters: Path | str, **options: Any) -> LLM:
-    return LLM(target, drafters=[str(one) for one in drafters], **({"dtype": "float32", "max_num_seqs": 4} | options))
-
-
-def _drafter(llm: LLM) -> FeatureDrafter:
-    assert llm.drafter is not None
-    (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
-    return one
-
-
-def _ids(prompts: Sequence[Sequence[int]]) -> list[Any]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-
-
 def _texts(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(one.outputs[0].token_ids) for one in llm.generate(_ids(prompts), GREEDY, use_tqdm=False)]
+    return [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
 
 
 def _last_states(model: Any, tokens: Sequence[int], *, is_normed: bool = True) -> Tensor:
@@ -63,7 +49,7 @@ def _last_states(model: Any, tokens: Sequence[int], *, is_normed: bool = True) -
 
 
 def _check_growth(llm: LLM, slow: Any, model: Any, *, is_normed: bool = True) -> None:
-    drafter = _drafter(llm)
+    drafter = drafter_of(llm)
     request = Request("one", list(random_prompts([9])[0]), GREEDY, seed=0, cache_salt=None)
     llm.engine.add(request)
     while request.num_output < 1:
@@ -94,7 +80,7 @@ def test_growth_of_an_eagle_head_follows_the_formulas(
     options: dict[str, Any], target: Path, model: Any, tmp_path: Path
 ) -> None:
     folder = save_eagle(tmp_path / "head", **options)
-    with _llm(target, folder, tree="1") as llm:
+    with llm_of(target, folder, tree="1") as llm:
         _check_growth(llm, slow_eagle(folder, model), model)
 
 
@@ -102,7 +88,7 @@ def test_an_eagle_head_reads_what_gemmas_last_norm_computes(tmp_path: Path) -> N
     target = save_model(tmp_path / "target", "gemma3_text")
     model = make_model("gemma3_text")
     folder = save_eagle(tmp_path / "head", own_embedding=False)
-    with _llm(target, folder, tree="1") as llm:
+    with llm_of(target, folder, tree="1") as llm:
         _check_growth(llm, slow_eagle(folder, model), model)
 
 
@@ -110,7 +96,7 @@ def test_an_eagle_head_reads_what_gemmas_last_norm_computes(tmp_path: Path) -> N
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_growth_of_an_mtp_layer_follows_the_formulas(family: str, tmp_path: Path) -> None:
     model, slow = save_mtp(tmp_path, family)
-    with _llm(tmp_path, "mtp", tree="1") as llm:
+    with llm_of(tmp_path, "mtp", tree="1") as llm:
         _check_growth(llm, slow, model)
         prompts = random_prompts([7, 20])
         assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
@@ -122,7 +108,7 @@ def test_features_before_the_last_norm_are_the_other_dialect(
 ) -> None:
     monkeypatch.setattr("specinfer.setup.assembly.choose_dialect", lambda run, _: run.head.speak(run.head.dialects[1]))
     model, slow = save_mtp(tmp_path, family, is_normed=False)
-    with _llm(tmp_path, "mtp", tree="1") as llm:
+    with llm_of(tmp_path, "mtp", tree="1") as llm:
         _check_growth(llm, slow, model, is_normed=False)
 
 
@@ -169,10 +155,10 @@ def test_a_perfect_head_is_accepted_at_every_level(make: Any, tmp_path: Path) ->
     prompt = [1]
     while len(prompt) < 20:
         prompt.append((prompt[-1] * 5 + 3) % 64)
-    with _llm(target, head, tree="1,1,1,1,1,1") as llm:
+    with llm_of(target, head, tree="1,1,1,1,1,1") as llm:
         for num_tokens in (43, 42):  # the second time the prompt is cached, and the first pass has a tree too
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
-            (output,) = llm.generate(_ids([prompt]), params, use_tqdm=False)
+            (output,) = llm.generate(ids_of([prompt]), params, use_tqdm=False)
             assert dict(output.metrics.speculative_decoding)["mean_acceptance_length"] == 7
         assert output.num_cached_tokens == 19
 
@@ -205,21 +191,21 @@ def test_greedy_text_is_that_of_transformers(options: dict[str, Any], mimo: tupl
     if "offload" in options:
         options |= {"offload_folder": tmp_path}
     with LLM(folder, **({"drafters": ["mtp"], "dtype": "float32", "tree": "3,2,2"} | options)) as llm:
-        assert _drafter(llm).name == "mtp"
+        assert drafter_of(llm).name == "mtp"
         assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
 
 
 def test_a_streamed_target_with_experts_has_its_mtp_layer_too(tmp_path: Path) -> None:
     model, _ = save_mtp(tmp_path / "target", "glm4_moe")
     prompts = random_prompts([8, 20])
-    with _llm(tmp_path / "target", "mtp", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
+    with llm_of(tmp_path / "target", "mtp", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
         assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
 
 
 def test_an_eagle_head_changes_no_text(target: Path, model: Any, tmp_path: Path) -> None:
     head, prompts = save_eagle(tmp_path / "head"), random_prompts([5, 40, 1, 17])
     for tree in ("3,2,2", "best-first:24:6"):
-        with _llm(target, head, tree=tree) as llm:
+        with llm_of(target, head, tree=tree) as llm:
             assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
 
 
@@ -228,7 +214,7 @@ def test_an_eagle_head_changes_no_text(target: Path, model: Any, tmp_path: Path)
 
 def test_mtp_of_a_target_that_has_none_is_refused_with_the_remedy(target: Path) -> None:
     with pytest.raises(ModelError, match=r'^drafters: "mtp" stands for MTP layers .* has none that are known; name a '):
-        _llm(target, "mtp")
+        llm_of(target, "mtp")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +235,7 @@ def test_damaged_mtp_layers_are_refused_by_name(change: dict[str, Tensor | None]
     kept = {name: one for name, one in tensors.items() if one is not None}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
-        _llm(tmp_path, "mtp")
+        llm_of(tmp_path, "mtp")
 
 
 def test_the_first_of_several_mtp_layers_is_used(
@@ -260,7 +246,7 @@ def test_the_first_of_several_mtp_layers_is_used(
     tensors = load_file(folder / "model.safetensors")
     second = {name.replace("layers.0", "layers.1"): one.clone() for name, one in tensors.items() if "mtp" in name}
     save_file(tensors | second, folder / "model.safetensors", metadata={"format": "pt"})
-    with caplog.at_level("INFO"), _llm(folder, "mtp", tree="2,1"):
+    with caplog.at_level("INFO"), llm_of(folder, "mtp", tree="2,1"):
         assert "has 2 MTP layers; the first drafts all levels" in caplog.text
 
 
@@ -278,7 +264,7 @@ def test_eagle_heads_that_do_not_fit_are_refused_by_name(
 ) -> None:
     folder = save_eagle(tmp_path / "head", **options)
     with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
-        _llm(target, folder)
+        llm_of(target, folder)
 
 
 def test_an_eagle_head_is_no_target_and_needs_a_known_last_norm(tmp_path: Path) -> None:
@@ -286,11 +272,11 @@ def test_an_eagle_head_is_no_target_and_needs_a_known_last_norm(tmp_path: Path) 
     with pytest.raises(ModelError, match=r"is a drafter \(EAGLE\); name its target as the model"):
         LLM(head)
     with pytest.raises(ModelError, match=r"reads what the target's last norm computes, which is not known for"):
-        _llm(save_model(tmp_path / "gpt2", "gpt2"), head)
+        llm_of(save_model(tmp_path / "gpt2", "gpt2"), head)
 
 
 def test_a_model_of_one_layer_is_no_head(target: Path, tmp_path: Path) -> None:
     small = save_model(tmp_path / "small", "llama", num_hidden_layers=1)
-    with _llm(target, small, tree="2") as llm:
+    with llm_of(target, small, tree="2") as llm:
         assert llm.drafter is not None
         assert not any(isinstance(one, FeatureDrafter) for one in llm.drafter.drafters)

@@ -7,6 +7,7 @@ import pytest
 
 import reference
 from adapters import save_adapter
+from heads import llm_of
 from references_of_text import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.config import OffloadConfig
@@ -30,10 +31,6 @@ def model() -> Any:
     return make_model("llama")
 
 
-def _llm(target: Path, *drafters: str, **options: Any) -> LLM:
-    return LLM(target, drafters=list(drafters), dtype="float32", **({"max_num_seqs": 4} | options))
-
-
 def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs]
@@ -51,7 +48,7 @@ def test_a_copy_of_8_bits_is_accepted_at_nearly_every_level(family: str, tmp_pat
 @pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
 @pytest.mark.parametrize("drafters", [("self:int4",), ("self:int4", "suffix")], ids=str)
 def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters: tuple[str, ...], tree: str) -> None:
-    with _llm(target, *drafters, tree=tree) as llm:
+    with llm_of(target, *drafters, tree=tree) as llm:
         assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
         assert llm.target.cache.is_balanced()
         assert llm.target.cache.num_owned == 0
@@ -59,13 +56,13 @@ def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters:
 
 @pytest.mark.parametrize("verification", ["multi-step", "traversal", "target-only", "coupled"])
 def test_every_rule_draws_from_the_targets_distribution(verification: str, target: Path, model: Any) -> None:
-    with _llm(target, "self:int4", tree="3,2", verification=verification, max_num_seqs=64, seed=3) as llm:
+    with llm_of(target, "self:int4", tree="3,2", verification=verification, max_num_seqs=64, seed=3) as llm:
         assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
 
 
 def test_preempted_and_aborted_requests_leave_no_borrowed_slots(target: Path, model: Any) -> None:
     wanted = [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
-    with _llm(target, "self:int4", tree="2,2,1", max_model_len=72, kv_cache_memory_bytes=33_000) as llm:
+    with llm_of(target, "self:int4", tree="2,2,1", max_model_len=72, kv_cache_memory_bytes=33_000) as llm:
         assert _texts(llm) == wanted
         assert llm.engine.metrics.num_preempted > 0
         requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(PROMPTS)]
@@ -83,7 +80,7 @@ def test_preempted_and_aborted_requests_leave_no_borrowed_slots(target: Path, mo
 
 
 def test_a_streamed_target_drafts_with_a_copy_that_stays_in_memory(target: Path, model: Any, tmp_path: Path) -> None:
-    with _llm(target, "self:int4", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
+    with llm_of(target, "self:int4", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
         assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
         assert llm.drafter is not None
         (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
@@ -119,7 +116,7 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(target: Path, tmp_path: P
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     shares = []
     for options in ({}, {"lora_request": LoRARequest("a", 1, str(adapter))}):
-        with _llm(target, "self:int8", tree="1,1,1", enable_lora=True) as llm:
+        with llm_of(target, "self:int8", tree="1,1,1", enable_lora=True) as llm:
             texts = llm.generate(prompts, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
             steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
             num_accepted = sum(step.num_generated - step.num_requests for step in steps)
@@ -132,7 +129,7 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(target: Path, tmp_path: P
 def test_a_copy_takes_no_memory_of_the_cache(target: Path) -> None:
     sizes = []
     for drafter in ("ngram", "self:int8"):
-        with _llm(target, drafter, kv_cache_memory_bytes=500_000) as llm:
+        with llm_of(target, drafter, kv_cache_memory_bytes=500_000) as llm:
             sizes.append(llm.target.cache.num_slots)
     assert sizes[0] == sizes[1]
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specinfer import LLM
+from specinfer.drafters.feature_drafter import FeatureDrafter
+
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
@@ -340,3 +343,23 @@ class SlowBlock:
         if "markov_head.markov_w1.weight" in self.w:
             logits = logits + self.w["markov_head.markov_w2.weight"] @ self.w["markov_head.markov_w1.weight"][before]
         return logits
+
+
+# ------------------------------------------------------------------------------------ running them
+
+
+def llm_of(target: Path, *drafters: Path | str, **options: Any) -> LLM:
+    """Load a target with drafters, in float32."""
+    return LLM(target, drafters=[str(one) for one in drafters], **({"dtype": "float32", "max_num_seqs": 4} | options))
+
+
+def drafter_of(llm: LLM) -> FeatureDrafter:
+    """Return the only drafter that grows trees with a head."""
+    assert llm.drafter is not None
+    (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
+    return one
+
+
+def ids_of(prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """Return token ids as `LLM.generate` takes them."""
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]

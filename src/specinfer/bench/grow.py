@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def grow(model: LlamaForCausalLM, shape: Shape, *, seed: int = 0, dtype: torch.d
     if not isinstance(model, LlamaForCausalLM):
         raise ValueError(f"model is a {type(model).__name__}: give a LlamaForCausalLM")
     old = shape_of(model.config)
-    _check_contains(shape, old)
+    check_contains(shape, old)
     config = _grown_config(model.config, shape, old, dtype or model.dtype)
     with torch.device("meta"):
         grown = LlamaForCausalLM(config)
@@ -84,13 +85,21 @@ def grow_folder(
     kind = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind != "llama":
         raise ValueError(f"source {source} holds model_type {kind!r}: give a Llama model")
-    marker = {
-        "shape": asdict(shape),
-        "positions": MIN_POSITIONS,
-        "seed": seed,
-        "dtype": str(dtype),
-        "source": _fingerprint(source),
-    }
+    sizes = {"shape": asdict(shape), "positions": MIN_POSITIONS, "seed": seed, "dtype": str(dtype)}
+
+    def write(fresh: Path) -> None:
+        _write_grown(load_plain(source, "auto").to(device), shape, fresh, seed, dtype)
+
+    return place_grown(source, destination, sizes, write)
+
+
+def place_grown(source: Path, destination: Path, sizes: Mapping[str, object], write: Callable[[Path], None]) -> Path:
+    """Call `write` with a new folder, which becomes the destination with the source's other files; as `grow_folder`.
+
+    Args:
+        sizes: What besides the source decides what is written.
+    """
+    marker = {**sizes, "source": _fingerprint(source)}
     if _is_grown(destination, marker):
         return destination
     is_ours = (destination / MARKER_NAME).is_file() and destination.resolve() != source.resolve()
@@ -100,8 +109,7 @@ def grow_folder(
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".grow-") as name:
         fresh = Path(name) / "fresh"
         fresh.mkdir()
-        model = load_plain(source, "auto")
-        _write_grown(model.to(device), shape, fresh, seed, dtype)
+        write(fresh)
         for path in sorted(source.iterdir()):
             is_weights = path.name.endswith(".index.json")
             if path.suffix in _COPIED_SUFFIXES and path.name != "config.json" and not is_weights:
@@ -124,22 +132,26 @@ class _Filling:
     def __init__(self, model: LlamaForCausalLM, shape: Shape, seed: int) -> None:
         self._shape, self._old = shape, shape_of(model.config)
         num_old = self._old.num_layers
-        # Old layers are spread evenly, each in the middle of its share: {new index: old index}.
-        self._kept = {(2 * i + 1) * shape.num_layers // (2 * num_old): i for i in range(num_old)}
+        self._kept = {new: old for old, new in enumerate(places_of_layers(num_old, shape.num_layers))}
         self._sources = dict(model.named_parameters(remove_duplicate=False))
         self._generator = torch.Generator(model.device).manual_seed(seed)
 
     def __call__(self, name: str, weight: Tensor) -> None:
         source_name = _source_name(name, self._kept)
         source = self._sources[source_name] if source_name else None
-        _grow_weight(name.split(".")[-2], weight, source, self._shape, self._old, self._generator)
+        grow_weight(name.split(".")[-2], weight, source, self._shape, self._old, self._generator)
+
+
+def places_of_layers(num_old: int, num_layers: int) -> list[int]:
+    """Return the new index of each old layer: they are spread evenly, each in the middle of its share."""
+    return [(2 * i + 1) * num_layers // (2 * num_old) for i in range(num_old)]
 
 
 @torch.no_grad()
 def _write_grown(model: LlamaForCausalLM, shape: Shape, folder: Path, seed: int, dtype: torch.dtype) -> None:
     """Write the model that `grow` makes to files."""
     old = shape_of(model.config)
-    _check_contains(shape, old)
+    check_contains(shape, old)
     config = _grown_config(model.config, shape, old, dtype)
     with torch.device("meta"):
         grown = LlamaForCausalLM(config)
@@ -166,11 +178,11 @@ def _source_name(name: str, kept: dict[int, int]) -> str | None:
     return ".".join(parts)
 
 
-def _grow_weight(
+def grow_weight(
     role: str, new: Tensor, old: Tensor | None, shape: Shape, small: Shape, generator: torch.Generator
 ) -> None:
     """Write `new` around `old`, which is at most as large in every size and None in an added layer."""
-    if role in {"embed_tokens", "o_proj", "down_proj"}:  # those that write to the residual
+    if role in {"embed_tokens", "o_proj", "down_proj", "fc"}:  # those that write to the residual
         new.zero_()
     else:
         new.uniform_(-_FILL_BOUND, _FILL_BOUND, generator=generator)
@@ -206,7 +218,7 @@ def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dt
     return grown
 
 
-def _check_contains(shape: Shape, old: Shape) -> None:
+def check_contains(shape: Shape, old: Shape) -> None:
     for field in fields(Shape):
         size, least = getattr(shape, field.name), getattr(old, field.name)
         if size < least:

@@ -2,7 +2,7 @@
 
 A grown model generates the same tokens as the small one it was made from, at the cost of its new size. Copies are kept
 in the user's cache. A drafter grows in width only, to a hundredth of the target's parameters, so that the ratio of the
-two costs is that of real pairs.
+two costs is that of real pairs. An EAGLE-3 head gets layers like the target's, as real heads have.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specinfer.bench.grow import grow_folder
+from specinfer.bench.grow_head import grow_head, grown_parameters, head_shape
 from specinfer.bench.shape import Shape, shape_for, shape_of
 from specinfer.core.config import parse_drafters
 from specinfer.core.lookups import reserved_names
@@ -37,16 +38,21 @@ class Growth:
     shape: Shape
     destination: Path
     dtype: torch.dtype
+    targets: tuple[Shape, Shape] | None = None  # shapes of a head's target before and after its growth
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights to write, or 0 if the copy exists already."""
         if self.destination.exists():
             return 0
+        if self.targets is not None:
+            return grown_parameters(self.source, self.shape) * self.dtype.itemsize
         return _num_parameters(self.shape, load_config(self.source)) * self.dtype.itemsize
 
     def make(self, device: torch.device) -> Path:
         """Make the grown folder with weights computed on a device, unless it exists, and return it."""
+        if self.targets is not None:
+            return grow_head(self.source, self.destination, *self.targets, dtype=self.dtype)
         return grow_folder(self.source, self.destination, self.shape, dtype=self.dtype, device=device)
 
 
@@ -94,7 +100,7 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
 
 
 def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
-    """Return a plan to grow the target to `size` ("1b"), and each smaller drafter to a hundredth of that.
+    """Return a plan to grow the target to `size` ("1b"), its heads with it, and smaller drafters to a hundredth of it.
 
     Raises:
         ValueError: The size is unknown or not reachable, or a model is not a Llama. Nothing was written.
@@ -110,8 +116,12 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
             if name in reserved_names() or (Path(name) / TOKEN_MAP).is_file():
                 continue
             if (head := find_format(Path(name))) is not None:
-                raise ValueError(f"{name} ({head}) fits the model as it is; leave grow out, or name a small model")
-            if growth := _drafter_growth(Path(name), wanted, kind):
+                if head != "EAGLE-3":
+                    raise ValueError(f"{name} ({head}) fits the model as it is; leave grow out, or name a small model")
+                targets = shape_of(config), shape
+                place = _destination(Path(name), size, kind)
+                growths[name] = Growth(Path(name), head_shape(Path(name), *targets), place, kind, targets)
+            elif growth := _drafter_growth(Path(name), wanted, kind):
                 growths[name] = growth
     except ValueError as error:
         raise ValueError(f"grow: {error}") from error

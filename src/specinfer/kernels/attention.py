@@ -60,9 +60,10 @@ class NativePieces:
     def __init__(self, pieces: FlatPieces) -> None:
         count = len(pieces.num_new)
         starts = np.zeros((3, count), dtype=np.int64)
-        np.cumsum(pieces.num_new[:-1], out=starts[0, 1:])
-        np.cumsum((pieces.num_prefix + pieces.num_rest)[:-1], out=starts[1, 1:])
-        np.cumsum((pieces.num_new * pieces.num_rest)[:-1], out=starts[2, 1:])
+        if count > 1:
+            np.cumsum(pieces.num_new[:-1], out=starts[0, 1:])
+            np.cumsum((pieces.num_prefix + pieces.num_rest)[:-1], out=starts[1, 1:])
+            np.cumsum((pieces.num_new * pieces.num_rest)[:-1], out=starts[2, 1:])
         self._alive = (pieces, starts)  # keeps the arrays alive as long as their addresses
         counts = (starts[0], pieces.num_new, pieces.num_prefix, pieces.num_rest, starts[1], starts[2])
         flat = (pieces.slots, pieces.key_positions, pieces.visible)

@@ -9,6 +9,7 @@ wherever its slot is.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -181,13 +182,14 @@ def pack(
     pieces: Sequence[Piece], store: KVStore, device: torch.device, *, native: bool = True, in_double: bool = False
 ) -> ForwardBatch:
     """Pack pieces one after the other; logits come back in the same order."""
-    ends = np.cumsum([len(piece.tokens) for piece in pieces])
+    ends = accumulate(len(piece.tokens) for piece in pieces)
     logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
 
     features = [piece.features for piece in pieces if piece.features is not None]
 
     def tensor(values: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in values])).to(device)
+        parts = [np.asarray(part, dtype=np.int64) for part in values]
+        return torch.from_numpy(parts[0].copy() if len(parts) == 1 else np.concatenate(parts)).to(device)
 
     return ForwardBatch(
         token_ids=tensor([piece.tokens for piece in pieces]),

@@ -98,10 +98,11 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
     scores = _tempered(values, nodes)
     is_sampled = [not node.request.params.is_greedy for node in nodes]
     if draft_sampling in CHOSEN or not any(is_sampled):
-        if draft_sampling == "shared-noise" and any(is_sampled):
+        is_noisy = draft_sampling == "shared-noise" and any(is_sampled)
+        if is_noisy:
             noisy = scores + _shared_noise(nodes, ids)
             scores = noisy if all(is_sampled) else torch.where(_column(is_sampled, scores), noisy, scores)
-        return _chosen(scores, ids, width)
+        return _chosen(scores, ids, width, descend=not is_noisy)
     return _drawn(draft_sampling, scores, ids, _column(is_sampled, scores), nodes, width)
 
 
@@ -150,17 +151,22 @@ def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
     return noise.view(len(nodes), draws, -1)
 
 
-def _chosen(scores: Tensor, ids: Tensor, width: int) -> Candidates:
+def _chosen(scores: Tensor, ids: Tensor, width: int, *, descend: bool) -> Candidates:
+    """Return the best tokens; `descend` is True if the scores of each node descend already."""
     # On the host: numpy takes a third of the time for so few numbers, and a device transfers them once.
     values, tokens = scores.cpu().numpy(), ids.cpu().numpy()
-    order = np.argsort(-values, axis=-1, kind="stable")[:, :width]
-    best = np.take_along_axis(values, order, axis=-1)
+    best = values[:, :width]
+    if descend:
+        tokens = tokens[:, :width]
+    else:
+        rows, order = np.arange(len(values))[:, None], np.argsort(-values, axis=-1, kind="stable")[:, :width]
+        best, tokens = values[rows, order], tokens[rows, order]
     possible = best > -np.inf
     highest = best[:, :1]
     with np.errstate(invalid="ignore"):  # a row without possible tokens
         weights = np.exp(values - highest).sum(axis=-1, keepdims=True)
         confidence = np.where(possible, np.exp(best - highest) / weights, 0.0)
-    tokens = np.where(possible, np.take_along_axis(tokens, order, axis=-1), -1)
+    tokens = np.where(possible, tokens, -1)
     none = np.empty((len(values), 0), dtype=np.int64)
     return Candidates(tokens, confidence.astype(np.float32), none, none.astype(np.float64), np.full(tokens.shape, -1))
 
