@@ -228,7 +228,8 @@ def _shares(rates: HitRates, prompts: Iterable[int]) -> list[str]:
 
 
 def _models(report: AcceptanceReport) -> str:
-    drafters = ", ".join(f"{name} {count / 1e6:.1f} M" for name, count in report.environment.drafter_parameters.items())
+    counts = report.environment.drafter_parameters.items()
+    drafters = ", ".join(f"{name} {count / 1e6:.1f} M" if count else name for name, count in counts)
     return f"{report.options['model']} ({report.environment.target_parameters / 1e6:.0f} M) and {drafters}"
 
 

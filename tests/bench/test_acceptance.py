@@ -10,9 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from heads import save_eagle3
 from specinfer.bench import acceptance
 from specinfer.bench.acceptance import next_token_ranks, run_acceptance
-from specinfer.bench.acceptance_drafters import disturbed_copies
+from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_options import PARTS, AcceptanceConfig
 from specinfer.bench.acceptance_plans import shapes
 from specinfer.bench.acceptance_report import AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
@@ -102,6 +103,21 @@ def test_several_drafters_are_compared_with_the_best_single_one(report: Acceptan
     assert all(base.setup.drafters == ("drafter",) for *_, base in compared)
     naive = ratios("table3", report.parts["table3"])
     assert {base.setup.drawing for *_, base in naive} == {"top-k"}
+
+
+def test_drafters_are_compared_in_the_same_time_too(report: AcceptanceReport) -> None:
+    for row in report.parts["drafters"]:
+        for counts in row.cells.values():
+            assert counts.tokens_per_second == sum(counts.generated) / counts.seconds > 0
+    text = io.StringIO()
+    print_acceptance(report, Console(file=text, width=200))
+    assert "The same runs, all prompts at once: tokens per second" in text.getvalue()
+
+
+def test_every_kind_of_drafter_is_described(tmp_path: Path) -> None:
+    assert describe("self:int8") == "the target itself with weights rounded to int8"
+    assert describe(str(save_eagle3(tmp_path / "head"))) == f"the EAGLE-3 head {tmp_path / 'head'}"
+    assert describe(str(tmp_path)) == f"the small model {tmp_path}"
 
 
 def test_hit_rates_count_ranks_within() -> None:

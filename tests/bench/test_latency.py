@@ -4,6 +4,7 @@ import io
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,14 @@ def test_what_is_written_and_shown(report: LatencyReport, folders: tuple[str, st
     print_latency(report, Console(file=shown, width=140))
     assert f"{report.speedup:.2f}" in shown.getvalue()
     assert "the same tokens as plain decoding in all 6 runs" in shown.getvalue()
+
+
+def test_drafters_without_weights_of_their_own_are_named(report: LatencyReport, folders: tuple[str, str]) -> None:
+    models = find_models(folders[0], ("self:int8", "suffix", folders[1]))
+    environment = replace(report.environment, drafter_parameters=models.drafter_parameters)
+    shown = io.StringIO()
+    print_latency(replace(report, environment=environment), Console(file=shown, width=200))
+    assert "drafters: self:int8, suffix, drafter 0.0 M parameters;" in shown.getvalue()
 
 
 def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, str], tmp_path: Path) -> None:

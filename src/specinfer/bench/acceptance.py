@@ -6,6 +6,7 @@ models, and no arm starts with what another has learned. As in the paper, genera
 tokens, which can cut the last pass short.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,13 +155,16 @@ class _Bench:
             self._llm.speculate(SpeculativeConfig(setup.drafters, setup.tree, setup.verification, setup.drawing))
             if setup.tree.startswith(BEST_FIRST):
                 self._generate(self._warmup, setup.temperature, len(self._prompts))
+            before = time.perf_counter()
             requests = self._generate(self._prompts, setup.temperature)
+            seconds = time.perf_counter() - before
             counters: list[dict[str, Any]] = [dict(output.metrics.speculative_decoding) for output in requests]
             self._known[setup] = Counts(
                 replace(setup, drafters=tuple(Path(name).name for name in setup.drafters)),
                 tuple(len(output.outputs[0].token_ids) for output in requests),
                 tuple(counter["num_target_passes"] for counter in counters),
                 tuple(counter["num_draft_tokens"] for counter in counters),
+                seconds,
             )
             advance()
         return self._known[setup]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.core.errors import ModelError
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import LOOKUPS, MTP, SELF_DRAFTERS
 from specinfer.model.gguf.folder import origin_of, weights_file
 from specinfer.model.heads.load import find_format
 
@@ -16,6 +16,8 @@ _DISTURBANCES = ((0.1, 1), (0.2, 2))
 _KNOWN = {
     "demo": "the embedded drafter",
     "demo-chat": "the drafter tuned to the chat model",
+    MTP: "the target's own layers for multi-token prediction",
+    **{name: f"the target itself with weights rounded to {kind}" for name, kind in SELF_DRAFTERS.items()},
     **{name: kind.help for name, kind in LOOKUPS.items()},
 }
 
@@ -60,5 +62,5 @@ def disturbed_copies(folder: Path, place: Path) -> dict[str, str]:
 
 def describe(name: str) -> str:
     """Return a description of a drafter in words."""
-    kind = find_format(Path(name)) or "small model"
-    return _KNOWN.get(name, f"the {kind} {name}")
+    kind = find_format(Path(name))
+    return _KNOWN.get(name, f"the small model {name}" if kind is None else f"the {kind} head {name}")

@@ -68,6 +68,11 @@ class Counts:
     generated: tuple[int, ...]  # tokens
     passes: tuple[int, ...]
     guessed: tuple[int, ...]  # drafted nodes
+    seconds: float = math.nan  # of all prompts at once, with reading them
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.generated) / self.seconds
 
     @property
     def tokens_per_pass(self) -> Estimate:
@@ -98,6 +103,7 @@ class Counts:
             "temperature": setup.temperature,
             "tokens_per_pass": self.tokens_per_pass.as_dict(),
             "guessed_per_pass": self.guessed_per_pass,
+            "tokens_per_second": None if math.isnan(self.seconds) else self.tokens_per_second,
             "num_tokens": list(self.generated),
             "num_passes": list(self.passes),
         }

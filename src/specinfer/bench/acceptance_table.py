@@ -44,6 +44,9 @@ def print_acceptance(report: AcceptanceReport, console: Console) -> None:
         _print_rows(f"{_TITLES[part]}\n{group}", rows, console, lambda counts: _shown(counts.tokens_per_pass))
         if part in COMPARED:
             _print_ratios(part, rows, console)
+        if part == "drafters":
+            title = "The same runs, all prompts at once: tokens per second"
+            _print_rows(title, rows, console, lambda counts: f"{counts.tokens_per_second:.1f}")
     if report.kinds:
         _print_kinds(report, console)
     if report.shift:

@@ -65,9 +65,10 @@ class Models:
 
     @property
     def drafter_parameters(self) -> dict[str, int]:
-        """Number of parameters of each model drafter by its folder's name."""
-        folders = [Path(name) for name in self.drafters if name not in reserved_names()]
-        return {folder.name: count_parameters(folder) for folder in folders}
+        """Number of parameters of each drafter by its name; 0 for one without weights beside the target's."""
+        return {
+            Path(name).name: 0 if name in reserved_names() else count_parameters(Path(name)) for name in self.drafters
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,11 @@ def print_table(console: Console, title: str, table: Table) -> None:
 def print_models(report: MeasuredModels, console: Console) -> None:
     """Print the models and the environment of the measurement."""
     environment = report.environment
-    drafters = ", ".join(f"{name} {millions(n)}" for name, n in environment.drafter_parameters.items())
+    counts = environment.drafter_parameters.items()
+    drafters = ", ".join(f"{name} {millions(n)}" if n else name for name, n in counts)
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
-        f"drafters: {drafters or 'ngram'}; {environment.precision} on {environment.device}, "
+        f"drafters: {drafters or 'none'}; {environment.precision} on {environment.device}, "
         f"{environment.num_threads} threads, {environment.cpu}, peak memory {environment.peak_memory / 2**30:.2f} GiB"
     )
 
