@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
 
 from specinfer.bench.grow import MIN_POSITIONS, check_contains, grow_weight, place_grown, places_of_layers
 from specinfer.bench.shape import Shape, head_dim_of, shape_of
+from specinfer.model.definition import make_trunk
 from specinfer.model.heads.eagle3 import usual_reads
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -76,15 +76,15 @@ def _fields(source: Path) -> dict[str, Any]:
     return fields
 
 
-def _layer_config(source: Path) -> LlamaConfig:
+def _layer_config(source: Path) -> Any:
     """Return the configuration of a head's layers."""
     fields = _fields(source)
     own = fields.get("transformer_layer_config", fields)
     if own.get("model_type", "llama") != "llama":
         raise ValueError(f"{source} has layers of family {own['model_type']!r}: only heads of Llama layers can grow")
-    config = LlamaConfig(**{name: value for name, value in own.items() if name not in ("architectures", "dtype")})
-    config.num_hidden_layers = int(own.get("num_hidden_layers") or 1)
-    return config
+    kept = {name: value for name, value in own.items() if name not in ("architectures", "torch_dtype", "dtype")}
+    changes = {"model_type": "llama", "num_hidden_layers": int(own.get("num_hidden_layers") or 1)}
+    return make_trunk(kept | changes).config
 
 
 def _role(name: str) -> str:
@@ -123,7 +123,7 @@ def _grown_tensor(
 
 
 def _grown_fields(
-    fields: dict[str, Any], config: LlamaConfig, shape: Shape, old_target: Shape, target: Shape
+    fields: dict[str, Any], config: Any, shape: Shape, old_target: Shape, target: Shape
 ) -> dict[str, Any]:
     """Return the fields of config.json with the new sizes, and the new numbers of the layers that are read."""
     sizes = {
