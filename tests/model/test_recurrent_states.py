@@ -13,7 +13,7 @@ import reference
 from specinfer.core.config import EngineConfig
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import SmallModelDrafter
-from specinfer.model.capacity import plan_capacity
+from specinfer.model.capacity import bytes_per_token, num_states, plan_capacity
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.recurrent.scan import Scan
@@ -34,8 +34,8 @@ def wanted() -> list[list[int]]:
     return [reference.greedy(model, prompt, 12) for prompt in PROMPTS]
 
 
-def _target(runners: Runners, max_requests: int, num_slots: int = 512) -> ModelRunner:
-    return ModelRunner(runners(FAMILY).loaded, num_slots, keeps_prefixes=True, max_requests=max_requests)
+def _target(runners: Runners, num_kept: int, num_slots: int = 512) -> ModelRunner:
+    return ModelRunner(runners(FAMILY).loaded, num_slots, keeps_prefixes=True, num_states=num_kept)
 
 
 def _outputs(runners: Runners, target: ModelRunner) -> list[list[int]]:
@@ -44,11 +44,11 @@ def _outputs(runners: Runners, target: ModelRunner) -> list[list[int]]:
     return run(engine, [make_request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)])
 
 
-@pytest.mark.parametrize("max_requests", [0, 1, 2, 8])
+@pytest.mark.parametrize("num_kept", [0, 1, 4, 16])
 def test_tokens_do_not_depend_on_how_many_states_are_kept(
-    max_requests: int, runner_of: Runners, wanted: list[list[int]]
+    num_kept: int, runner_of: Runners, wanted: list[list[int]]
 ) -> None:
-    assert _outputs(runner_of, _target(runner_of, max_requests)) == wanted
+    assert _outputs(runner_of, _target(runner_of, num_kept)) == wanted
 
 
 def test_a_state_of_a_rejected_branch_is_noticed(
@@ -62,13 +62,13 @@ def test_a_state_of_a_rejected_branch_is_noticed(
 
     make = Scan.__init__
     monkeypatch.setattr(Scan, "__init__", made)
-    assert _outputs(runner_of, _target(runner_of, 8)) != wanted
+    assert _outputs(runner_of, _target(runner_of, 16)) != wanted
 
 
 def test_a_pass_that_fails_between_layers_leaves_no_half_written_state(
     runner_of: Runners, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, num_calls = _target(runner_of, 8), 0
+    target, num_calls = _target(runner_of, 16), 0
     last = [module for module in target.loaded.model.modules() if isinstance(module, GatedDelta)][-1]
 
     def failing(module: nn.Module, _args: Any) -> None:
@@ -96,7 +96,7 @@ def test_tokens_are_scanned_once_and_prefixes_continue_at_a_kept_state(
         return new(self)
 
     monkeypatch.setattr(Scan, "new", property(counted))
-    target, (prompt,) = _target(runner_of, 8), random_prompts([60])
+    target, (prompt,) = _target(runner_of, 16), random_prompts([60])
     run(make_engine(target, max_num_batched_tokens=16), [make_request("a", prompt, GREEDY)])
     layers = len(target.tensors.states.pools)
     assert sum(scanned) == layers * (60 + 12 - 1)
@@ -126,16 +126,21 @@ def test_the_least_recently_used_state_makes_way() -> None:
     assert [states.find(np.asarray([slot]))[0] for slot in (5, 6)] == [0, 1]
 
 
-def test_states_are_part_of_the_memory_plan(runner_of: Runners) -> None:
+def test_states_are_part_of_the_memory_plan(runner_of: Runners, caplog: pytest.LogCaptureFixture) -> None:
     loaded = runner_of(FAMILY).loaded
-    pools = kept_states(loaded.model, 4, 8, CPU).pools
-    size = sum(pool.numel() * 4 for pool in pools.values())
+    each = sum(pool.nbytes for pool in kept_states(loaded.model, 1, 8, CPU).pools.values())
 
-    def num_slots(memory: int) -> int:
-        config = EngineConfig(max_num_seqs=4, max_model_len=16, kv_cache_memory_bytes=memory)
-        return plan_capacity(config, loaded, [])[1]
+    def plan(memory: int) -> tuple[int, int]:
+        config = EngineConfig(max_num_seqs=4, max_model_len=8, kv_cache_memory_bytes=memory)
+        return num_states(config, [loaded], memory), plan_capacity(config, loaded, [])[1] * bytes_per_token([loaded])
 
-    assert num_slots(size + 40_000) == num_slots(size + 40_000 + 200)
-    assert 16 <= num_slots(size + 40_000) < num_slots(2 * size + 80_000)
-    with pytest.raises(ValueError, match=r"max_num_seqs: the states of 4 requests take .* lower it"):
-        num_slots(size)
+    num_kept, taken = plan(17 * each + 10_000)
+    assert num_kept == 8  # two for each request
+    assert taken <= 9 * each + 10_000
+    assert not caplog.messages
+    num_kept, taken = plan(7 * each)
+    assert num_kept == 3
+    assert taken <= 4 * each
+    assert "lower max_num_seqs" in caplog.text
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes: a state of the recurrent layers takes .* raise it"):
+        plan(each)

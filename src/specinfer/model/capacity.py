@@ -10,6 +10,7 @@ from specinfer.core.systems import installed_memory
 from specinfer.model.kv_cache import bytes_per_slot
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import state_bytes
+from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,16 @@ def plan_capacity(
             f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
         )
     each = bytes_per_token((target, *drafters))
-    memory = _cache_bytes(config, target.device, max_bytes, num_sharing, reserved)
+    memory = cache_bytes(config, target.device, max_bytes, num_sharing, reserved)
     if max_slots is not None:
         memory = min(memory, max_slots * each)
-    states = sum(state_bytes(model.model, config.max_num_seqs) for model in (target, *drafters))
-    if states and states + each > memory:
-        raise ValueError(
-            f"max_num_seqs: the states of {config.max_num_seqs} requests take {states / 2**20:.2f} MiB of the "
-            f"{memory / 2**20:.2f} allowed; lower it, or raise kv_cache_memory_bytes"
-        )
-    memory -= states
+    if size := _bytes_per_state((target, *drafters)):
+        num_kept = num_states(config, (target, *drafters), memory)
+        memory -= num_kept * size
+        if num_kept < config.max_num_seqs:
+            logger.warning(
+                "memory for states of %d requests: more at once are much slower; lower max_num_seqs to that", num_kept
+            )
     fitting = memory // each
     if fitting < max_model_len:
         if config.max_model_len is not None or config.kv_cache_memory_bytes is not None or not fitting:
@@ -75,14 +76,37 @@ def plan_capacity(
     return max_model_len, min(config.max_num_seqs * max_model_len + tree_slots, fitting)
 
 
+def num_states(config: EngineConfig, models: Sequence[LoadedModel], memory: int) -> int:
+    """Return how many states of recurrent layers each model keeps: at most half of the caches' memory is for them.
+
+    Raises:
+        ValueError: Not even one fits.
+    """
+    each = _bytes_per_state(models)
+    if not each:
+        return 0
+    num_kept = min(ROWS_PER_REQUEST * config.max_num_seqs, memory // 2 // each)
+    if not num_kept:
+        raise ValueError(
+            f"kv_cache_memory_bytes: a state of the recurrent layers takes {each / 2**20:.2f} MiB, and half of the "
+            f"{memory / 2**20:.2f} allowed are for states; raise it"
+        )
+    return num_kept
+
+
+def _bytes_per_state(models: Iterable[LoadedModel]) -> int:
+    return sum(state_bytes(model.model) for model in models)
+
+
 def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], max_bytes: int | None, num_sharing: int) -> int:
     """Return the slots per cache that fit into the memory of a rank without an engine; see `plan_capacity`."""
-    return _cache_bytes(config, models[0].device, max_bytes, num_sharing) // bytes_per_token(models)
+    return cache_bytes(config, models[0].device, max_bytes, num_sharing) // bytes_per_token(models)
 
 
-def _cache_bytes(
+def cache_bytes(
     config: EngineConfig, device: torch.device, max_bytes: int | None, num_sharing: int, reserved: int = 0
 ) -> int:
+    """Return the bytes that the caches of all models may take; arguments as for `plan_capacity`."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     memory = max(_memory(device, config.gpu_memory_utilization) // num_sharing - reserved, 0)

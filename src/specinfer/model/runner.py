@@ -20,6 +20,7 @@ from specinfer.model.kv_cache import KVCache, KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
 from specinfer.model.recurrent.layers import kept_states
+from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class ModelRunner:
         capacity: Memory limit of a pass, or None if only the cache's slots limit it.
         graphs: Captured graphs, to whose sizes passes are padded if the model allows it. None to run passes unpadded.
         max_requests: Largest number of requests at a time in captured passes.
+        num_states: Number of states of recurrent layers to keep, or None for those of so many requests.
     """
 
     max_in_flight = 1
@@ -96,10 +98,12 @@ class ModelRunner:
         capacity: PassCapacity | None = None,
         graphs: Graphs | None = None,
         max_requests: int = 32,
+        num_states: int | None = None,
     ) -> None:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
-        states = kept_states(loaded.model, max_requests, num_slots, loaded.device)
+        num_states = ROWS_PER_REQUEST * max_requests if num_states is None else num_states
+        states = kept_states(loaded.model, num_states, num_slots, loaded.device)
         self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps, states)
         self.graphs, self.num_replaced = graphs, 0
         self._max_requests = max_requests

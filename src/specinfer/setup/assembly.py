@@ -22,7 +22,7 @@ from specinfer.drafters.self_drafter import SelfRunner, copy_fits
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
-from specinfer.model.capacity import bytes_per_token, plan_capacity
+from specinfer.model.capacity import bytes_per_token, cache_bytes, num_states, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
@@ -169,11 +169,11 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         loaded = [one.loaded for one in small.values()]
         target = replace(target, taps=taps_of(target, loaded))
         graphs = make_graphs(place, enforce_eager=args.enforce_eager) if ranks is None else None
-        max_model_len, num_slots, capacity = _plan(settings, target, loaded, ranks, captures=graphs is not None)
+        max_model_len, num_slots, kept, capacity = _plan(settings, target, loaded, ranks, captures=graphs is not None)
         make_runner = partial(
             ModelRunner,
             num_slots=num_slots, keeps_prefixes=args.enable_prefix_caching, graphs=graphs,
-            max_requests=limits.max_num_seqs,
+            max_requests=limits.max_num_seqs, num_states=kept,
         )  # fmt: skip
         runner: TargetRunner = (
             make_runner(target, capacity=capacity)
@@ -256,23 +256,28 @@ def _plan(
     ranks: Ranks | None,
     *,
     captures: bool,
-) -> tuple[int, int, PassCapacity | None]:
-    """Return the longest request in tokens, the slots of each cache, and which layers stay in memory.
+) -> tuple[int, int, int, PassCapacity | None]:
+    """Return the longest request in tokens, the slots and states of each cache, and which layers stay in memory.
 
     The limits leave room for all that was loaded and for what a pass needs.
     """
     limits, offload = settings.limits, settings.offload
     budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
+    max_bytes = None if budget is None else budget.cache_bytes
+    sharing = 1 if ranks is None else num_sharing(target.device, ranks.place)
+    reserved = sum(captured_bytes(one, limits.max_num_seqs) for one in (target, *drafters)) if captures else 0
     max_model_len, num_slots = plan_capacity(
         limits,
         target,
         drafters,
-        None if budget is None else budget.cache_bytes,
-        num_sharing=1 if ranks is None else num_sharing(target.device, ranks.place),
+        max_bytes,
+        num_sharing=sharing,
         max_slots=None if ranks is None else min_remote_slots(ranks, target),
-        reserved=sum(captured_bytes(one, limits.max_num_seqs) for one in (target, *drafters)) if captures else 0,
+        reserved=reserved,
     )
+    memory = cache_bytes(limits, target.device, max_bytes, sharing, reserved)
+    kept = num_states(limits, (target, *drafters), memory)
     if budget is None:
-        return max_model_len, num_slots, None
-    cache_bytes = num_slots * bytes_per_token((target, *drafters))
-    return max_model_len, num_slots, settle_shard(target, budget, cache_bytes, limits)
+        return max_model_len, num_slots, kept, None
+    taken = num_slots * bytes_per_token((target, *drafters))
+    return max_model_len, num_slots, kept, settle_shard(target, budget, taken, limits)

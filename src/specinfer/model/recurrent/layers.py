@@ -10,7 +10,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.mamba2 import Mamba2
 from specinfer.model.recurrent.short_conv import ShortConv
-from specinfer.model.recurrent.states import ROWS_PER_REQUEST, RecurrentStates
+from specinfer.model.recurrent.states import RecurrentStates
 
 # By class name, because a definition is imported only when a model of its family is loaded.
 _REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba2]] = {
@@ -75,12 +75,11 @@ def _state_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta | Mamba2)}
 
 
-def kept_states(model: nn.Module, max_requests: int, num_slots: int, device: torch.device) -> RecurrentStates:
-    """Return a pool for states of a model's recurrent layers."""
-    return RecurrentStates(_state_shapes(model), ROWS_PER_REQUEST * max_requests, num_slots, device)
+def kept_states(model: nn.Module, num_states: int, num_slots: int, device: torch.device) -> RecurrentStates:
+    """Return a pool for this many states of a model's recurrent layers."""
+    return RecurrentStates(_state_shapes(model), num_states, num_slots, device)
 
 
-def state_bytes(model: nn.Module, max_requests: int) -> int:
-    """Return the bytes of the pool of `kept_states`."""
-    size = sum(math.prod(shape) for shape in _state_shapes(model).values())
-    return ROWS_PER_REQUEST * max_requests * size * torch.float32.itemsize
+def state_bytes(model: nn.Module) -> int:
+    """Return the bytes of one state of all recurrent layers, or 0 if there are none."""
+    return sum(math.prod(shape) for shape in _state_shapes(model).values()) * torch.float32.itemsize

@@ -29,11 +29,13 @@ def convolve(conv: nn.Conv1d, stored: Tensor, paths: Tensor) -> Tensor:
         stored: [slots, 1, channels] inputs by slot.
         paths: [tokens, kernel_size] slots of the last tokens on each token's path, itself last; -1 before the first.
     """
-    inputs = stored[paths.clamp(min=0), 0].float()
-    # Not multiplied by 0: what a slot had before may be NaN.
-    inputs = inputs.masked_fill((paths < 0).unsqueeze(-1), 0.0)
-    result = torch.einsum("tkc,ck->tc", inputs, conv.weight.squeeze(1).float())
-    return result if conv.bias is None else result + conv.bias.float()
+    weight = conv.weight.squeeze(1).float()
+    result = torch.zeros(len(paths), len(weight), device=paths.device) if conv.bias is None else conv.bias.float()
+    for i, slots in enumerate(paths.unbind(dim=1)):
+        inputs = stored[slots.clamp(min=0), 0].float()
+        # Not multiplied by 0: what a slot had before may be NaN.
+        result = result + inputs.masked_fill((slots < 0).unsqueeze(-1), 0.0) * weight[:, i]
+    return result
 
 
 class ShortConv(nn.Module):
