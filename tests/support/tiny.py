@@ -124,6 +124,19 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | _MAMBA
     | _LOCAL_MOE
     | {"shared_intermediate_size": 24, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
+    "nemotron_h": _LLAMA
+    | _HEAD
+    | {
+        "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+        "num_hidden_layers": 5,
+    },
     "qwen3_5_moe_text": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
 }
 

@@ -23,13 +23,13 @@ from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards, has_safetensors
-from specinfer.model.recurrent.layers import LAYER_TYPES, replace_layers
+from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-_LAYER_TYPES = {"full_attention", "sliding_attention", *LAYER_TYPES}
+_LAYER_TYPES = {"full_attention", "sliding_attention", *LAYER_TYPES, *FEED_FORWARD_TYPES}
 
 
 def load_config(folder: Path) -> Any:

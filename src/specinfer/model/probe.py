@@ -16,6 +16,7 @@ from specinfer.model.definition import max_position_of
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS, LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
+from specinfer.model.recurrent.layers import stores
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.sharding.stage import check_stage, received
 
@@ -53,8 +54,8 @@ class _ProbeStore:
     """A replacement for the cache in the probing pass, which records what each layer stores."""
 
     def __init__(self, num_layers: int) -> None:
-        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
-        self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        self.keys: list[Tensor] = [torch.empty(0, 0, 0)] * num_layers
+        self.values: list[Tensor] = [torch.empty(0, 0, 0)] * num_layers
         self.taps: dict[int, Tensor] = {}
         self.states = RecurrentStates({}, 0, 0, torch.device("cpu"))
         self.num_calls = [0] * num_layers
@@ -99,7 +100,8 @@ def probe(
         raise ModelError(
             f"model: family {family!r} is not supported: it does not run with tree attention ({first_line(error)})"
         ) from error
-    if silent := [layer for layer, calls in enumerate(store.num_calls) if calls != 1]:
+    calls = enumerate(store.num_calls)
+    if silent := [layer for layer, num_calls in calls if num_calls != stores(config, layers.start + layer)]:
         raise ModelError(
             f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
             "do not call the attention interface of transformers once a pass"

@@ -20,9 +20,18 @@ _REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba2]] = {
     "Qwen3_5GatedDeltaNet": GatedDelta,
     "Qwen3_5MoeGatedDeltaNet": GatedDelta,
     "BambaMixer": Mamba2,
+    "NemotronHMamba2Mixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
 }
 LAYER_TYPES = frozenset({"conv", "linear_attention"})  # names in `layer_types` of what is replaced
+
+FEED_FORWARD_TYPES = frozenset({"mlp", "moe"})  # names of layers that mix no tokens, and store nothing
+
+
+def stores(config: Any, layer: int) -> bool:
+    """Return whether a layer stores anything for a token."""
+    types = getattr(config.get_text_config(), "layer_types", None)
+    return types is None or types[layer] not in FEED_FORWARD_TYPES
 
 
 def replace_layers(model: nn.Module) -> nn.Module:
