@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.library import call, library
-from specinfer.kernels.panels import TYPES, WIDTH
+from specinfer.kernels.panels import TYPES
+from specinfer.kernels.scales import WIDTH
 
 LANES = 16  # as in types.h
 _RANKS = 4  # ranks are padded to a multiple of it; as in low_rank.h

@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.library import call, describe, library
-from specinfer.kernels.quantization import NEST, QuantizedWeight
+from specinfer.kernels.quantization import QuantizedWeight
+from specinfer.kernels.scales import BF16_SCALES, WIDTH, pack_scales, with_scales
 
 if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.kernels.low_rank import AdapterRuns
 
-WIDTH = 32  # columns of a panel; like all constants here, as in types.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 = range(3, 9)
 ANY_ROWS = 2**62
 _GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32)  # by type: inputs are padded to a multiple of it
 _BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4}  # of a code; 8 of other types
-BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS = range(6)
 # The bits and inputs of groups of each type.
 _FORMATS = {INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32)}
 _TYPES = {form: kind for kind, form in _FORMATS.items() if kind != LEVELS4}
@@ -87,7 +86,7 @@ class Panels:
                 kind = LEVELS4
             else:
                 kind, codes, levels = INT8_OF_32, levels[codes.long()], None
-        scaling, scales = _packed_scales(weight)
+        scaling, scales = pack_scales(weight)
         return replace(cls._pack(kind, codes, scales, bias, weight.in_features), scaling=scaling, levels=levels)
 
     @property
@@ -143,27 +142,7 @@ class Panels:
         weight = QuantizedWeight(self.unpack(), self.scales, bits, self.inputs, group)
         if self.levels is not None:
             weight = replace(weight, levels=(self.levels.to(torch.int16) - 128).to(torch.int8))
-        if self.scaling == FP16_ZEROS:
-            both = self.scales.unflatten(1, (-1, 3 * WIDTH))
-            scales = both[..., : 2 * WIDTH].contiguous().view(torch.float16)
-            return replace(weight, scales=self._in_rows(scales), zeros=self._in_rows(both[..., 2 * WIDTH :]))
-        names = ("scales", "added") if self.scaling in (FP16_AFFINE, NESTED_AFFINE) else ("scales",)
-        if self.scaling in (NESTED, NESTED_AFFINE):
-            count, outer = len(names), 2 * WIDTH * len(names)
-            nests = self.scales.unflatten(1, (-1, outer + NEST // group * WIDTH * count))
-            numbers = nests[..., outer:].unflatten(2, (-1, count, WIDTH)).flatten(1, 2)
-            nest = nests[..., :outer].contiguous().view(torch.float16).unflatten(2, (count, WIDTH))
-            weight = replace(weight, nest=torch.stack([self._in_rows(one) for one in nest.unbind(2)], dim=2))
-            numbers = numbers if count > 1 else numbers.view(torch.int8)
-        else:
-            dtype = torch.bfloat16 if self.scaling == BF16_SCALES else torch.float16
-            numbers = self.scales.view(dtype).view(len(self.scales), -1, len(names), WIDTH)
-        in_rows = [self._in_rows(one) for one in numbers.unbind(2)]  # of [panels, groups, count, WIDTH]
-        return replace(weight, scales=in_rows[0], added=in_rows[1] if len(in_rows) > 1 else None)
-
-    def _in_rows(self, numbers: Tensor) -> Tensor:
-        """Return [outputs, groups] of [panels, groups, WIDTH]."""
-        return numbers.transpose(1, 2).flatten(0, 1)[: self.outputs].contiguous()
+        return with_scales(weight, self.scales, self.scaling)
 
     @staticmethod
     def joined(panels: "Sequence[Panels]") -> "list[Panels]":
@@ -191,35 +170,6 @@ class Panels:
 
 def _cat(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return None if first is None or second is None else torch.cat([first, second])
-
-
-def _packed_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
-    """Return how scales are stored, and the scales of each panel as panels.h has them."""
-    if weight.zeros is not None:
-        scales = _in_columns(weight.scales.half()).view(torch.uint8)
-        return FP16_ZEROS, torch.cat([scales, _in_columns(weight.zeros)], dim=2).flatten(1)
-    if weight.nest is None:
-        both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
-        packed = torch.stack([_in_columns(one) for one in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]
-        if weight.scales.dtype == torch.bfloat16:
-            assert weight.added is None
-            return BF16_SCALES, packed.squeeze(2)
-        return FP16_SCALES if weight.added is None else FP16_AFFINE, packed.flatten(1).view(torch.uint8)
-    both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
-    nested = weight.nest.shape[1]
-    outer = torch.stack([_in_columns(one) for one in weight.nest.unbind(2)], dim=2)  # [panels, nests, 1 or 2, WIDTH]
-    inner = torch.stack([_in_columns(one.view(torch.uint8)) for one in both], dim=2)
-    inner = inner.unflatten(1, (nested, -1)).flatten(2)
-    return (
-        NESTED if weight.added is None else NESTED_AFFINE,
-        torch.cat([outer.flatten(2).view(torch.uint8), inner], dim=2).flatten(1),
-    )
-
-
-def _in_columns(numbers: Tensor) -> Tensor:
-    """Return [panels, groups, WIDTH] of [outputs, groups], filled up with zeros."""
-    padded = functional.pad(numbers, (0, 0, 0, -len(numbers) % WIDTH))
-    return padded.view(-1, WIDTH, padded.shape[1]).transpose(1, 2).contiguous()
 
 
 def _filled(inputs: int, kind: int) -> int:

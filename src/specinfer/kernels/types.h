@@ -26,7 +26,7 @@ static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as
 static const int LAYOUT = 15;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 };  // as in panels.py
-// How the scales of groups are stored; as in panels.py. Nested ones are whole numbers times scales of 256 inputs.
+// How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
 enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 

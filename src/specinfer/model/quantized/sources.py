@@ -13,7 +13,8 @@ from specinfer.core.errors import ModelError
 from specinfer.hub.files import already_quantized, quantization_settings, read_object
 from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
-from specinfer.model.quantized.formats import Format, Tensors, find_format
+from specinfer.model.quantized.format import Format, Tensors
+from specinfer.model.quantized.formats import find_format
 
 T = TypeVar("T")
 _MISFITS = (

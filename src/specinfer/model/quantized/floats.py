@@ -1,0 +1,88 @@
+"""Formats of safetensors with floating-point codes or tables: FP8, NVFP4, MXFP4, and those of bitsandbytes."""
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.model.quantized.format import Fields, Format, Scaling, Sources, Tensors, matrix_shape
+
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
+
+
+def find_fp8(settings: Fields) -> Format | None:
+    """Return the format of FP8 in blocks, as DeepSeek has it."""
+    rows, columns = map(int, settings["weight_block_size"])
+    return Format(
+        ("weight", "weight_scale_inv"), (), lambda sources: matrix_shape(sources["weight"]), None,
+        lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors["weight_scale_inv"], (rows, columns)),
+    )  # fmt: skip
+
+
+def find_fp4(settings: Fields, weights: Fields) -> Format | None:
+    """Return the formats of 4-bit floating-point codes, NVFP4 with scales in FP8 and MXFP4 with powers of 2."""
+    size = int(weights.get("group_size") or 0)
+    is_nv = settings.get("format") == "nvfp4-pack-quantized"
+
+    def scaling(tensors: Tensors) -> Scaling:
+        scales = tensors["weight_scale"]
+        if is_nv:
+            return Scaling(scales.float() / tensors["weight_global_scale"].float(), (1, size))
+        return Scaling(torch.ldexp(torch.ones(scales.shape), scales.int() - 127), (1, size))
+
+    return Format(
+        ("weight_packed", "weight_scale", *(("weight_global_scale",) if is_nv else ())), ("input_global_scale",),
+        lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), None,
+        lambda tensors: _FP4[_nibbles(tensors["weight_packed"], lower_first=True)], scaling,
+    )  # fmt: skip
+
+
+def _nibbles(data: Tensor, *, lower_first: bool) -> Tensor:
+    """Return [..., bytes * 2] int64 codes of 4 bits."""
+    lower, upper = data & 15, data >> 4
+    return torch.stack([lower, upper] if lower_first else [upper, lower], dim=-1).flatten(-2).long()
+
+
+def _of_blocks(values: Tensor, count: int, each: int) -> Tensor:
+    """Return [count] values of which each is there for so many neighbours."""
+    if len(values) != -(-count // each):
+        raise ValueError(f"{len(values)} scales for {count} weights, {each} each")
+    return values.repeat_interleave(each)[:count]
+
+
+def find_bitsandbytes(settings: Fields) -> Format | None:
+    """Return the format of bitsandbytes: int8 by rows, or nf4 and fp4 in blocks, whose scales may be codes too."""
+    if settings.get("load_in_8bit"):
+        return Format(
+            ("weight", "SCB"), ("weight_format",), lambda sources: matrix_shape(sources["weight"]), 8,
+            lambda tensors: tensors["weight"].to(torch.int16) + 128,
+            lambda tensors: Scaling(tensors["SCB"].float().unsqueeze(1) / 127, (1, 1)),
+        )  # fmt: skip
+    state = f"weight.quant_state.bitsandbytes__{settings.get('bnb_4bit_quant_type', 'fp4')}"
+
+    def state_of(tensors: Tensors) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(bytes(tensors[state].tolist()))
+        return found
+
+    def shape(sources: Sources) -> tuple[int, int]:
+        rows, columns = map(int, state_of({state: sources[state].read()})["shape"])
+        if rows < 1 or columns < 1 or rows * columns != 2 * math.prod(sources["weight"].shape):
+            raise ValueError(f"its shape is ({rows}, {columns}), which is not that of its codes")
+        return rows, columns
+
+    def codes(tensors: Tensors) -> Tensor:
+        found = state_of(tensors)
+        scales, size = tensors["weight.absmax"], int(found["blocksize"])
+        if (outer := tensors.get("weight.nested_absmax")) is not None:
+            outer = _of_blocks(outer, len(scales), int(found["nested_blocksize"]))
+            scales = tensors["weight.nested_quant_map"][scales.long()] * outer + float(found["nested_offset"])
+        numbers = tensors["weight.quant_map"].float()[_nibbles(tensors["weight"].flatten(), lower_first=False)]
+        numbers *= _of_blocks(scales.float(), len(numbers), size)  # blocks go on from row to row
+        return numbers.view(*map(int, found["shape"]))
+
+    return Format(
+        ("weight", "weight.absmax", "weight.quant_map", state), ("weight.nested_absmax", "weight.nested_quant_map"),
+        shape, None, codes, lambda tensors: Scaling(torch.ones(1, 1), (1, 1)),
+    )  # fmt: skip

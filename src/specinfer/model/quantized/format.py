@@ -1,0 +1,151 @@
+"""Format: how a linear layer's weight is stored as several tensors, and the numbers and codes that they stand for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.kernels import QuantizedWeight
+
+GROUP = 32  # the groups of inputs that our own weights of 4 bits have
+Fields = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Sources = Mapping[str, Any]  # with `shape` and `read`
+Block = tuple[int, int]  # rows and columns of a weight that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The scales of a weight, each for a block of it.
+
+    Attributes:
+        scales: One for each block: [out / rows, in / columns], where one of a dimension is for all of it.
+        zeros: Codes that stand for 0, of such a shape, or None for the code in the middle.
+        groups: [in] groups of inputs with a column of scales each, if they are not neighbours, or None.
+    """
+
+    scales: Tensor
+    block: Block
+    zeros: Tensor | None = None
+    groups: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to store the weight of a linear layer.
+
+    Attributes:
+        names: Ends of the names of the tensors that every such layer has; the first one has the codes.
+        others: Ends of the names of tensors that it may have.
+        shape: Function from the sources of a layer's tensors to [out, in].
+        bits: Bits of integer codes from 0 on, or None for floating-point codes.
+        codes: Function from the tensors to the codes [out, in].
+        scaling: Function from the other tensors to the scales.
+        is_symmetric: Whether a weight is a code of 4 bits around 0 times the scale of a group of 32 inputs or more.
+    """
+
+    names: tuple[str, ...]
+    others: tuple[str, ...]
+    shape: Callable[[Sources], tuple[int, int]]
+    bits: int | None
+    codes: Callable[[Tensors], Tensor]
+    scaling: Callable[[Tensors], Scaling]
+    is_symmetric: bool = False
+
+    def decode(self, tensors: Tensors) -> Tensor:
+        """Return the weight [out, in] float32 that tensors stand for."""
+        numbers, scaling = self.codes(tensors).float(), self.scaling(tensors)
+        scales, zeros, block = _two_dims(scaling.scales.float()), scaling.zeros, scaling.block
+        if scaling.groups is not None:
+            order, block = scaling.groups.long(), (1, 1)
+            scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
+        if zeros is not None:
+            numbers -= _spread(_two_dims(zeros.float()), numbers.shape, block)
+        elif self.bits is not None:
+            numbers -= 1 << self.bits - 1
+        return numbers.mul_(_spread(scales, numbers.shape, block))
+
+    def keeps(self, tensors: Tensors, shape: tuple[int, int]) -> bool:
+        """Return whether our kernels take codes with the scales in these tensors as they are.
+
+        Args:
+            shape: [out, in] of the weight.
+        """
+        if self.bits not in (2, 4, 8):
+            return False
+        scaling = self.scaling(tensors)
+        size = _group_size(scaling, shape)
+        in_order = torch.arange(shape[1]) // size
+        return (
+            (size % GROUP == 0 or size == shape[1])
+            and (scaling.groups is None or torch.equal(scaling.groups.long(), in_order))
+            and _narrowed(scaling) is not None
+            and (scaling.zeros is None or int(scaling.zeros.max()) < 256)
+        )
+
+    def quantized(self, tensors: Tensors) -> QuantizedWeight:
+        """Return the weight that tensors stand for, if `keeps` is true of them."""
+        codes, scaling = self.codes(tensors), self.scaling(tensors)
+        outputs, inputs = codes.shape
+        size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, _narrowed(scaling)
+        assert self.bits is not None
+        assert scales is not None
+        group = 64 if bits == 8 and size % 64 == 0 else GROUP
+
+        def of_groups(numbers: Tensor) -> Tensor:
+            numbers = _two_dims(numbers)
+            rows = _places(len(numbers), outputs, scaling.block[0])
+            return numbers[rows][:, _places(numbers.shape[1], inputs, size)[::group]]
+
+        middle = 1 << bits - 1
+        zeros = None if scaling.zeros is None else of_groups(scaling.zeros.to(torch.uint8))
+        if zeros is None:
+            codes = codes + (middle - (1 << self.bits - 1))
+        codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group), value=middle)
+        return QuantizedWeight(codes, of_groups(scales), bits, inputs, group, zeros=zeros)
+
+
+def _group_size(scaling: Scaling, shape: tuple[int, ...]) -> int:
+    """Return the inputs that share a scale."""
+    return shape[1] if _two_dims(scaling.scales).shape[1] == 1 else scaling.block[1]
+
+
+def _narrowed(scaling: Scaling) -> Tensor | None:
+    """Return the scales in a type of 2 bytes that the kernels take, or None if none has all their values."""
+    scales = scaling.scales
+    for dtype in (torch.float16, torch.bfloat16)[: 2 if scaling.zeros is None else 1]:
+        if torch.equal(scales.to(dtype).float(), scales.float()):
+            return scales.to(dtype)
+    return None
+
+
+def _places(count: int, size: int, each: int) -> Tensor:
+    """Return [size] places among `count` values, each for so many neighbours, the last for fewer; or one for all."""
+    if count not in (1, -(-size // each)):
+        raise ValueError(f"{count} scales for {size} weights, {each} each")
+    return torch.arange(size) // (size if count == 1 else each)
+
+
+def _spread(values: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
+    """Return values of blocks with one for each weight, or one for a dimension that has only one."""
+    for dim in (0, 1):
+        if values.shape[dim] > 1:
+            values = values.index_select(dim, _places(values.shape[dim], shape[dim], block[dim]))
+    return values
+
+
+def _two_dims(scales: Tensor) -> Tensor:
+    return scales.reshape(-1, 1) if scales.ndim < 2 else scales
+
+
+def matrix_shape(source: Any) -> tuple[int, int]:
+    """Return the shape of a source that is a matrix.
+
+    Raises:
+        ValueError: It is none.
+    """
+    rows, columns = source.shape
+    return rows, columns
