@@ -60,6 +60,11 @@ class Terminal:
         os.close(self.slave)
 
 
+def _take_terminal() -> None:
+    os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is ignored in what a shell runs in the background
+
+
 @pytest.fixture
 def conversation() -> Iterator[tuple[Terminal, int]]:
     read, write = os.pipe()
@@ -68,7 +73,7 @@ def conversation() -> Iterator[tuple[Terminal, int]]:
         command = [sys.executable, "-c", PROGRAM, str(read)]
         return subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, pass_fds=[read], start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
+            preexec_fn=_take_terminal,
             env=os.environ | {"TERM": "dumb"},
         )  # fmt: skip
 
