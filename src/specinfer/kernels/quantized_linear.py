@@ -69,10 +69,6 @@ class QuantizedLinear(nn.Module):
         optional = {name: getattr(self, name) for name in ("group", "added", "nest", "levels", "zeros")}
         return replace(weight, **optional)
 
-    def packed(self) -> Self:
-        """Return the same layer on the native kernel."""
-        return type(self)(self.quantized, self.bias, self.dtype)
-
     @property
     def weight(self) -> Tensor:
         """Weights as [out, in], computed at each access."""

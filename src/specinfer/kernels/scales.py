@@ -17,14 +17,13 @@ def pack_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
     if weight.zeros is not None:
         scales = _in_columns(weight.scales.half()).view(torch.uint8)
         return FP16_ZEROS, torch.cat([scales, _in_columns(weight.zeros)], dim=2).flatten(1)
+    both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
     if weight.nest is None:
-        both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
         packed = torch.stack([_in_columns(one) for one in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]
         if weight.scales.dtype == torch.bfloat16:
             assert weight.added is None
             return BF16_SCALES, packed.squeeze(2)
         return FP16_SCALES if weight.added is None else FP16_AFFINE, packed.flatten(1).view(torch.uint8)
-    both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
     nested = weight.nest.shape[1]
     outer = torch.stack([_in_columns(one) for one in weight.nest.unbind(2)], dim=2)  # [panels, nests, 1 or 2, WIDTH]
     inner = torch.stack([_in_columns(one.view(torch.uint8)) for one in both], dim=2)

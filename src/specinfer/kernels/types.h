@@ -20,7 +20,7 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
 static const int64_t LANES = 16;
-static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in panels.py
+static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
 static const int LAYOUT = 15;
@@ -32,7 +32,7 @@ enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear laye
 
 struct Linear {  // as in panels.py
     const void *packed;
-    const uint8_t *scales;  // of quantized weights: [panels][bytes], see multiply.h
+    const uint8_t *scales;  // of quantized weights: [panels][bytes], see panels.h
     const float *bias;       // [panels * WIDTH], or null
     int64_t inputs, outputs;
     int32_t type, dots;  // dots: multiply in the weights' own type, where the CPU has instructions for it

@@ -25,18 +25,23 @@ class QuantizedExperts(nn.Module):
     Args:
         experts: Gates, values and output matrices of each expert, as codes or, if a file has no codes, as numbers.
         activation: transformers' name of the activation of gates, one of `GATES`.
+        act_fn: The activation itself.
     """
 
-    def __init__(self, experts: Iterator[tuple[_Weight, _Weight, _Weight]], activation: str) -> None:
+    def __init__(
+        self, experts: Iterator[tuple[_Weight, _Weight, _Weight]], activation: str, act_fn: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.num_bytes = 0
         self._gated: list[Callable[[Tensor], Tensor]] = []
         self._down: list[LinearCall] = []
         for gate, up, down in experts:
-            self._gated.append(self._gate(gate, up, activation))
+            self._gated.append(self._gate(gate, up, activation, act_fn))
             self._down.append(self._call(down))
 
-    def _gate(self, gate: _Weight, up: _Weight, activation: str) -> Callable[[Tensor], Tensor]:
+    def _gate(
+        self, gate: _Weight, up: _Weight, activation: str, act_fn: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
         ending = GATES[activation]
         if (
             not (isinstance(gate, Tensor) or isinstance(up, Tensor))
@@ -45,9 +50,8 @@ class QuantizedExperts(nn.Module):
         ):
             both = self._call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
             return lambda x: both(x, None, ending)
-        opened = {"silu": nn.functional.silu}.get(activation, partial(nn.functional.gelu, approximate="tanh"))
         gates, values = self._call(gate), self._call(up)
-        return lambda x: opened(gates(x)) * values(x)
+        return lambda x: act_fn(gates(x)) * values(x)
 
     def _call(self, weight: _Weight) -> LinearCall:
         call = LinearCall(Panels.of(weight) if isinstance(weight, Tensor) else Panels.of_codes(weight))
@@ -97,5 +101,5 @@ def place_experts(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
         parts = (
             (read(name, i, "gate"), read(name, i, "up"), read(name, i, "down")) for i in range(experts.num_experts)
         )
-        model.set_submodule(name, QuantizedExperts(parts, experts.config.hidden_act))
+        model.set_submodule(name, QuantizedExperts(parts, experts.config.hidden_act, experts.act_fn))
     return kinds

@@ -1,7 +1,7 @@
 """Architectures of GGUF files: transformers' names for llama.cpp's tensors, and what llama.cpp's converter changes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specinfer.model.gguf.weights import Weight
@@ -72,19 +72,16 @@ def plan_weights(name: str, fields: Mapping[str, Any]) -> list[tuple[str, Weight
     for i in range(fields["num_hidden_layers"]):
         here, there = f"blk.{i}.", f"model.layers.{i}."
         for stored, one in (*_attention(arch, fields), *_feed_forward(arch, fields)):
-            plan.append((f"{here}{stored}.weight", _named(one, f"{there}{one.name}.weight", one.shape)))
+            plan.append((f"{here}{stored}.weight", replace(one, name=f"{there}{one.name}.weight")))
             if stored in biased:
-                plan.append((f"{here}{stored}.bias", _named(one, f"{there}{one.name}.bias", one.shape[:1])))
+                bias = replace(one, name=f"{there}{one.name}.bias", shape=one.shape[:1])
+                plan.append((f"{here}{stored}.bias", bias))
         for stored, found in arch.norms.items():
             plan.append((f"{here}{stored}.weight", Weight(f"{there}{found}.weight", (hidden,), less=arch.norm_offset)))
         for kind in "qk" if arch.has_qk_norms else "":
             found = f"{there}self_attn.{kind}_norm.weight"
             plan.append((f"{here}attn_{kind}_norm.weight", Weight(found, (fields["head_dim"],), less=arch.norm_offset)))
     return plan
-
-
-def _named(weight: Weight, name: str, shape: tuple[int, ...]) -> Weight:
-    return Weight(name, shape, weight.heads, expert=weight.expert, num_experts=weight.num_experts)
 
 
 def _attention(arch: Architecture, fields: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:

@@ -59,11 +59,6 @@ class TensorPlace:
     num_bytes: int
     file: Path
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the numbers are stored directly, not in quantized blocks."""
-        return self.kind in _PLAIN
-
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
@@ -117,7 +112,9 @@ def read_header(path: Path) -> GgufHeader:
             raise GgufError(part, f"the tensor {both[0][:80]!r} is in another part, too", "fetch all parts again")
         tensors |= other.tensors
     if first.get("split.tensors.count", int, len(tensors)) != len(tensors):
-        raise GgufError(path, f"its parts have {len(tensors)} tensors, not as many as it says", "fetch all parts again")
+        raise GgufError(
+            path, f"its parts have {len(tensors)} tensors, and not split.tensors.count", "fetch all parts again"
+        )
     return GgufHeader(path, first.metadata, tensors)
 
 

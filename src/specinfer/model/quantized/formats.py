@@ -57,20 +57,19 @@ def _compressed(settings: Fields) -> Format | None:
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         is_int = kind == "int"
 
-        def from_zero(codes: Tensor | None) -> Tensor | None:
-            return codes if codes is None or not is_int else codes.to(torch.int16) + 128
+        def from_zero(codes: Tensor) -> Tensor:
+            return codes.to(torch.int16) + 128 if is_int else codes
+
+        def zeros_from_zero(tensors: Tensors) -> Tensor | None:
+            zeros = tensors.get("weight_zero_point")
+            return None if zeros is None else from_zero(zeros)
 
         return Format(
             ("weight", "weight_scale"), (*others, "input_scale"), lambda sources: matrix_shape(sources["weight"]),
-            8 if is_int else None, lambda tensors: _given(from_zero(tensors["weight"])),
-            lambda tensors: scaling(tensors, from_zero(tensors.get("weight_zero_point"))),
+            8 if is_int else None, lambda tensors: from_zero(tensors["weight"]),
+            lambda tensors: scaling(tensors, zeros_from_zero(tensors)),
         )  # fmt: skip
     return None
-
-
-def _given(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def _unpacked(tensors: Tensors, bits: int) -> Tensor:

@@ -17,14 +17,8 @@ from specinfer.model.quantized.format import Format, Tensors
 from specinfer.model.quantized.formats import find_format
 
 T = TypeVar("T")
-_MISFITS = (
-    RuntimeError,
-    IndexError,
-    ValueError,
-    ZeroDivisionError,
-    KeyError,
-    TypeError,
-)  # of tensors that do not fit each other
+# What decoding raises where tensors do not fit each other.
+_MISFITS = (RuntimeError, IndexError, ValueError, ZeroDivisionError, KeyError, TypeError)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

@@ -1,7 +1,7 @@
 """Gated delta rule layers (Qwen3-Next, Qwen3.5) on token trees: a short convolution, then a recurrence.
 
 A head's state is a matrix. A token lets it decay, and moves what it returns for the token's key towards the token's
-value, as far as beta says. What a token adds is small next to a state: the inputs of its convolution and two numbers
+value by the share beta. What a token adds is small next to a state: the inputs of its convolution and two numbers
 for each head are stored by slot. States are kept only after known tokens (`states`).
 
 Source: Gated Delta Networks (Yang et al., arXiv 2412.06464).
