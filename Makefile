@@ -48,7 +48,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # torch goes in pinned and before the package: asked for by a range, the newest would come.
-$(STAMP): pyproject.toml constraints.txt $(wildcard locks/*.txt) $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard locks/*.txt) $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	@echo "Installing into $(VENV): some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
