@@ -8,10 +8,10 @@ from specinfer.cli.commands import checking
 from specinfer.cli.measure import check_inputs, drafter_names
 from specinfer.cli.options import (
     DEBUG,
-    DEVICE,
     DRAFTER_QUANTIZATION,
     DRAFTERS,
     DTYPE,
+    GROW,
     JSON,
     MEMORY_BUDGET,
     OFFLOAD,
@@ -25,7 +25,7 @@ from specinfer.cli.screen import Screen
 from specinfer.cli.simulation import SimulationOptions
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_numbers
-from specinfer.planning.options import PlanConfig
+from specinfer.planning.options import ACCELERATORS, PlanConfig
 
 
 def plan(
@@ -36,7 +36,18 @@ def plan(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
-    device: DEVICE = "auto",
+    device: Annotated[
+        str,
+        flag(
+            "Model",
+            "Device of the models: auto, cpu, cuda, cuda:1, ...; or a GPU that need not be here, for which the plan is "
+            f"computed from its published rates: {', '.join(ACCELERATORS)}.",
+        ),
+    ] = "auto",
+    grow: GROW = None,
+    context: Annotated[
+        int, flag("Model", "Tokens in the KV cache of each request, for a GPU that need not be here.")
+    ] = 1024,
     offload: OFFLOAD = None,
     memory_budget: MEMORY_BUDGET = None,
     offload_folder: OFFLOAD_FOLDER = None,
@@ -76,6 +87,8 @@ def plan(
             quantization=quantization,
             drafter_quantization=drafter_quantization,
             device=device,
+            grow=grow,
+            context=context,
             offload=offload,
             memory_budget=memory_budget,
             offload_folder=offload_folder,
@@ -85,6 +98,15 @@ def plan(
         )
         check_inputs(config)
         simulation = machines.config()
+        if device in ACCELERATORS:
+            if simulation is not None:
+                raise ValueError(
+                    f"simulate: it starts from costs measured here, and {device} is predicted; leave one out"
+                )
+            from specinfer.planning.device_plan import print_device_plan, run_device_plan
+
+            print_device_plan(run_device_plan(config, screen.err), screen.out)
+            return
         from specinfer.planning.plan import run_plan
         from specinfer.planning.plan_table import print_plan
         from specinfer.planning.simulate import run_simulation

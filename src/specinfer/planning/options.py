@@ -12,6 +12,31 @@ MAX_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Accelerator:
+    """Published peak rates of a GPU.
+
+    Attributes:
+        bandwidth: Bytes of memory per second.
+        flops: Dense bfloat16 operations per second.
+        memory: Bytes.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    memory: float
+
+
+ACCELERATORS = {
+    "a100": Accelerator("NVIDIA A100 SXM 80 GB", 2.04e12, 312e12, 80e9),
+    "h100": Accelerator("NVIDIA H100 SXM", 3.35e12, 989e12, 80e9),
+    "h200": Accelerator("NVIDIA H200 SXM", 4.8e12, 989e12, 141e9),
+    "4090": Accelerator("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 24e9),
+    "5090": Accelerator("NVIDIA GeForce RTX 5090", 1.79e12, 210e12, 32e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class PlanConfig:
     """Options of the plan.
 
@@ -24,6 +49,9 @@ class PlanConfig:
         max_tokens: Tokens generated for each text.
         temperature: Sampling temperature of these tokens; 0 is greedy.
         batch_sizes: Numbers of requests that run together.
+        device: Device of the models, or one of `ACCELERATORS`, for which the plan follows from its published rates.
+        grow: With such a GPU, number of parameters that the target is taken to have, such as "7b", or None.
+        context: With such a GPU, number of tokens in the KV cache of each request.
         quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
         drafter_quantization: The same for draft models.
         offload: "disk" or "cpu", from which the target's layers are streamed, or None for no offloading.
@@ -51,6 +79,8 @@ class PlanConfig:
     quantization: str | None = None
     drafter_quantization: str | None = None
     device: str = "auto"
+    grow: str | None = None
+    context: int = 1024
     offload: str | None = None
     memory_budget: int | str | None = None
     offload_folder: str | None = None
@@ -66,7 +96,13 @@ class PlanConfig:
         for size in self.batch_sizes or (0,):
             check_whole("batch_sizes", size, 1, 4096)
         check_models(self.dtype, self.quantization, self.drafter_quantization)
-        check_device(self.device)
+        check_whole("context", self.context, 1, 2**20)
+        if self.device not in ACCELERATORS:
+            check_device(self.device)
+            if self.grow is not None:
+                raise ValueError(f"grow: it needs the name of a GPU as device: {', '.join(ACCELERATORS)}")
+        elif self.offload is not None:
+            raise ValueError(f"offload: it is not predicted for device {self.device!r}; leave it out")
         OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
         if self.acceptance is not None:
             _check_acceptance(self.acceptance)

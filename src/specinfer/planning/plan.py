@@ -66,11 +66,30 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
                 acceptance = AcceptanceModel.assumed(config.acceptance)
             environment = Environment.of(llm, models.drafter_parameters)
             streaming = _streaming(llm, costs)
-    choices = tuple(_choose(costs, acceptance, size) for size in config.batch_sizes)
+    choices = tuple(choose(costs, acceptance, size) for size in config.batch_sizes)
     by_rank = tuple(acceptance.by_rank().tolist())
     report = PlanReport(costs, by_rank, choices, options_of(config), environment, streaming)
     write_files(report, config.json, config.plot, plot_plan)
     return report
+
+
+def find_acceptance(config: PlanConfig, console: Console | None = None) -> AcceptanceModel:
+    """Return the given acceptance, or measure it with the models on this machine.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it.
+        RuntimeError: A request failed.
+    """
+    if config.acceptance is not None:
+        return AcceptanceModel.assumed(config.acceptance)
+    models = find_models(config.model, config.drafters)
+    prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
+    with stage_bar(console) as progress:
+        progress.stage("loading")
+        with _load(config, models, progress.report_bytes) as llm:
+            progress.stage("measuring acceptance")
+            return _survey(llm, prompts, config.sampling_params())
 
 
 def _load(config: PlanConfig, models: Models, progress: ProgressCallback) -> LLM:
@@ -135,7 +154,7 @@ def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> A
     return survey.acceptance
 
 
-def _choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:
+def choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:
     """Return the tree that the optimiser chooses for each request of a batch with these costs and acceptance."""
     optimizer = TreeOptimizer(costs, acceptance)
     rates = optimizer.rates(num_requests)  # index 0 is plain decoding

@@ -1,0 +1,118 @@
+"""Costs of a step on a GPU that is not here, from its published rates and the kernels that a step launches.
+
+A pass takes the time of reading its weights, or of multiplying its rows where that takes longer, then that of reading
+keys and values, and some time for each kernel. Nothing of this was measured on a GPU: it shows what limits a step.
+
+Example: 7 billion bfloat16 weights in 32 layers on a GPU that reads 2.85 TB/s. A pass over one row reads for 4.9 ms,
+and 10 kernels a layer take 2 us each: 5.6 ms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.planning.cluster import TargetShape
+from specinfer.planning.options import Accelerator
+from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.streamed_costs import Floats
+
+_SIZES = tuple(sorted({*range(1, 65), *(2**power for power in range(7, 15))}))  # rows of the curves
+
+
+@dataclass(frozen=True, slots=True)
+class StepDesign:
+    """What a step launches and reads, and the shares of the peak rates that kernels are assumed to reach.
+
+    The default counts are those of the present code, which `tests/engine/device/test_step_programs.py` holds them to.
+
+    Attributes:
+        layer_kernels, level_kernels, draft_kernels, verify_kernels: Kernels of a layer, of a draft level and of the
+            drafting beside the passes, and of verification.
+        kernel_seconds: Seconds that a kernel takes in addition to its reading and computing, in a captured graph.
+        weight_bytes: Bytes of a weight of the target, or None for those of its dtype.
+        kv_bytes: Bytes of a number in the KV cache.
+    """
+
+    layer_kernels: int = 10
+    level_kernels: int = 138
+    draft_kernels: int = 68
+    verify_kernels: int = 106
+    kernel_seconds: float = 2e-6
+    weight_bytes: float | None = None
+    kv_bytes: float = 2.0
+    read_share: float = 0.85
+    compute_share: float = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Costs of the steps of a target and a drafter on one device.
+
+    Args:
+        drafter: Shape of the small model, or None for lookups, which the host asks.
+        context: Tokens in the KV cache of each request.
+    """
+
+    device: Accelerator
+    target: TargetShape
+    drafter: TargetShape | None
+    context: int
+    design: StepDesign = StepDesign()
+
+    def of_batch(self, num_requests: int) -> CostModel:
+        """Return the costs of a step with this many requests."""
+        design = self.design
+        target = Curve(_SIZES, self._pass(self.target, _SIZES, num_requests, design.weight_bytes))
+        levels = np.full(len(_SIZES), design.level_kernels * design.kernel_seconds)
+        if self.drafter is not None:
+            levels += self._pass(self.drafter, _SIZES, num_requests)
+        reading = 0.0 if self.drafter is None else 2 * weights_of(self.drafter) / self._flops
+        costs = CostModel(target, Curve(_SIZES, levels), reading, design.draft_kernels * design.kernel_seconds)
+        costs.rest = design.verify_kernels * design.kernel_seconds
+        return costs
+
+    @property
+    def _flops(self) -> float:
+        return self.device.flops * self.design.compute_share
+
+    def fits(self, num_requests: int) -> bool:
+        """Return whether the weights, and the keys and values of this many requests, fit into the device's memory."""
+        models = [(self.target, self.design.weight_bytes)] + ([(self.drafter, None)] if self.drafter else [])
+        weights = sum(weights_of(shape) * (width or shape.bytes_per_parameter) for shape, width in models)
+        cache = sum(num_requests * self._context_bytes(shape) for shape, _ in models)
+        return weights + cache < self.device.memory
+
+    def _pass(
+        self, shape: TargetShape, rows: npt.ArrayLike, num_requests: int, weight_bytes: float | None = None
+    ) -> Floats:
+        """Return the seconds of passes over these numbers of rows, [sizes]."""
+        device, design = self.device, self.design
+        rate = device.bandwidth * design.read_share
+        reading = weights_of(shape) * (weight_bytes or shape.bytes_per_parameter) / rate
+        computing = 2 * weights_of(shape) * np.asarray(rows, dtype=np.float64) / self._flops
+        cache = num_requests * self._context_bytes(shape) / rate
+        return np.maximum(reading, computing) + cache + shape.num_layers * design.layer_kernels * design.kernel_seconds
+
+    def _context_bytes(self, shape: TargetShape) -> float:
+        """Return the bytes of the keys and values of one request."""
+        numbers_per_token = shape.num_layers * shape.kv_parameters / shape.width
+        return self.context * numbers_per_token * self.design.kv_bytes
+
+
+def weights_of(shape: TargetShape) -> float:
+    """Return the number of weights that a pass reads and multiplies each row with."""
+    return shape.num_layers * shape.layer_parameters + shape.head_parameters
+
+
+def designs() -> Sequence[tuple[str, StepDesign]]:
+    """Return the present step and others, each with one change, by what is changed."""
+    return (
+        ("as built", StepDesign()),
+        ("3 kernels a draft level", StepDesign(level_kernels=3)),
+        ("4 kernels a layer", StepDesign(layer_kernels=4)),
+        ("FP8 keys and values", StepDesign(kv_bytes=1.0)),
+        ("int4 weights", StepDesign(weight_bytes=0.56)),
+        ("without captured graphs", StepDesign(kernel_seconds=6e-6)),
+    )

@@ -1,0 +1,223 @@
+"""Plan for a GPU that is not here: expected speed by batch size, and what changes of a step would gain."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from specinfer.bench.loop import write_files
+from specinfer.bench.models import dtype_of, find_models, plan_growth
+from specinfer.bench.shape import Shape, head_dim_of
+from specinfer.core.lookups import reserved_names
+from specinfer.model.definition import load_config
+from specinfer.model.heads.load import find_format
+from specinfer.planning.cluster import TargetShape
+from specinfer.planning.device_costs import StepCosts, designs, weights_of
+from specinfer.planning.options import ACCELERATORS, PlanConfig
+from specinfer.planning.plan import choose, find_acceptance
+from specinfer.planning.plan_report import Choice
+from specinfer.planning.simulate import BYTES
+from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.reporting.files import check_files, options_of
+from specinfer.reporting.plots import Panel, Series, draw_plot
+from specinfer.reporting.tables import Column, make_table, new_table, print_table
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CHAINS = (3, 5)  # lengths of the chains that are shown beside the trees
+_COMPARED = (1, 8, 32)  # numbers of requests at which changes of the step are compared
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What is expected of a batch.
+
+    Attributes:
+        choice: The best tree; its speed is over plain decoding on the same GPU.
+        pass_ms, level_ms: Milliseconds of a plain target pass, and of a draft level with a node for each request.
+        chains: Speed with chains of fixed lengths, over plain decoding.
+        fits: Whether weights and KV cache fit into the memory of the GPU.
+    """
+
+    choice: Choice
+    pass_ms: float
+    level_ms: float
+    chains: tuple[float, ...]
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A plan for a GPU; nothing of it was measured there.
+
+    Attributes:
+        changes: Tokens per second at each of some batch sizes over those of the present step, by what is changed.
+    """
+
+    choices: tuple[DeviceChoice, ...]
+    changes: Mapping[str, tuple[float, ...]]
+    by_rank: tuple[float, ...]
+    target: TargetShape
+    drafter: TargetShape | None
+    options: Mapping[str, object]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the plan in a form ready for JSON."""
+        rows = [
+            one.choice.as_dict()
+            | {"pass_ms": one.pass_ms, "draft_level_ms": one.level_ms, "fits": one.fits}
+            | {"chain_speedups": dict(zip(map(str, _CHAINS), one.chains, strict=True))}
+            for one in self.choices
+        ]
+        changes = {name: dict(zip(map(str, _COMPARED), gains, strict=True)) for name, gains in self.changes.items()}
+        return {
+            "choices": rows,
+            "changes": changes,
+            "acceptance_by_rank": list(self.by_rank),
+            "options": dict(self.options),
+            "is_measured": False,
+        }
+
+
+def run_device_plan(config: PlanConfig, console: Console | None = None) -> DevicePlan:
+    """Measure acceptance on this machine unless it is given, predict steps on the GPU, and write the requested files.
+
+    Raises:
+        ModelError: A model cannot be used.
+        ValueError: An option cannot be used; the message names it.
+        RuntimeError: A request failed.
+    """
+    check_files(config.json, config.plot)
+    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config), config.context)
+    acceptance = find_acceptance(replace(config, device="auto", grow=None), console)
+    choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
+    rates = {
+        name: np.array(
+            [choose(replace(costs, design=one).of_batch(n), acceptance, n).tokens_per_second for n in _COMPARED]
+        )
+        for name, one in designs()
+    }
+    present = next(iter(rates.values()))
+    changes = {name: tuple((found / present).tolist()) for name, found in rates.items()}
+    by_rank = tuple(acceptance.by_rank().tolist())
+    report = DevicePlan(choices, changes, by_rank, costs.target, costs.drafter, options_of(config))
+    write_files(report, config.json, config.plot, plot_device_plan)
+    return report
+
+
+def _shapes(config: PlanConfig) -> tuple[TargetShape, TargetShape | None]:
+    """Return the shapes of the target and of the largest small model among the drafters, grown as for a measurement."""
+    models = find_models(config.model, config.drafters)
+    dtype = "bfloat16" if config.grow is not None and config.dtype == "auto" else config.dtype
+    growths = plan_growth(models, config.grow, dtype).growths if config.grow is not None else {}
+
+    def shape_of(name: str, quantization: str | None) -> TargetShape:
+        folder = Path(name)
+        width = BYTES[quantization or str(dtype_of(folder, dtype)).removeprefix("torch.")]
+        return _grown(folder, growths[name].shape, width) if name in growths else TargetShape.of(folder, width)
+
+    drafters = [name for name in models.drafters if name not in reserved_names()]
+    for name in drafters:
+        if find_format(Path(name)) is not None:
+            raise ValueError(f"drafter: {name} reads the target's hidden states, and only small models are predicted")
+    shapes = [shape_of(name, config.drafter_quantization) for name in drafters]
+    return shape_of(str(models.target), config.quantization), max(shapes, key=weights_of, default=None)
+
+
+def _grown(folder: Path, shape: Shape, bytes_per_parameter: float) -> TargetShape:
+    """Return the sizes of a model grown to `shape`, of which nothing is written."""
+    config = load_config(folder)
+    head_dim, embeddings = head_dim_of(config), config.vocab_size * shape.hidden_size
+    total = shape.num_parameters(config.vocab_size, head_dim, tied=True)
+    return TargetShape(
+        num_layers=shape.num_layers,
+        width=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        layer_parameters=(total - embeddings) // shape.num_layers,
+        kv_parameters=2 * shape.hidden_size * shape.num_kv_heads * head_dim,
+        head_parameters=embeddings,
+        bytes_per_parameter=bytes_per_parameter,
+    )
+
+
+def _predict(costs: StepCosts, acceptance: AcceptanceModel, num_requests: int) -> DeviceChoice:
+    model, lengths = costs.of_batch(num_requests), np.asarray(_CHAINS)
+    first = float(acceptance.by_rank()[0])
+    expected = np.array([sum(first**depth for depth in range(length + 1)) for length in _CHAINS])
+    plain = 1.0 / float(model.step(num_requests, 0, 0))
+    chains = expected / model.step(num_requests, lengths, lengths) / plain
+    return DeviceChoice(
+        choose(model, acceptance, num_requests),
+        1e3 * float(model.target(num_requests)),
+        1e3 * float(model.draft_level(num_requests)),
+        tuple(chains.tolist()),
+        costs.fits(num_requests),
+    )
+
+
+def print_device_plan(report: DevicePlan, console: Console) -> None:
+    """Print the expected speed by batch size, and what changes of the step would gain."""
+    device, options = ACCELERATORS[str(report.options["device"])], report.options
+    drafter = "lookups" if report.drafter is None else f"a drafter of {_billions(report.drafter)}"
+    console.print(
+        f"[bold]{options['model']}[/bold]: target of {_billions(report.target)} that a pass reads, {drafter}, "
+        f"{options['context']} tokens of context each; predicted for one {device.name} "
+        f"({device.bandwidth / 1e12:g} TB/s, {device.flops / 1e12:g} TFLOP/s), not measured",
+        highlight=False,
+    )
+    origin = "measured here" if options["acceptance"] is None else "assumed"
+    rates = ", ".join(f"{rate:.0%}" for rate in report.by_rank)
+    console.print(f"\nAcceptance of the first, second, ... draft token at a node ({origin}): {rates}")
+    columns = (
+        Column[DeviceChoice]("batch", lambda one: str(one.choice.num_requests)),
+        Column[DeviceChoice]("pass ms", lambda one: f"{one.pass_ms:.2f}"),
+        Column[DeviceChoice]("level ms", lambda one: f"{one.level_ms:.2f}"),
+        Column[DeviceChoice]("tree", lambda one: _tree(one.choice)),
+        Column[DeviceChoice](
+            "tokens/s", lambda one: f"{one.choice.tokens_per_second:.0f}" if one.fits else "no memory"
+        ),
+        Column[DeviceChoice]("speedup", lambda one: f"{one.choice.speedup:.2f}"),
+        *(_chain_column(place, length) for place, length in enumerate(_CHAINS)),
+    )
+    title = "Expected speed over plain decoding: auto's nodes/levels, and chains of fixed lengths"
+    print_table(console, title, make_table(columns, report.choices))
+    headings = [f"{size} request{'s' if size > 1 else ''}" for size in _COMPARED]
+    table = new_table("step", *headings)
+    for name, gains in report.changes.items():
+        table.add_row(name, *(f"{gain:.2f}" for gain in gains))
+    print_table(console, "Tokens per second with one change of the step, over those as built", table)
+
+
+def _chain_column(place: int, length: int) -> Column[DeviceChoice]:
+    return Column(f"chain {length}", lambda one: f"{one.chains[place]:.2f}")
+
+
+def _tree(choice: Choice) -> str:
+    return f"{choice.num_nodes}/{choice.num_levels}" if choice.num_nodes else "off"
+
+
+def _billions(shape: TargetShape) -> str:
+    count = weights_of(shape)
+    return f"{count / 1e9:.2f} B weights" if count >= 1e9 else f"{count / 1e6:.1f} M weights"
+
+
+def plot_device_plan(report: DevicePlan, path: str | Path) -> None:
+    """Draw the expected speed by batch size.
+
+    Raises:
+        ValueError: matplotlib is missing, or the suffix is unknown.
+    """
+    sizes = [one.choice.num_requests for one in report.choices]
+    trees = [Series("trees of auto", [one.choice.speedup for one in report.choices], x=sizes)]
+    chains = [
+        Series(f"chains of {length}", [one.chains[place] for one in report.choices], x=sizes)
+        for place, length in enumerate(_CHAINS)
+    ]
+    device = ACCELERATORS[str(report.options["device"])]
+    panel = Panel(
+        "Expected speedup over plain decoding", trees + chains, counts=True, label="speedup",
+        place_label="requests that run together", levels=(1.0,), legend="inside",
+    )  # fmt: skip
+    draw_plot(path, f"{Path(str(report.options['model'])).name} on one {device.name}, predicted", [panel], width=7)

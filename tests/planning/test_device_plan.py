@@ -1,0 +1,108 @@
+"""Plans for GPUs that are not here: hand-computed costs, and the command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specinfer.cli.app import app
+from specinfer.planning.cluster import TargetShape
+from specinfer.planning.device_costs import StepCosts, StepDesign
+from specinfer.planning.device_plan import run_device_plan
+from specinfer.planning.options import ACCELERATORS, Accelerator, PlanConfig
+
+# 10 layers of 9,000 weights and a head of 10,000: 100,000 weights, of 2 bytes each.
+SHAPE = TargetShape(10, 100, 4, 2, 9000, 2 * 100 * 50, 10_000, 2.0)
+DEVICE = Accelerator("a GPU", bandwidth=1e6, flops=1e7, memory=1e6)
+EXACT = StepDesign(kernel_seconds=1e-3, read_share=1.0, compute_share=1.0)
+RATES = (0.7, 0.1, 0.05)
+
+
+def costs(context: int = 1, design: StepDesign = EXACT) -> StepCosts:
+    return StepCosts(DEVICE, SHAPE, SHAPE, context, design)
+
+
+def test_a_pass_reads_weights_or_computes_rows_whichever_takes_longer() -> None:
+    one = costs().of_batch(1).target
+    cache = 10 * 100 * 2 / 1e6  # keys and values of one token, 100 numbers in each layer
+    kernels = 10 * 10 * 1e-3
+    assert float(one(1)) == pytest.approx(0.2 + cache + kernels)
+    assert float(one(10)) == pytest.approx(0.2 + cache + kernels)  # 2 * 100,000 * 10 operations take as long
+    assert float(one(40)) == pytest.approx(0.8 + cache + kernels)
+
+
+def test_each_request_has_its_context_read() -> None:
+    one, eight = (float(costs(context=1000).of_batch(size).target(8)) for size in (1, 8))
+    assert eight - one == pytest.approx(7 * 1000 * 10 * 100 * 2 / 1e6)
+
+
+def test_a_draft_level_is_a_pass_of_the_drafter_and_the_kernels_beside_it() -> None:
+    model = costs().of_batch(1)
+    assert float(model.draft_level(1)) == pytest.approx(float(model.target(1)) + EXACT.level_kernels * 1e-3)
+    assert model.draft_start == pytest.approx(EXACT.draft_kernels * 1e-3)
+    assert model.rest == pytest.approx(EXACT.verify_kernels * 1e-3)
+
+
+def test_lookups_have_no_passes() -> None:
+    model = replace(costs(), drafter=None).of_batch(1)
+    assert float(model.draft_level(8)) == pytest.approx(EXACT.level_kernels * 1e-3)
+    assert model.read_token == 0.0
+
+
+def test_memory_holds_weights_and_caches_of_both_models() -> None:
+    # Weights take 400,000 of 1,000,000 bytes, and each request 2 * 2,000 bytes for a token of context.
+    assert costs(context=10).fits(14)
+    assert not costs(context=10).fits(15)
+
+
+def test_trees_shrink_with_the_batch_and_beat_chains_everywhere() -> None:
+    report = run_device_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES))
+    nodes = [one.choice.num_nodes for one in report.choices]
+    assert nodes == sorted(nodes, reverse=True)
+    assert nodes[0] > nodes[-1] > 0
+    for one in report.choices:
+        assert one.choice.speedup >= 0.99 * max(*one.chains, 1.0)
+    assert all(gains[0] > 1.0 for name, gains in report.changes.items() if "kernels" in name)
+
+
+def test_a_faster_memory_makes_every_pass_faster() -> None:
+    passes = [
+        [one.pass_ms for one in run_device_plan(PlanConfig("demo", device=name, grow="1b", acceptance=RATES)).choices]
+        for name in ("4090", "a100", "h200")
+    ]
+    assert all(slow > middle > fast for slow, middle, fast in zip(*passes, strict=True))
+
+
+def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "plan.json"
+    words = ["plan", "demo", "--device", "4090", "--grow", "7b", "--acceptance", "0.7,0.1", "--json", str(file)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "not measured" in result.output
+    assert "no memory" in result.output
+    tables = [line for line in result.output.splitlines() if "   " in line]
+    assert max(map(len, tables)) <= 80
+    numbers = json.loads(file.read_text())
+    assert not numbers["is_measured"]
+    assert not numbers["choices"][-1]["fits"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "h101"], "device: 'h101' is not known"),
+        (["--grow", "7b"], f"grow: it needs the name of a GPU as device: {', '.join(ACCELERATORS)}"),
+        (["--device", "h100", "--grow", "7x"], "grow: size '7x'"),
+        (["--device", "h100", "--offload", "disk"], "offload: it is not predicted"),
+        (["--device", "h100", "--simulate"], "simulate: it starts from costs measured here"),
+        (["--device", "h100", "--context", "0"], "context"),
+        (["--device", "h100", "--drafter", "demo-eagle3"], "reads the target's hidden states"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "demo", "--acceptance", "0.7,0.1", *words])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
