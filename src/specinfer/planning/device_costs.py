@@ -23,7 +23,7 @@ _SIZES = tuple(sorted({*range(1, 65), *(2**power for power in range(7, 15))}))  
 
 @dataclass(frozen=True, slots=True)
 class StepDesign:
-    """What a step launches and reads, and the shares of the peak rates that kernels are assumed to reach.
+    """Kernels and bytes of a step, and the shares of the peak rates that kernels are assumed to reach.
 
     The default counts are those of the present code, which `tests/engine/device/test_step_programs.py` holds them to.
 

@@ -31,7 +31,7 @@ _COMPARED = (1, 8, 32)  # numbers of requests at which changes of the step are c
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What is expected of a batch.
+    """Expected times and speeds of a batch.
 
     Attributes:
         choice: The best tree; its speed is over plain decoding on the same GPU.
