@@ -20,7 +20,7 @@ from specinfer.kernels import AttentionCall, FlatPieces, LayerCall, LinearCall, 
 
 LIBRARY = importlib.import_module("specinfer.kernels.library")  # the package has a function of its name
 KERNELS = Path(str(LIBRARY.__file__)).parent
-HIDDEN, HEADS, KV_HEADS, DIM, INNER, CONTEXT = 256, 8, 2, 32, 640, 50
+HIDDEN, HEADS, KV_HEADS, DIM, INNER = 256, 8, 2, 32, 640
 Threads = Callable[[int], None]
 pytestmark = native
 
@@ -49,32 +49,32 @@ def pack(weight: Tensor, kind: torch.dtype | int) -> Panels:
     return Panels.of_codes(rounded)
 
 
-def layer_pass(rows: int) -> Tensor:
-    """Hidden states [rows, HIDDEN] of a chain of tokens after one decoder layer."""
+def layer_pass(rows: int, context: int = 50) -> Tensor:
+    """Hidden states [rows, HIDDEN] of a chain of tokens after `context` others and one decoder layer."""
     source = torch.Generator().manual_seed(0)
     sizes = (((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
     qkv, output, gated, down = (linear(*size, source) for size in sizes)
     layer = LayerCall((qkv, output, gated, down), (torch.ones(HIDDEN), torch.ones(HIDDEN)), 1e-5)
-    keys, values = torch.randn((2, CONTEXT + rows, KV_HEADS, DIM), generator=source)
+    keys, values = torch.randn((2, context + rows, KV_HEADS, DIM), generator=source)
     attention = AttentionCall(keys, values, HEADS, DIM**-0.5, rotated=DIM)
-    angles = torch.rand((CONTEXT + rows, DIM), generator=source)
-    new, slots = torch.arange(CONTEXT, CONTEXT + rows), np.arange(CONTEXT + rows)
-    counts = (np.array([number]) for number in (rows, CONTEXT, rows))
+    angles = torch.rand((context + rows, DIM), generator=source)
+    new, slots = torch.arange(context, context + rows), np.arange(context + rows)
+    counts = (np.array([number]) for number in (rows, context, rows))
     pieces = NativePieces(FlatPieces(*counts, slots, slots, np.tri(rows, dtype=bool).ravel(), new, new))
     hidden = torch.randn((rows, HIDDEN), generator=source)
     layer(attention, pieces, angles.cos(), angles.sin(), hidden)
     return hidden
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
-def test_a_layer_is_the_same_to_the_bit_with_any_number_of_threads(rows: int, threads: Threads) -> None:
+@pytest.mark.parametrize(("rows", "context"), [(1, 50), (5, 50), (40, 50), (1, 1800), (5, 1800), (200, 700)])
+def test_a_layer_is_the_same_to_the_bit_with_any_number_of_threads(rows: int, context: int, threads: Threads) -> None:
     threads(1)
-    alone, running = layer_pass(rows), len(os.listdir("/proc/self/task"))
+    alone, running = layer_pass(rows, context), len(os.listdir("/proc/self/task"))
     assert alone.isfinite().all()
     for number in (2, 3):
         threads(number)
         for _ in range(5):  # chunks fall to threads by chance
-            assert torch.equal(layer_pass(rows), alone)
+            assert torch.equal(layer_pass(rows, context), alone)
     assert len(os.listdir("/proc/self/task")) >= min(running, 3)
 
 

@@ -75,8 +75,8 @@ class Rig:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
-    def run(self, **features: Any) -> Tensor:
-        batch = pack(self.pieces, self.store, CPU)
+    def run(self, *, native: bool = True, **features: Any) -> Tensor:
+        batch = pack(self.pieces, self.store, CPU, native=native)
         out, weights = tree_attention(MODULE, self.query, self.key, self.value, None, forward_batch=batch, **features)
         assert weights is None
         assert out.shape == (1, self.query.shape[2], self.query.shape[1], self.value.shape[3])
@@ -187,6 +187,40 @@ def test_native_attention_lets_what_is_not_finite_show(isa: str, dtype: torch.dt
     out = rig.run()
     assert bool((~out[:2].isfinite()).any())
     assert torch.equal(out[2], clean[2])
+
+
+@pytest.mark.parametrize(("name", "heads", "dtype"), [("plain", 4, torch.bfloat16), ("window", 8, torch.float32)])
+def test_long_contexts_are_taken_in_parts(isa: str, name: str, heads: int, dtype: torch.dtype) -> None:
+    """A tree that crosses a part's border, a chain of many rows and a short request, equal to PyTorch's attention."""
+    features = {"sliding_window": 600} if name == "window" else {}
+    parts = [(1021, 1, TokenTree.chain(1, [2, 3, 4])), (1100, 30, TokenTree.root(1)), (7, 1, TokenTree.root(1))]
+    rig = Rig(parts, heads=heads, dims=(16, 16), dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    out, wanted = rig.run(**features), rig.run(native=False, **features)
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("prefix", [40, 509, 1020])
+@pytest.mark.parametrize("dim", [20, 64])
+def test_a_token_gets_the_same_to_the_bit_in_a_tree_and_in_a_chain(
+    isa: str, prefix: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Whatever the number of rows and the order of nodes: some lie behind a part's border, others before it."""
+    path = [1, 2, 3, 4, 5, 6]
+    tokens = (1, 2, 20, 3, 21, 4, 22, 23, 5, 24, 6, 25)
+    parents = (-1, 0, 0, 1, 2, 3, 4, 0, 5, 6, 8, 9)
+    on_path = [tokens.index(token) for token in path]
+    tree = Rig([(prefix, 1, TokenTree(tokens, parents)), (700, 1, TokenTree.root(1))], dims=(dim, dim), dtype=dtype)
+    wanted = tree.run()[on_path]
+    slots = tree.pieces[0].slots[on_path]
+    for first in range(len(path)):  # each token alone after those before it, as plain decoding has them
+        alone = Rig([(0, 1, TokenTree.root(1))], dims=(dim, dim), dtype=dtype)
+        alone.store = tree.store
+        known = np.concatenate([tree.pieces[0].prefix_slots, slots[:first]])
+        alone.pieces = [Piece.of_span([path[first]], TokenTree.root(path[first]), known, slots[first : first + 1])]
+        alone.query, alone.key, alone.value = (x[:, :, [on_path[first]]] for x in (tree.query, tree.key, tree.value))
+        assert torch.equal(alone.run()[0], wanted[first])
 
 
 @pytest.mark.parametrize("heads", [65, 71, 200])

@@ -1,284 +1,323 @@
 // Tree attention without copying the cache: each token sees its request's prefix and what `visible` says of the rest.
 //
-// A work item is some tokens of a piece and one KV head: its rows are the tokens' query heads that share it, 16 of
-// them side by side in a vector. Blocks of keys and values are brought together from their slots; their numbers are
-// spread over all rows, so that nothing is ever added up within a vector. All scores come first, then their largest is
-// known, then values are added up in the order of keys: a row's result depends on the keys it sees and on nothing
-// else in the pass, to the last bit (but a value that is not finite spoils the rows beside those that see it).
+// A piece's keys are taken in parts: those of the prefix by their place in it, which is their position, the rest by
+// their position. A work item is a part, some tokens of a piece and one KV head: its rows are the tokens' query heads
+// that share it. What a row makes of a part (attend_rows.h, attend_keys.h) depends on the keys it sees there and on
+// nothing else in the pass, to the last bit; parts are merged in order of position. So a token's result is the same in
+// a tree and in a chain, with any number of threads (but a value that is not finite spoils the rows beside those that
+// see it).
 
 static const int64_t BLOCK = 32;         // keys
 static const int64_t MOST_VECTORS = 4;   // of rows, in an item
+static const int64_t PART = 512;         // positions
+static const bool WIDE_REGISTERS = REGISTER_BYTES == 64;  // and 32 of them
+static const int64_t MOST_SCRATCH = 1 << 20;           // floats of a piece's parts that are computed apart
 
-template <class From>
-static INLINE void widen(const uint16_t *place, int64_t dim, float *to, From from, Floats (*vector)(const uint16_t *)) {
+struct Item {  // tokens [from, to) of a piece, and so many query heads, which share a KV head
+    int64_t piece, from, to, kv_head, first_head, heads;
+};
+
+// A thread's own memory, which grows. No containers of the standard library: which instruction set's would be linked?
+template <class T>
+struct Grown {
+    T *data = nullptr;
+    int64_t size = 0;
+    T *hold(int64_t wanted) {
+        if (wanted > size) {
+            delete_aligned(data);
+            size = wanted + wanted / 2;
+            data = (T *)new_aligned(size * sizeof(T));
+        }
+        return data;
+    }
+    ~Grown() { delete_aligned(data); }
+};
+
+// Of what a row makes of a part [dim sums of values times weights][the largest score][sum of weights].
+static INLINE int64_t partial_size(const Attention *layer) { return layer->dim + 2; }
+
+// The keys of a part: [prefix] places in the cache of a KV head, then those of the rest, and their numbers in the piece.
+struct Keys {
+    int64_t first, in_prefix, count;
+    const int64_t *rest;  // numbers, after the prefix's
+    const int64_t *slots, *positions;  // of the piece
+    int64_t number(int64_t i) const { return i < in_prefix ? first + i : rest[i - in_prefix]; }
+    int64_t blocks() const { return (count + BLOCK - 1) / BLOCK; }
+};
+
+// What may be seen of 32 keys from `start` on by a new token: a bit for each.
+static INLINE uint32_t seen(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys,
+                            int64_t token, int64_t start) {
+    const int64_t prefix = pieces->num_prefix[item.piece], rest = pieces->num_rest[item.piece];
+    const int64_t end = keys.count - start < BLOCK ? keys.count - start : BLOCK;
+    const uint8_t *visible = pieces->visible + pieces->first_visible[item.piece] + token * rest;
+    const int64_t position = pieces->positions[pieces->first_row[item.piece] + token];
+    if (start + BLOCK <= keys.in_prefix &&
+        (!layer->window || position - keys.positions[keys.first + start] < layer->window))
+        return ~0u;  // the prefix lies in order of its positions
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < end; i++) {
+        const int64_t key = keys.number(start + i);
+        const bool near = !layer->window || position - keys.positions[key] < layer->window;
+        bits |= (uint32_t)(near && (key < prefix || visible[key - prefix])) << i;
+    }
+    return bits;
+}
+
+// The block's places in the cache; those that nobody sees stay as they are.
+static INLINE void places_of(const Attention *layer, const Keys &keys, int64_t kv_head, int64_t start, uint32_t any,
+                             int64_t *places) {
+    const auto place = [&](int64_t slot) { return (slot * layer->kv_heads + kv_head) * layer->dim; };
+    if (start + BLOCK <= keys.in_prefix)
+        for (int64_t i = 0; i < BLOCK; i++) places[i] = place(keys.slots[keys.first + start + i]);
+    else
+        for (int64_t i = 0; i < BLOCK; i++)
+            if (any >> i & 1) places[i] = place(keys.slots[keys.number(start + i)]);
+}
+
+// Fetches what block `start` will read of a pool, if all of it is in the prefix.
+template <int WIDE>
+static INLINE void fetch_ahead(const Attention *layer, const Keys &keys, int64_t kv_head, int64_t start,
+                               const void *pool) {
+    if (start + BLOCK > keys.in_prefix || (layer->dim != WIDE && layer->dim <= WIDE / 2)) return;
+    constexpr int64_t BYTES = WIDE * 2;  // of a key; neighbouring lines come by themselves
+    const int64_t bytes = layer->dim * (layer->type == FP32 ? 4 : 2);
+    for (int64_t i = 0; i < BLOCK; i++) {
+        const char *place = (const char *)pool + (keys.slots[keys.first + start + i] * layer->kv_heads + kv_head) * bytes;
+        each<(BYTES + 63) / 64>([&](auto line) ALWAYS { __builtin_prefetch(place + line * 64, 0, 3); });
+    }
+}
+
+template <int WIDE>
+static INLINE void widen(const uint16_t *place, int64_t dim, float *to, float from(uint16_t),
+                         Floats vector(const uint16_t *)) {
+    if (dim == WIDE) return each<WIDE / LANES>([&](auto i) ALWAYS { write(to + i * LANES, vector(place + i * LANES)); });
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) write(to + d, vector(place + d));
     for (; d < dim; d++) to[d] = from(place[d]);
 }
 
 // One key or value as floats.
-static INLINE void fetch(const void *pool, int type, int64_t index, int64_t dim, float *to) {
+template <int WIDE>
+static INLINE void fetch(const void *pool, int type, int64_t place, int64_t dim, float *to) {
     if (type == FP32)
-        memcpy(to, (const float *)pool + index * dim, 4 * dim);
+        memcpy(to, (const float *)pool + place, 4 * dim);
     else if (type == BF16)
-        widen((const uint16_t *)pool + index * dim, dim, to, from_bf16, vectors_from_bf16);
+        widen<WIDE>((const uint16_t *)pool + place, dim, to, from_bf16, vectors_from_bf16);
     else
-        widen((const uint16_t *)pool + index * dim, dim, to, from_fp16, vectors_from_fp16);
+        widen<WIDE>((const uint16_t *)pool + place, dim, to, from_fp16, vectors_from_fp16);
 }
 
-// scores [BLOCK] = scale * queries [WIDE] . keys, a vector of rows each.
-template <int WIDE>
-static INLINE void score(const Floats *queries, const float *keys, float scale, Floats *scores) {
-    for (int half = 0; half < 2; half++, keys += BLOCK / 2 * WIDE, scores += BLOCK / 2) {
-        Floats sums[BLOCK / 2];
-        each<BLOCK / 2>([&](auto i) ALWAYS { sums[i] = Floats{}; });
-        for (int64_t d = 0; d < WIDE; d++) {
-            const Floats q = queries[d];
-            each<BLOCK / 2>([&](auto i) ALWAYS { sums[i] += q * keys[i * WIDE + d]; });
-        }
-        each<BLOCK / 2>([&](auto i) ALWAYS { scores[i] = sums[i] * scale; });
-    }
-}
-
+// Whether scores are sums of products of pairs of bf16.
+static INLINE bool takes_pairs(const Attention *layer) {
 #ifdef DOTS
-// The same with pairs of bf16: queries [WIDE / 2], keys [BLOCK][WIDE / 2].
-template <int WIDE>
-static INLINE void score_pairs(const uint32_t *queries, const uint32_t *keys, float scale, Floats *scores) {
-    for (int half = 0; half < 2; half++, keys += BLOCK / 4 * WIDE, scores += BLOCK / 2) {
-        __m512 sums[BLOCK / 2];
-        each<BLOCK / 2>([&](auto i) ALWAYS { sums[i] = _mm512_setzero_ps(); });
-        for (int64_t d = 0; d < WIDE / 2; d++) {
-            const __m512bh q = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
-            each<BLOCK / 2>([&](auto i) ALWAYS {
-                sums[i] = _mm512_dpbf16_ps(sums[i], q, (__m512bh)_mm512_set1_epi32(keys[i * (WIDE / 2) + d]));
-            });
-        }
-        each<BLOCK / 2>([&](auto i) ALWAYS { scores[i] = (Floats)sums[i] * scale; });
-    }
-}
-#endif
-
-// sums [WIDE] += values . weights [BLOCK], a vector of rows each.
-template <int WIDE>
-static INLINE void blend(Floats *sums, const Floats *weights, const float *values) {
-    for (int64_t d = 0; d < WIDE; d += LANES, sums += LANES, values += LANES) {
-        Floats part[LANES];
-        each<LANES>([&](auto i) ALWAYS { part[i] = sums[i]; });
-        for (int64_t key = 0; key < BLOCK; key++) {
-            const Floats weight = weights[key];
-            each<LANES>([&](auto i) ALWAYS { part[i] += weight * values[key * WIDE + i]; });
-        }
-        each<LANES>([&](auto i) ALWAYS { sums[i] = part[i]; });
-    }
-}
-
-struct Item {  // tokens [from, to) of a piece, and so many query heads, which share a KV head
-    int64_t piece, from, to, kv_head, first_head, heads;
-};
-
-// What may be seen of 32 keys from `start` on by a new token: a bit for each.
-static INLINE uint32_t seen(const Attention *layer, const Pieces *pieces, int64_t piece, int64_t token, int64_t start) {
-    const int64_t prefix = pieces->num_prefix[piece], rest = pieces->num_rest[piece];
-    const int64_t end = prefix + rest - start < BLOCK ? prefix + rest - start : BLOCK;
-    const uint8_t *visible = pieces->visible + pieces->first_visible[piece] + token * rest;
-    const int64_t *positions = pieces->key_positions + pieces->first_slot[piece];
-    const int64_t position = pieces->positions[pieces->first_row[piece] + token];
-    uint32_t bits = 0;
-    if (start + BLOCK <= prefix && (!layer->window || position - positions[start] < layer->window))
-        return ~0u;  // the prefix lies in order of its positions
-    for (int64_t i = 0; i < end; i++) {
-        const int64_t key = start + i;
-        const bool near = !layer->window || position - positions[key] < layer->window;
-        bits |= (uint32_t)(near && (key < prefix || visible[key - prefix])) << i;
-    }
-    return bits;
-}
-
-// A vector of rows on its way over the keys.
-template <int WIDE>
-struct Rows {
-    Floats queries[WIDE];  // or pairs of bf16 in the first half
-    Floats sums[WIDE], most, total;
-};
-
-// A thread's own memory. No containers of the standard library: which instruction set's would be linked?
-template <int WIDE>
-struct Room {
-    alignas(64) Rows<WIDE> rows[MOST_VECTORS];
-    alignas(64) float block[BLOCK * WIDE];
-    Floats *scores = nullptr;  // [blocks][vectors][BLOCK]
-    uint32_t *seen = nullptr;  // [blocks] by any row
-    int64_t blocks = 0;
-    void hold(int64_t wanted) {
-        if (wanted <= blocks) return;
-        delete_aligned(scores);
-        free(seen);
-        blocks = wanted + wanted / 2;
-        scores = (Floats *)new_aligned(blocks * MOST_VECTORS * BLOCK * sizeof(Floats));
-        seen = (uint32_t *)malloc(blocks * sizeof(uint32_t));
-    }
-    ~Room() {
-        delete_aligned(scores);
-        free(seen);
-    }
-};
-
-template <int WIDE>
-static void attend_item(const Attention *layer, const Pieces *pieces, Item item, const float *queries, int64_t stride,
-                        float *result) {
-    const int64_t repeats = item.heads, rows = (item.to - item.from) * repeats;
-    const int64_t dim = layer->dim, row0 = pieces->first_row[item.piece] + item.from;
-    const int64_t context = pieces->num_prefix[item.piece] + pieces->num_rest[item.piece];
-    const int64_t *slots = pieces->slots + pieces->first_slot[item.piece], vectors = (rows + LANES - 1) / LANES;
-    const int64_t blocks = (context + BLOCK - 1) / BLOCK;
-#ifdef DOTS
-    const bool pairs = layer->type == BF16 && dim % 2 == 0;
+    return layer->type == BF16 && layer->dim % 2 == 0;
 #else
-    const bool pairs = false;
+    (void)layer;
+    return false;
 #endif
-    static thread_local Room<WIDE> room;
-    room.hold(blocks);
-    for (int64_t v = 0; v < vectors; v++) {
-        Rows<WIDE> &mine = room.rows[v];
-        memset(&mine, 0, sizeof(mine));
-        mine.most = Floats{} - INFINITY;
-        for (int64_t i = 0; i < LANES && v * LANES + i < rows; i++) {
-            const int64_t r = v * LANES + i;
-            const float *place = queries + (row0 + r / repeats) * stride + (item.first_head + r % repeats) * dim;
-            for (int64_t d = 0; d < dim; d++)
-                if (pairs)
-                    ((uint16_t *)mine.queries)[(d / 2 * LANES + i) * 2 + d % 2] = to_bf16(place[d]);
-                else
-                    ((float *)mine.queries)[d * LANES + i] = place[d];
-        }
+}
+
+// body(i) for the keys of a block that any row sees, and rest(i) for others.
+template <class Body, class Rest>
+static INLINE void of_seen(uint32_t any, const Body &body, const Rest &rest) {
+    if (any == ~0u)
+        for (int64_t i = 0; i < BLOCK; i++) body(i);
+    else
+        for (int64_t i = 0; i < BLOCK; i++) any >> i & 1 ? body(i) : rest(i);
+}
+
+// The keys of a block as `block` [BLOCK][WIDE], or pairs of bf16 in rows half as wide.
+template <int WIDE>
+static INLINE void fetch_keys(const Attention *layer, const int64_t *places, uint32_t any, float *block) {
+    const auto as_pairs = [&](int64_t i) ALWAYS {
+        const uint16_t *from = (const uint16_t *)layer->keys + places[i];
+        if (layer->dim == WIDE)  // a length that the compiler knows
+            memcpy(block + i * (WIDE / 2), from, 2 * WIDE);
+        else
+            memcpy(block + i * (WIDE / 2), from, 2 * layer->dim);
+    };
+    const auto as_floats = [&](int64_t i) ALWAYS {
+        fetch<WIDE>(layer->keys, layer->type, places[i], layer->dim, block + i * WIDE);
+    };
+    if (takes_pairs(layer))
+        of_seen(any, as_pairs, [](int64_t) ALWAYS {});
+    else
+        of_seen(any, as_floats, [](int64_t) ALWAYS {});
+}
+
+// What nobody sees may be anything; zero times what is not finite would not be zero.
+template <int WIDE>
+static INLINE void fetch_values(const Attention *layer, const int64_t *places, uint32_t any, float *block) {
+    const auto one = [&](int64_t i) ALWAYS {
+        fetch<WIDE>(layer->values, layer->type, places[i], layer->dim, block + i * WIDE);
+    };
+    of_seen(any, one, [&](int64_t i) ALWAYS { memset(block + i * WIDE, 0, 4 * WIDE); });
+}
+
+#include "attend_rows.h"
+#include "attend_keys.h"
+
+static INLINE bool is_empty(const float *partial, int64_t dim) { return partial[dim] == -INFINITY && partial[dim + 1] == 0; }
+
+// Adds a later part to what a row has so far. Never inlined, so that all who merge round alike.
+__attribute__((noinline)) static void merge(float *__restrict sums, const float *__restrict part, int64_t dim) {
+    if (is_empty(part, dim)) return;
+    if (is_empty(sums, dim)) {
+        memcpy(sums, part, 4 * (dim + 2));
+        return;
     }
-    memset(room.block, 0, sizeof(room.block));
-    for (int64_t b = 0; b < blocks; b++) {
-        uint32_t any = 0, all = ~0u;
-        Ints bits[MOST_VECTORS] = {};
-        for (int64_t t = item.from; t < item.to; t++) {
-            const uint32_t mask = seen(layer, pieces, item.piece, t, b * BLOCK);
-            any |= mask;
-            all &= mask;
-            for (int64_t r = (t - item.from) * repeats; r < (t - item.from + 1) * repeats; r++)
-                bits[r / LANES][r % LANES] = (int32_t)mask;
-        }
-        room.seen[b] = any;
-        if (!any) continue;
-        for (int64_t i = 0; i < BLOCK; i++) {
-            if (!(any >> i & 1)) continue;
-            const int64_t index = slots[b * BLOCK + i] * layer->kv_heads + item.kv_head;
-            if (pairs)
-                memcpy(room.block + i * (WIDE / 2), (const uint16_t *)layer->keys + index * dim, 2 * dim);
-            else
-                fetch(layer->keys, layer->type, index, dim, room.block + i * WIDE);
-        }
-        for (int64_t v = 0; v < vectors; v++) {
-            Rows<WIDE> &mine = room.rows[v];
-            Floats *scores = room.scores + (b * vectors + v) * BLOCK;
-#ifdef DOTS
-            if (pairs)
-                score_pairs<WIDE>((const uint32_t *)mine.queries, (const uint32_t *)room.block, layer->scale, scores);
-            else
-#endif
-                score<WIDE>(mine.queries, room.block, layer->scale, scores);
-            for (int64_t i = 0; i < BLOCK; i++) {
-                if (all != ~0u) scores[i] = (bits[v] >> (int32_t)i & 1) != 0 ? scores[i] : Floats{} - INFINITY;
-                mine.most = scores[i] > mine.most ? scores[i] : mine.most;
-            }
-        }
+    if (part[dim] > sums[dim]) {
+        const float scale = exponential(Floats{} + (sums[dim] - part[dim]))[0];
+        for (int64_t d = 0; d < dim; d++) sums[d] = sums[d] * scale + part[d];
+        sums[dim + 1] = sums[dim + 1] * scale + part[dim + 1];
+        sums[dim] = part[dim];
+    } else {
+        const float scale = exponential(Floats{} + (part[dim] - sums[dim]))[0];
+        for (int64_t d = 0; d < dim; d++) sums[d] += part[d] * scale;
+        sums[dim + 1] += part[dim + 1] * scale;
     }
-    memset(room.block, 0, sizeof(room.block));
-    for (int64_t b = 0; b < blocks; b++) {
-        if (!room.seen[b]) continue;
-        for (int64_t i = 0; i < BLOCK; i++) {
-            // What nobody sees may be anything; zero times what is not finite would not be zero.
-            if (room.seen[b] >> i & 1)
-                fetch(layer->values, layer->type, slots[b * BLOCK + i] * layer->kv_heads + item.kv_head, dim,
-                      room.block + i * WIDE);
-            else
-                memset(room.block + i * WIDE, 0, 4 * WIDE);
-        }
-        for (int64_t v = 0; v < vectors; v++) {
-            Rows<WIDE> &mine = room.rows[v];
-            Floats *weights = room.scores + (b * vectors + v) * BLOCK;
-            for (int64_t i = 0; i < BLOCK; i++) {
-                weights[i] = exponential(weights[i] - mine.most);
-                mine.total += weights[i];
+}
+
+// How a piece's work is divided.
+struct Division {
+    int64_t parts, first_item;
+    bool apart;                   // whether its parts are items of their own
+    const int64_t *rest, *ends;   // numbers of its other keys, part by part; [parts] where they end
+    float *partials;              // if apart: [tokens][heads][parts]
+};
+
+static INLINE Keys keys_of(const Pieces *pieces, int64_t piece, const Division &division, int64_t part) {
+    const int64_t prefix = pieces->num_prefix[piece], begin = part ? division.ends[part - 1] : 0;
+    const int64_t from = part * PART < prefix ? part * PART : prefix;
+    const int64_t in_prefix = prefix - from < PART ? prefix - from : PART;
+    const int64_t place = pieces->first_slot[piece];
+    return {from, in_prefix, in_prefix + division.ends[part] - begin, division.rest + begin, pieces->slots + place,
+            pieces->key_positions + place};
+}
+
+// Sorts a piece's other keys by part.
+static void divide(const Pieces *pieces, int64_t piece, Division &division, int64_t *rest, int64_t *ends) {
+    const int64_t prefix = pieces->num_prefix[piece], others = pieces->num_rest[piece];
+    const int64_t *positions = pieces->key_positions + pieces->first_slot[piece] + prefix;
+    memset(ends, 0, division.parts * sizeof(int64_t));
+    for (int64_t i = 0; i < others; i++) ends[positions[i] / PART]++;
+    int64_t sum = 0;
+    for (int64_t part = 0; part < division.parts; part++) {
+        const int64_t here = ends[part];
+        ends[part] = sum;
+        sum += here;
+    }
+    for (int64_t i = 0; i < others; i++) rest[ends[positions[i] / PART]++] = prefix + i;
+    division.rest = rest, division.ends = ends;
+}
+
+static INLINE int64_t parts_of(const Pieces *pieces, int64_t piece) {
+    const int64_t prefix = pieces->num_prefix[piece], others = pieces->num_rest[piece];
+    const int64_t *positions = pieces->key_positions + pieces->first_slot[piece] + prefix;
+    int64_t last = prefix - 1;
+    for (int64_t i = 0; i < others; i++) last = positions[i] > last ? positions[i] : last;
+    return last / PART + 1;
+}
+
+// Some parts of an item: each partial goes to its place, if they are computed apart, or all of them to the result.
+template <int WIDE>
+static void attend_item(const Attention *layer, const Pieces *pieces, const Division &division, const Item &item,
+                        int64_t part, const float *queries, int64_t stride, float *result) {
+    static thread_local Grown<float> own;
+    const int64_t rows = (item.to - item.from) * item.heads, dim = layer->dim, size = partial_size(layer);
+    const int64_t token0 = pieces->first_row[item.piece] + item.from;
+    int64_t last = 0;  // position of the item's tokens
+    for (int64_t t = 0; t < item.to - item.from; t++)
+        last = pieces->positions[token0 + t] > last ? pieces->positions[token0 + t] : last;
+    float *partials = own.hold(2 * rows * size), *sums = partials + rows * size;
+    const int64_t begin = division.apart ? part : 0, end = division.apart ? part + 1 : division.parts;
+    for (int64_t p = begin; p < end; p++) {
+        const Keys keys = keys_of(pieces, item.piece, division, p);
+        const bool none = p * PART > last || !keys.count;
+        if (none)
+            for (int64_t r = 0; r < rows; r++) {
+                partials[r * size + dim] = -INFINITY;
+                partials[r * size + dim + 1] = 0;
             }
-            blend<WIDE>(mine.sums, weights, room.block);
-        }
+        else if (rows <= FEW_ROWS)
+            attend_keys<WIDE>(layer, pieces, item, keys, queries, stride, partials);
+        else
+            attend_rows<WIDE>(layer, pieces, item, keys, queries, stride, partials);
+        if (p == begin)
+            memcpy(sums, partials, 4 * rows * size);
+        else
+            for (int64_t r = 0; r < rows; r++) merge(sums + r * size, partials + r * size, dim);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const Rows<WIDE> &mine = room.rows[r / LANES];
-        float *place = result + ((row0 + r / repeats) * layer->heads + item.first_head + r % repeats) * dim;
-        for (int64_t d = 0; d < dim; d++) place[d] = mine.sums[d][r % LANES] / mine.total[r % LANES];
+        const int64_t head = item.first_head + r % item.heads, token = item.from + r / item.heads;
+        if (division.apart) {
+            float *place = division.partials + ((token * layer->heads + head) * division.parts + part) * size;
+            memcpy(place, sums + r * size, 4 * size);
+            continue;
+        }
+        float *place = result + ((pieces->first_row[item.piece] + token) * layer->heads + head) * dim;
+        const float *row = sums + r * size;
+        for (int64_t d = 0; d < dim; d++) place[d] = row[d] / row[dim + 1];
     }
 }
 
 // queries: [tokens], `stride` floats apart, each [heads][dim]; result: [tokens][heads][dim].
 static void attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride, float *result,
                    int threads) {
+    static thread_local Grown<Division> divisions;
+    static thread_local Grown<int64_t> numbers;
+    static thread_local Grown<float> scratch;
     // Very many heads of one KV head are shared out, too.
     const int64_t repeats = layer->heads / layer->kv_heads, most_rows = MOST_VECTORS * LANES;
-    const int64_t parts = (repeats + most_rows - 1) / most_rows, heads = (repeats + parts - 1) / parts;
-    const int64_t tokens = most_rows / heads, groups = layer->kv_heads * parts;
+    const int64_t splits = (repeats + most_rows - 1) / most_rows, heads = (repeats + splits - 1) / splits;
+    const int64_t tokens = most_rows / heads, groups = layer->kv_heads * splits, size = partial_size(layer);
     const auto one = layer->dim <= 32    ? attend_item<32>
                      : layer->dim <= 64  ? attend_item<64>
                      : layer->dim <= 128 ? attend_item<128>
                                          : attend_item<256>;
-    int64_t items = 0;
-    for (int64_t i = 0; i < pieces->count; i++) items += (pieces->num_new[i] + tokens - 1) / tokens * groups;
-    in_parallel(items, 1, threads, [&](int64_t number) {
-        int64_t piece = 0, left = number, here;
-        while (left >= (here = (pieces->num_new[piece] + tokens - 1) / tokens * groups)) {
-            left -= here;
-            piece++;
-        }
+    Division *division = divisions.hold(pieces->count);
+    int64_t items = 0, num_numbers = 0, floats = 0;
+    const auto sets = [&](int64_t piece) { return (pieces->num_new[piece] + tokens - 1) / tokens * groups; };
+    for (int64_t i = 0; i < pieces->count; i++) items += sets(i);
+    const bool enough = items >= 16 * threads;  // for all threads to end at about the same time
+    items = 0;
+    for (int64_t i = 0; i < pieces->count; i++) {
+        const int64_t parts = parts_of(pieces, i), wanted = pieces->num_new[i] * layer->heads * parts * size;
+        const bool apart = !enough && parts > 1 && wanted <= MOST_SCRATCH;
+        division[i] = {parts, items, apart, nullptr, nullptr, nullptr};
+        items += sets(i) * (apart ? parts : 1);
+        num_numbers += pieces->num_rest[i] + parts;
+        floats += apart ? wanted : 0;
+    }
+    int64_t *number = numbers.hold(num_numbers);
+    float *place = scratch.hold(floats);
+    for (int64_t i = 0; i < pieces->count; i++) {
+        divide(pieces, i, division[i], number, number + pieces->num_rest[i]);
+        number += pieces->num_rest[i] + division[i].parts;
+        division[i].partials = place;
+        if (division[i].apart) place += pieces->num_new[i] * layer->heads * division[i].parts * size;
+    }
+    in_parallel(items, 1, threads, [&](int64_t item) {
+        int64_t piece = pieces->count - 1;
+        while (division[piece].first_item > item) piece--;
+        const int64_t here = sets(piece), part = (item - division[piece].first_item) / here;
+        const int64_t left = (item - division[piece].first_item) % here;
         const int64_t from = left / groups * tokens, to = from + tokens, end = pieces->num_new[piece];
-        const int64_t kv_head = left % groups / parts, first = left % parts * heads;
+        const int64_t kv_head = left % groups / splits, first = left % splits * heads;
         const int64_t rest = repeats - first;
-        one(layer, pieces,
-            {piece, from, to < end ? to : end, kv_head, kv_head * repeats + first, rest < heads ? rest : heads},
+        one(layer, pieces, division[piece],
+            {piece, from, to < end ? to : end, kv_head, kv_head * repeats + first, rest < heads ? rest : heads}, part,
             queries, stride, result);
     });
-}
-
-static INLINE void store(void *pool, int type, int64_t place, float value) {
-    if (type == FP32)
-        ((float *)pool)[place] = value;
-    else
-        ((uint16_t *)pool)[place] = type == BF16 ? to_bf16(value) : to_fp16(value);
-}
-
-static void rotate_token(const Attention *layer, int64_t slot, const float *cosines, const float *sines, float *qkv) {
-    const int64_t dim = layer->dim, half = layer->rotated / 2;
-    for (int64_t head = 0; head < layer->heads + layer->kv_heads; head++) {
-        float *x = qkv + head * dim;
-        const float *weight = head < layer->heads ? layer->query_norm : layer->key_norm;
-        if (weight) norm_row(x, weight, x, dim, layer->eps);
-        for (int64_t d = 0; d < half; d++) {
-            const float a = x[d], b = x[d + half];
-            x[d] = a * cosines[d] - b * sines[d];
-            x[d + half] = b * cosines[d + half] + a * sines[d + half];
-        }
+    for (int64_t i = 0; i < pieces->count; i++) {
+        if (!division[i].apart) continue;
+        const int64_t parts = division[i].parts, rows = pieces->num_new[i] * layer->heads;
+        float *partials = division[i].partials, *to = result + pieces->first_row[i] * layer->heads * layer->dim;
+        in_parallel(rows, shares(rows, threads), threads, [&](int64_t r) {
+            float *sums = partials + r * parts * size;
+            for (int64_t p = 1; p < parts; p++) merge(sums, sums + p * size, layer->dim);
+            for (int64_t d = 0; d < layer->dim; d++) to[r * layer->dim + d] = sums[d] / sums[layer->dim + 1];
+        });
     }
-    const float *key = qkv + layer->heads * dim, *value = key + layer->kv_heads * dim;
-    const int64_t size = layer->kv_heads * dim;
-    for (int64_t i = 0; i < size; i++) {
-        store(layer->keys, layer->type, slot * size + i, key[i]);
-        store(layer->values, layer->type, slot * size + i, value[i]);
-    }
-}
-
-// Norms and rotates queries and keys in place; keys and values go to the cache.
-// qkv: [tokens][heads, then kv_heads of keys and of values][dim]; cosines, sines: [positions][rotated].
-static void rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines, float *qkv,
-                   int threads) {
-    const int64_t all = (layer->heads + 2 * layer->kv_heads) * layer->dim, tokens = pieces->tokens;
-    const auto one = [&](int64_t t) {
-        const int64_t place = pieces->positions[t] * layer->rotated;
-        rotate_token(layer, pieces->new_slots[t], cosines + place, sines + place, qkv + t * all);
-    };
-    in_parallel(tokens, FEW, threads, one);
 }

@@ -15,6 +15,7 @@ namespace ISA {
 #include "multiply.h"
 #include "linear.h"
 #include "attention.h"
+#include "rotate.h"
 #include "decoder.h"
 #include "choice.h"
 #include "walk.h"

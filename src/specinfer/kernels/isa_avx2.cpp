@@ -7,6 +7,7 @@
 #define ISA_NAME "AVX2"
 #define ISA avx2
 #define ROWS_OF_BLOCK 3
+#define REGISTER_BYTES 32
 #include "isa.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -7,6 +7,7 @@
 #define ISA_NAME "AVX-512"
 #define ISA avx512
 #define ROWS_OF_BLOCK 14  // two registers of sums for each, of 32
+#define REGISTER_BYTES 64
 #include "isa.h"
 #if defined(__clang__)
 #pragma clang attribute pop

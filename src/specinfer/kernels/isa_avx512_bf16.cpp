@@ -7,6 +7,7 @@
 #define ISA_NAME "AVX-512 VNNI BF16"
 #define ISA avx512_bf16
 #define ROWS_OF_BLOCK 14
+#define REGISTER_BYTES 64
 #define INT_DOTS
 #define DOTS
 #include "isa.h"

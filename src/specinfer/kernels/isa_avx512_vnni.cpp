@@ -7,6 +7,7 @@
 #define ISA_NAME "AVX-512 VNNI"
 #define ISA avx512_vnni
 #define ROWS_OF_BLOCK 14
+#define REGISTER_BYTES 64
 #define INT_DOTS
 #include "isa.h"
 #if defined(__clang__)

@@ -7,6 +7,7 @@
 #define ISA_NAME "NEON dotprod"
 #define ISA neon_dotprod
 #define ROWS_OF_BLOCK 3
+#define REGISTER_BYTES 16
 #define INT_DOTS
 #define SIGNED_CODES
 #include "isa.h"

@@ -7,6 +7,7 @@
 #define ISA_NAME "NEON i8mm"
 #define ISA neon_i8mm
 #define ROWS_OF_BLOCK 3
+#define REGISTER_BYTES 16
 #define INT_DOTS
 #include "isa.h"
 #if defined(__clang__)

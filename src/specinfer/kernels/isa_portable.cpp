@@ -2,4 +2,5 @@
 #define ISA_NAME "portable code"
 #define ISA portable
 #define ROWS_OF_BLOCK 3
+#define REGISTER_BYTES 16
 #include "isa.h"

@@ -11,21 +11,22 @@ static INLINE void each(Body body) {
 #define ALWAYS __attribute__((always_inline))
 
 // e^x to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
-static INLINE Floats exponential(Floats x) {
-    const Floats limited = x > 88.0f ? Floats{} + 88.0f : x < -87.0f ? Floats{} - 87.0f : x;
+template <class Vector>
+static INLINE Vector exponential(Vector x) {
+    const Vector limited = x > 88.0f ? Vector{} + 88.0f : x < -87.0f ? Vector{} - 87.0f : x;
     const float whole = 0x1.8p23f;
-    const Floats n = limited * 0x1.715476p0f + whole - whole;  // of ln 2
-    const Floats r = limited - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
-    Floats p = r * (1.0f / 5040) + 1.0f / 720;
+    const Vector n = limited * 0x1.715476p0f + whole - whole;  // of ln 2
+    const Vector r = limited - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
+    Vector p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-    const Floats result = p * (Floats)exponent;
-    return x < -87.0f ? Floats{} : x > 88.0f ? Floats{} + INFINITY : result;
+    const auto exponent = (__builtin_convertvector(n, decltype(n < n)) + 127) << 23;
+    const Vector result = p * (Vector)exponent;
+    return x < -87.0f ? Vector{} : x > 88.0f ? Vector{} + INFINITY : result;
 }
 
 static INLINE float sum_of(Floats x) {

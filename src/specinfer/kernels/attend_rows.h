@@ -1,0 +1,164 @@
+// Attention of many rows to a part of their keys: 16 rows side by side in a vector.
+//
+// The numbers of a key are spread over all rows, so that nothing is ever added up within a vector. All scores come
+// first, then their largest is known, then values are added up in the order of keys.
+
+typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
+static const int64_t REGISTER = REGISTER_BYTES / 4;      // floats
+static const int64_t AT_ONCE = WIDE_REGISTERS ? 16 : 8;  // sums that are kept in registers
+
+// scores [BLOCK] = scale * queries [WIDE] . keys, a vector of rows each.
+template <int WIDE>
+static INLINE void score(const Floats *queries, const float *keys, float scale, Floats *scores) {
+    for (int64_t from = 0; from < BLOCK; from += AT_ONCE, keys += AT_ONCE * WIDE, scores += AT_ONCE)
+        for (int64_t rows = 0; rows < LANES; rows += REGISTER) {
+            const float *place = (const float *)queries + rows;
+            Register sums[AT_ONCE];
+            each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = Register{}; });
+            for (int64_t d = 0; d < WIDE; d++) {
+                const Register q = read<Register>(place + d * LANES);
+                each<AT_ONCE>([&](auto i) ALWAYS { sums[i] += q * keys[i * WIDE + d]; });
+            }
+            each<AT_ONCE>([&](auto i) ALWAYS { write((float *)(scores + i) + rows, sums[i] * scale); });
+        }
+}
+
+#ifdef DOTS
+// The same with pairs of bf16: queries [WIDE / 2], keys [BLOCK][WIDE / 2].
+template <int WIDE>
+static INLINE void score_pairs(const uint32_t *queries, const uint32_t *keys, float scale, Floats *scores) {
+    for (int64_t from = 0; from < BLOCK; from += AT_ONCE, keys += AT_ONCE * WIDE / 2, scores += AT_ONCE) {
+        __m512 sums[AT_ONCE];
+        each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = _mm512_setzero_ps(); });
+        for (int64_t d = 0; d < WIDE / 2; d++) {
+            const __m512bh q = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
+            each<AT_ONCE>([&](auto i) ALWAYS {
+                sums[i] = _mm512_dpbf16_ps(sums[i], q, (__m512bh)_mm512_set1_epi32(keys[i * (WIDE / 2) + d]));
+            });
+        }
+        each<AT_ONCE>([&](auto i) ALWAYS { scores[i] = (Floats)sums[i] * scale; });
+    }
+}
+#endif
+
+// sums [WIDE] += values . weights [BLOCK], a vector of rows each.
+template <int WIDE>
+static INLINE void blend(Floats *sums, const Floats *weights, const float *values) {
+    for (int64_t d = 0; d < WIDE; d += AT_ONCE, sums += AT_ONCE, values += AT_ONCE)
+        for (int64_t rows = 0; rows < LANES; rows += REGISTER) {
+            Register part[AT_ONCE];
+            each<AT_ONCE>([&](auto i) ALWAYS { part[i] = read<Register>((float *)(sums + i) + rows); });
+            for (int64_t key = 0; key < BLOCK; key++) {
+                const Register weight = read<Register>((const float *)(weights + key) + rows);
+                each<AT_ONCE>([&](auto i) ALWAYS { part[i] += weight * values[key * WIDE + i]; });
+            }
+            each<AT_ONCE>([&](auto i) ALWAYS { write((float *)(sums + i) + rows, part[i]); });
+        }
+}
+
+// A vector of rows on its way over the keys.
+template <int WIDE>
+struct Rows {
+    Floats queries[WIDE];  // or pairs of bf16 in the first half
+    Floats sums[WIDE], most, total;
+};
+
+template <int WIDE>
+struct RowsRoom {
+    alignas(64) Rows<WIDE> rows[MOST_VECTORS];
+    alignas(64) float block[BLOCK * WIDE];
+    Grown<Floats> scores;  // [blocks][vectors][BLOCK]
+    Grown<uint32_t> seen;  // [blocks] by any row
+};
+
+template <int WIDE>
+static INLINE void place_queries(const Attention *layer, const Pieces *pieces, const Item &item, const float *queries,
+                                 int64_t stride, Rows<WIDE> *all) {
+    const int64_t rows = (item.to - item.from) * item.heads, dim = layer->dim;
+    const int64_t row0 = pieces->first_row[item.piece] + item.from;
+    const bool pairs = takes_pairs(layer);
+    for (int64_t v = 0; v < (rows + LANES - 1) / LANES; v++) {
+        Rows<WIDE> &mine = all[v];
+        memset(&mine, 0, sizeof(mine));
+        mine.most = Floats{} - INFINITY;
+        for (int64_t i = 0; i < LANES && v * LANES + i < rows; i++) {
+            const int64_t r = v * LANES + i;
+            const float *place = queries + (row0 + r / item.heads) * stride + (item.first_head + r % item.heads) * dim;
+            for (int64_t d = 0; d < dim; d++)
+                if (pairs)
+                    ((uint16_t *)mine.queries)[(d / 2 * LANES + i) * 2 + d % 2] = to_bf16(place[d]);
+                else
+                    ((float *)mine.queries)[d * LANES + i] = place[d];
+        }
+    }
+}
+
+// partials: [rows][partial_size].
+template <int WIDE>
+static void attend_rows(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys,
+                        const float *queries, int64_t stride, float *partials) {
+    static thread_local RowsRoom<WIDE> room;
+    const int64_t rows = (item.to - item.from) * item.heads, vectors = (rows + LANES - 1) / LANES;
+    const int64_t blocks = keys.blocks(), dim = layer->dim;
+    Floats *scores = room.scores.hold(blocks * vectors * BLOCK);
+    uint32_t *any_sees = room.seen.hold(blocks);
+    int64_t places[BLOCK];
+    place_queries<WIDE>(layer, pieces, item, queries, stride, room.rows);
+    memset(room.block, 0, sizeof(room.block));
+    for (int64_t b = 0; b < blocks; b++) {
+        uint32_t any = 0, all = ~0u;
+        Ints bits[MOST_VECTORS] = {};
+        for (int64_t t = item.from; t < item.to; t++) {
+            const uint32_t mask = seen(layer, pieces, item, keys, t, b * BLOCK);
+            any |= mask;
+            all &= mask;
+            for (int64_t r = (t - item.from) * item.heads; r < (t - item.from + 1) * item.heads; r++)
+                bits[r / LANES][r % LANES] = (int32_t)mask;
+        }
+        any_sees[b] = any;
+        if (!any) continue;
+        places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
+        fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
+        fetch_keys<WIDE>(layer, places, any, room.block);
+        for (int64_t v = 0; v < vectors; v++) {
+            Rows<WIDE> &mine = room.rows[v];
+            Floats *here = scores + (b * vectors + v) * BLOCK;
+#ifdef DOTS
+            if (takes_pairs(layer))
+                score_pairs<WIDE>((const uint32_t *)mine.queries, (const uint32_t *)room.block, layer->scale, here);
+            else
+#endif
+                score<WIDE>(mine.queries, room.block, layer->scale, here);
+            for (int64_t i = 0; i < BLOCK; i++) {
+                if (all != ~0u) here[i] = (bits[v] >> (int32_t)i & 1) != 0 ? here[i] : Floats{} - INFINITY;
+                mine.most = here[i] > mine.most ? here[i] : mine.most;
+            }
+        }
+    }
+    memset(room.block, 0, sizeof(room.block));
+    for (int64_t b = 0; b < blocks; b++) {
+        if (!any_sees[b]) continue;
+        places_of(layer, keys, item.kv_head, b * BLOCK, any_sees[b], places);
+        fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->values);
+        fetch_values<WIDE>(layer, places, any_sees[b], room.block);
+        for (int64_t v = 0; v < vectors; v++) {
+            Rows<WIDE> &mine = room.rows[v];
+            Floats *weights = scores + (b * vectors + v) * BLOCK;
+            const Floats least = mine.most == -INFINITY ? Floats{} : mine.most;  // of a row that sees no key
+            for (int64_t i = 0; i < BLOCK; i++) {
+                for (int64_t r = 0; r < LANES; r += REGISTER) {
+                    float *place = (float *)(weights + i) + r;
+                    write(place, exponential(read<Register>(place) - read<Register>((const float *)&least + r)));
+                }
+                mine.total += weights[i];
+            }
+            blend<WIDE>(mine.sums, weights, room.block);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++, partials += dim + 2) {
+        const Rows<WIDE> &mine = room.rows[r / LANES];
+        for (int64_t d = 0; d < dim; d++) partials[d] = mine.sums[d][r % LANES];
+        partials[dim] = mine.most[r % LANES];
+        partials[dim + 1] = mine.total[r % LANES];
+    }
+}

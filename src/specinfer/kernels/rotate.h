@@ -1,0 +1,40 @@
+// What precedes attention: norms and rotation of queries and keys, and keys and values on their way to the cache.
+
+static INLINE void store(void *pool, int type, int64_t place, float value) {
+    if (type == FP32)
+        ((float *)pool)[place] = value;
+    else
+        ((uint16_t *)pool)[place] = type == BF16 ? to_bf16(value) : to_fp16(value);
+}
+
+static void rotate_token(const Attention *layer, int64_t slot, const float *cosines, const float *sines, float *qkv) {
+    const int64_t dim = layer->dim, half = layer->rotated / 2;
+    for (int64_t head = 0; head < layer->heads + layer->kv_heads; head++) {
+        float *x = qkv + head * dim;
+        const float *weight = head < layer->heads ? layer->query_norm : layer->key_norm;
+        if (weight) norm_row(x, weight, x, dim, layer->eps);
+        for (int64_t d = 0; d < half; d++) {
+            const float a = x[d], b = x[d + half];
+            x[d] = a * cosines[d] - b * sines[d];
+            x[d + half] = b * cosines[d + half] + a * sines[d + half];
+        }
+    }
+    const float *key = qkv + layer->heads * dim, *value = key + layer->kv_heads * dim;
+    const int64_t size = layer->kv_heads * dim;
+    for (int64_t i = 0; i < size; i++) {
+        store(layer->keys, layer->type, slot * size + i, key[i]);
+        store(layer->values, layer->type, slot * size + i, value[i]);
+    }
+}
+
+// Norms and rotates queries and keys in place; keys and values go to the cache.
+// qkv: [tokens][heads, then kv_heads of keys and of values][dim]; cosines, sines: [positions][rotated].
+static void rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines, float *qkv,
+                   int threads) {
+    const int64_t all = (layer->heads + 2 * layer->kv_heads) * layer->dim, tokens = pieces->tokens;
+    const auto one = [&](int64_t t) {
+        const int64_t place = pieces->positions[t] * layer->rotated;
+        rotate_token(layer, pieces->new_slots[t], cosines + place, sines + place, qkv + t * all);
+    };
+    in_parallel(tokens, FEW, threads, one);
+}
