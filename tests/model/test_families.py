@@ -1,6 +1,7 @@
 """Every supported family: one pass over a tree gives transformers' logits on each path; others are refused."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
     prompts = [[*long, 8], [*short, 8]]
     wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in paths_of(TREE)]
     torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["lfm2-biased", "qwen3_next", "bamba"])
+def test_convolutions_and_recurrences_are_the_same_without_native_kernels(
+    family: str, runner_of: Callable[..., ModelRunner]
+) -> None:
+    loaded = replace(runner_of(family).loaded, native=False)
+    test_tree_logits_are_those_of_each_path(family, lambda _: ModelRunner(loaded, 256))
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -19,6 +19,7 @@ namespace ISA {
 #include "decoder.h"
 #include "choice.h"
 #include "walk.h"
+#include "recurrence.h"
 extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, decode, choose, noise_of, most_probable,
-                              walk};
+                              walk, convolve, recur};
 }  // namespace ISA

@@ -202,6 +202,16 @@ PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_
 }
 
 PUBLIC void specinfer_walk(const Walks *walks, int threads) { native->walk(walks, threads); }
+
+PUBLIC void specinfer_convolve(const Convolution *layer, const int64_t *paths, float *result, int64_t tokens, int threads) {
+    native->convolve(layer, paths, result, tokens, threads);
+}
+
+PUBLIC void specinfer_recur(const Recurrence *layer, const Scan *scan, float *mixed, float *rates, float *result,
+                            int threads) {
+    native->recur(layer, scan, mixed, rates, result, threads);
+}
+
 PUBLIC void specinfer_grow(Growth *growth) { grow(growth); }
 
 // What the tokens of a chain and of a tree on its last one see of each other, [tokens][tokens], filled with zeros before,

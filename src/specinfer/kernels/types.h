@@ -23,7 +23,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 15;
+static const int LAYOUT = 16;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 };  // as in panels.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -131,6 +131,30 @@ struct Growth {  // of several trees by one level; as in growth.py
     int64_t columns, level;
 };
 
+struct Convolution {  // with one filter for each channel; as in recurrence.py
+    const void *inputs;          // [slots][channels]
+    const float *weight, *bias;  // [taps][channels]; [channels] or null
+    int64_t channels, taps;
+    int32_t type, activates;  // of the inputs, to which results are rounded; whether SiLU follows
+};
+
+struct Recurrence {  // as in recurrence.py
+    const void *stored;                  // [slots][heads] steps before activation; of a delta rule [slots][2][heads], after beta
+    float *pool;                         // [rows][heads][key_dim][value_dim] kept states, or null
+    const float *bias, *decay, *skip;    // [heads] added to steps, times them the logarithm of what is kept; or null
+    int64_t heads, key_heads, key_dim, value_dim;
+    int64_t channels, query, key, value;  // of a token's inputs: their number, and where each kind begins
+    float least, most;                    // of a step
+    int32_t type, is_delta;
+};
+
+struct Scan {  // the tokens of a pass in the order of a recurrence; as in recurrence.py
+    int64_t tokens, places, count;  // places: how many states are needed at a time; count: of first states
+    const int64_t *slots, *from, *to;  // [tokens] slot; places of the parent's state and of its own
+    const int64_t *rows, *results;     // [tokens] row of the pool for its state, and of the results; or -1
+    const int64_t *first_places, *first_rows;  // [count] rows of the pool; -1: zeros
+};
+
 struct Native {
     const char *name;
     void (*linear)(const Linear *, const float *x, float *y, void *room, int64_t rows, int32_t ending, const Runs *,
@@ -149,6 +173,8 @@ struct Native {
     int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
                              float *room);
     void (*walk)(const Walks *, int threads);
+    void (*convolve)(const Convolution *, const int64_t *paths, float *result, int64_t tokens, int threads);
+    void (*recur)(const Recurrence *, const Scan *, float *mixed, float *rates, float *result, int threads);
 };
 
 // 64-byte aligned memory, on every platform.

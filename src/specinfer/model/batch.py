@@ -154,10 +154,15 @@ class ForwardBatch:
         """The order in which recurrent layers compute the tokens."""
         return scans.Scan(self.pieces, self.store.states, self.slots.device)
 
+    @property
+    def uses_native(self) -> bool:
+        """Whether native kernels can be used."""
+        return self.allows_native and library() is not None and self.slots.device.type == "cpu"
+
     @cached_property
     def native(self) -> NativePieces | None:
         """The pieces in the form that native attention reads, or None where native attention cannot be used."""
-        if not self.allows_native or library() is None or self.slots.device.type != "cpu":
+        if not self.uses_native:
             return None
         pieces = self.pieces
         flat = FlatPieces(

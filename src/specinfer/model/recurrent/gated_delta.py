@@ -7,6 +7,7 @@ for each head are stored by slot. States are kept only after known tokens (`stat
 Source: Gated Delta Networks (Yang et al., arXiv 2412.06464).
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
 
@@ -51,7 +53,11 @@ class GatedDelta(nn.Module):
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         inputs, gate, rates = self._project(hidden_states[0])
         store_inputs(forward_batch, self.layer_idx, inputs, rates)
-        out = self._recur(forward_batch)[forward_batch.scan.new].to(inputs.dtype)
+        if forward_batch.uses_native:
+            out = recur_natively(forward_batch, self.layer_idx, *self._native)
+        else:
+            out = self._recur(forward_batch)[forward_batch.scan.new]
+        out = out.to(inputs.dtype)
         normed = self.norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
         mixed: Tensor = self.out_proj(normed.view(len(out), -1))
         return mixed.unsqueeze(0)
@@ -69,6 +75,14 @@ class GatedDelta(nn.Module):
         beta, decay = self.in_proj_ba(hidden).unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)
         inputs = torch.cat([one.flatten(1) for one in qkv], dim=-1)
         return inputs, gate.flatten(1), torch.cat([beta.flatten(1), decay.flatten(1)], dim=-1)
+
+    @cached_property
+    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+        heads, keys = (self.num_v_heads, self.num_k_heads), self.num_k_heads * self.head_k_dim
+        width = 2 * keys + self.num_v_heads * self.head_v_dim
+        sizes = HeadSizes(*heads, self.head_k_dim, self.head_v_dim, width, query=0, key=keys, value=2 * keys)
+        convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
+        return convolution, RecurrenceCall(sizes, self.dt_bias, -self.A_log.float().exp())
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
         """Return [scanned, value heads, value_dim] float32 results of the recurrence for all tokens of the scan."""

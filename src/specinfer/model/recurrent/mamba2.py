@@ -5,6 +5,7 @@ The inputs of the convolution and one number for each head are stored by slot; s
 Source: Transformers are SSMs (Dao and Gu, arXiv 2405.21060).
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
 
@@ -39,15 +41,29 @@ class Mamba2(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        return (self.num_heads, self.head_dim, self.state_size)
+        return (self.num_heads, self.state_size, self.head_dim)
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
         gate, inputs, steps = self.in_proj(hidden_states[0]).split([width, width + 2 * groups, self.num_heads], dim=-1)
         store_inputs(forward_batch, self.layer_idx, inputs, steps)
-        out = self._recur(forward_batch)[forward_batch.scan.new]
+        if forward_batch.uses_native:
+            out = recur_natively(forward_batch, self.layer_idx, *self._native)
+        else:
+            out = self._recur(forward_batch)[forward_batch.scan.new]
         mixed: Tensor = self.out_proj(self.norm(out.flatten(1), gate).to(inputs.dtype))
         return mixed.unsqueeze(0)
+
+    @cached_property
+    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+        width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        sizes = HeadSizes(
+            self.num_heads, self.num_groups, self.state_size, self.head_dim, width + 2 * groups,
+            query=width + groups, key=width, value=0,
+        )  # fmt: skip
+        convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
+        decay = -self.A_log.float().exp()
+        return convolution, RecurrenceCall(sizes, self.dt_bias, decay, self.D, self.step_limits)
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
         """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
@@ -65,8 +81,8 @@ class Mamba2(nn.Module):
         added = x * steps.unsqueeze(-1)
 
         def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            states = states * kept[of][..., None, None] + added[of].unsqueeze(-1) * key[of].unsqueeze(-2)
-            return states, torch.einsum("nhps,nhs->nhp", states, query[of])
+            states = states * kept[of][..., None, None] + key[of].unsqueeze(-1) * added[of].unsqueeze(-2)
+            return states, torch.einsum("nhsp,nhs->nhp", states, query[of])
 
         result = torch.empty_like(x)
         recur(batch, layer, self.state_shape, step, result)

@@ -1,13 +1,28 @@
-"""The loop of all recurrences over the tokens of a pass."""
+"""All recurrences over the tokens of a pass: in one native call, or the same as a loop in PyTorch."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def recur_natively(batch: ForwardBatch, layer: int, convolution: ConvolutionCall, recurrence: RecurrenceCall) -> Tensor:
+    """Return the [tokens, heads, value_dim] float32 results of a layer, and keep the states that are wanted.
+
+    Args:
+        layer: Number of the layer.
+    """
+    scan, store = batch.scan, batch.store
+    mixed = convolution(store.keys[layer], scan.paths(convolution.num_taps))
+    pool = store.states.pools.get(layer)
+    result = recurrence(scan.native, mixed, store.values[layer], pool)
+    store.states.wrote(layer)
+    return result
 
 
 def recur(batch: ForwardBatch, layer: int, state_shape: tuple[int, ...], step: Step, result: Tensor) -> None:

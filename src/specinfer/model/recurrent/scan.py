@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.kernels.recurrence import NativeScan
 from specinfer.model.recurrent.states import NO_ROW, Ints, RecurrentStates
 
 
@@ -47,6 +48,7 @@ class Scan:
 
     def __init__(self, pieces: Sequence[Part], states: RecurrentStates, device: torch.device) -> None:
         self._pieces, self._device = pieces, device
+        self._paths: dict[int, Tensor] = {}
         states.begin([piece.slots for piece in pieces])
         self._starts, self._rows = [], []
         for piece in pieces:
@@ -58,6 +60,21 @@ class Scan:
         ]
         self._parents = [parents_of(piece) for piece in pieces]
 
+    @cached_property
+    def native(self) -> NativeScan:
+        """The scan in the form that native kernels read."""
+        slots = self.slots.numpy()
+        rows = np.full(len(slots), NO_ROW, dtype=np.int64)
+        results = np.full(len(slots), NO_ROW, dtype=np.int64)
+        new = self.new.numpy()
+        results[new] = np.arange(len(new))
+        ends = np.cumsum([len(piece.slots) for piece in self._pieces])
+        for piece, kept, end in zip(self._pieces, self._kept, ends.tolist(), strict=True):
+            if kept != NO_ROW:
+                rows[new[end - len(piece.slots) + piece.num_known - 1]] = kept
+        parents = [np.maximum(one[start:] - start, -1) for one, start in zip(self._parents, self._starts, strict=True)]
+        return NativeScan(slots, parents, self._rows, rows, results, len(new))
+
     def _tensor(self, values: Sequence[int] | Ints) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
 
@@ -68,10 +85,11 @@ class Scan:
 
     def paths(self, count: int) -> Tensor:
         """Return [scanned, count] slots of the last tokens on each token's path, itself last; -1 before the first."""
-        parts = zip(self._pieces, self._parents, self._starts, strict=True)
-        return self._tensor(
-            np.concatenate([path_slots(piece, parents, start, count) for piece, parents, start in parts])
-        )
+        if count not in self._paths:
+            parts = zip(self._pieces, self._parents, self._starts, strict=True)
+            paths = [path_slots(piece, parents, start, count) for piece, parents, start in parts]
+            self._paths[count] = self._tensor(np.concatenate(paths))
+        return self._paths[count]
 
     @cached_property
     def new(self) -> Tensor:

@@ -4,11 +4,13 @@ The inputs of a convolution are stored by slot, as keys are. A token reads those
 a node never sees another branch, and accepted paths, cached prefixes and preempted requests need nothing else.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specinfer.kernels.recurrence import ConvolutionCall
 from specinfer.model.batch import ForwardBatch
 
 
@@ -50,7 +52,11 @@ class ShortConv(nn.Module):
         before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
         inputs = before * x
         store_inputs(forward_batch, self.layer_idx, inputs)
-        paths = forward_batch.paths(self.conv.kernel_size[0])
-        mixed = convolve(self.conv, forward_batch.store.keys[self.layer_idx], paths).to(inputs.dtype)
-        out: Tensor = self.out_proj(after * mixed)
+        paths, stored = forward_batch.paths(self.conv.kernel_size[0]), forward_batch.store.keys[self.layer_idx]
+        mixed = self._native(stored, paths) if forward_batch.uses_native else convolve(self.conv, stored, paths)
+        out: Tensor = self.out_proj(after * mixed.to(inputs.dtype))
         return out.unsqueeze(0)
+
+    @cached_property
+    def _native(self) -> ConvolutionCall:
+        return ConvolutionCall(self.conv.weight, self.conv.bias, activates=False)

@@ -1,0 +1,205 @@
+"""Short convolutions and recurrences over token trees on the native kernels: see recurrence.h."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.kernels.library import call
+from specinfer.kernels.panels import TYPES
+
+_Integers = npt.NDArray[np.int64]
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("inputs", "weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("channels", "taps")),
+        *((name, ctypes.c_int32) for name in ("type", "activates")),
+    )
+
+
+class _Recurrence(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("stored", "pool", "bias", "decay", "skip")),
+        *((name, ctypes.c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("channels", "query", "key", "value")),
+        *((name, ctypes.c_float) for name in ("least", "most")),
+        *((name, ctypes.c_int32) for name in ("type", "is_delta")),
+    )
+
+
+class _Scan(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "places", "count")),
+        *((name, ctypes.c_void_p) for name in ("slots", "from", "to", "rows", "results")),
+        *((name, ctypes.c_void_p) for name in ("first_places", "first_rows")),
+    )
+
+
+class NativeScan:
+    """The tokens of a pass in the order of a recurrence, each after its parent; made once per pass.
+
+    Args:
+        slots: [tokens] slots.
+        parents: For each request, [its tokens] the parents among its tokens, -1 for its first state.
+        first_rows: [requests] rows of the pool with the first states, or -1 for zeros.
+        rows: [tokens] rows of the pool for the states after them, or -1.
+        results: [tokens] rows of the results, or -1 for none.
+        num_results: Number of results.
+    """
+
+    def __init__(
+        self,
+        slots: _Integers,
+        parents: Sequence[_Integers],
+        first_rows: Sequence[int],
+        rows: _Integers,
+        results: _Integers,
+        num_results: int,
+    ) -> None:
+        origins, own, firsts, places = [], [], [], 0
+        for one in parents:
+            firsts.append(places)
+            origin, to, count = _places(one)
+            origins.append(origin + places)
+            own.append(to + places)
+            places += count
+        arrays = [slots, np.concatenate(origins), np.concatenate(own), rows, results]
+        arrays += [np.asarray(values, dtype=np.int64) for values in (firsts, first_rows)]
+        self._alive = arrays = [np.ascontiguousarray(array) for array in arrays]
+        self._structure = _Scan(len(slots), places, len(firsts), *(array.ctypes.data for array in arrays))
+        self.address = ctypes.addressof(self._structure)
+        self.num_tokens, self.num_results = len(slots), num_results
+
+
+def _places(parents: _Integers) -> tuple[_Integers, _Integers, int]:
+    """Return where the state before and after each token lies, and the number of places.
+
+    The last child of a token takes over its place.
+    """
+    count = len(parents)
+    if (parents == np.arange(-1, count - 1)).all():
+        zeros = np.zeros(count, dtype=np.int64)
+        return zeros, zeros, 1
+    last_child = np.full(count + 1, -1)
+    last_child[parents + 1] = np.arange(count)  # of equal parents the last counts
+    is_last = (last_child[parents + 1] == np.arange(count)).tolist()
+    own, num_places = [0], 1  # from the first state on
+    for parent, takes_over in zip((parents + 1).tolist(), is_last, strict=True):
+        own.append(own[parent] if takes_over else num_places)
+        num_places += not takes_over
+    places = np.asarray(own, dtype=np.int64)
+    return places[parents + 1], places[1:], num_places
+
+
+class ConvolutionCall:
+    """The convolution of one layer on inputs that are stored by slot.
+
+    Args:
+        weight: [channels, 1, taps] filters.
+        bias: [channels], or None.
+        activates: Whether SiLU follows.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, activates: bool) -> None:
+        self._weight, self._activates = weight.detach().squeeze(1).float().T.contiguous(), activates
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+
+    @property
+    def num_taps(self) -> int:
+        return len(self._weight)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __call__(self, inputs: Tensor, paths: Tensor) -> Tensor:
+        """Return [tokens, channels] float32 results, rounded to the type of the inputs.
+
+        Args:
+            inputs: [slots, 1, channels] of float32, bfloat16 or float16.
+            paths: [tokens, taps] slots of the last tokens on each token's path, itself last; -1 before the first.
+        """
+        taps, channels = self._weight.shape
+        assert (inputs.shape[1:], paths.shape[1]) == ((1, channels), taps)
+        assert inputs.is_contiguous()
+        assert paths.is_contiguous()
+        bias = None if self._bias is None else self._bias.data_ptr()
+        addresses = (inputs.data_ptr(), self._weight.data_ptr(), bias)
+        layer = _Convolution(*addresses, channels, taps, TYPES[inputs.dtype], self._activates)
+        result = torch.empty(len(paths), channels)
+        call("specinfer_convolve", ctypes.addressof(layer), paths.data_ptr(), result.data_ptr(), len(paths))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Sizes of a recurrence, and the columns where queries, keys and values of a token begin.
+
+    Attributes:
+        num_key_heads: Number of heads of queries and keys; each serves as many neighbouring heads.
+        num_channels: Number of columns.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    num_channels: int
+    query: int
+    key: int
+    value: int
+
+
+class RecurrenceCall:
+    """The recurrence of one layer.
+
+    Args:
+        bias: [heads] what is added to steps.
+        decay: [heads] what steps are multiplied by, to be the logarithm of what is kept of a state.
+        skip: [heads] share of the values in the results. None for a delta rule.
+        limits: Least and greatest step of a recurrence that is no delta rule.
+    """
+
+    def __init__(
+        self,
+        sizes: HeadSizes,
+        bias: Tensor,
+        decay: Tensor,
+        skip: Tensor | None = None,
+        limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> None:
+        self._sizes, self._limits, self._is_delta = sizes, limits, skip is None
+        vectors = (bias, decay, skip)
+        self._vectors = [None if one is None else one.detach().float().contiguous() for one in vectors]
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __call__(self, scan: NativeScan, mixed: Tensor, stored: Tensor, pool: Tensor | None) -> Tensor:
+        """Return [results, heads, value_dim] float32, and write the states that are kept.
+
+        Args:
+            mixed: [tokens, channels] float32 queries, keys and values, which may be overwritten.
+            stored: [slots, 1, width] steps of each head before activation; of a delta rule, beta comes before them.
+            pool: [rows, heads, key_dim, value_dim] float32 kept states, or None for none.
+        """
+        sizes, heads = self._sizes, self._sizes.num_heads
+        assert mixed.is_contiguous()
+        assert stored.is_contiguous()
+        assert mixed.shape == (scan.num_tokens, sizes.num_channels)
+        assert stored.shape[1:] == (1, heads * (1 + self._is_delta))
+        assert pool is None or (pool.shape[1:] == (heads, sizes.key_dim, sizes.value_dim) and pool.is_contiguous())
+        tensors = (stored, pool, *self._vectors)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        layer = _Recurrence(*addresses, *astuple(sizes), *self._limits, TYPES[stored.dtype], self._is_delta)
+        rates = torch.empty(scan.num_tokens, heads, 2)
+        result = torch.empty(scan.num_results, heads, sizes.value_dim)
+        places = (mixed.data_ptr(), rates.data_ptr(), result.data_ptr())
+        call("specinfer_recur", ctypes.addressof(layer), scan.address, *places)
+        return result
