@@ -156,7 +156,6 @@ class ForwardBatch:
 
     @property
     def uses_native(self) -> bool:
-        """Whether native kernels can be used."""
         return self.allows_native and library() is not None and self.slots.device.type == "cpu"
 
     @cached_property
