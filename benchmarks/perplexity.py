@@ -4,8 +4,7 @@ Nothing is timed. Every token after a text's first is predicted from those befor
 loaded, so that full distributions can be compared.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.perplexity_report import PerplexityReport, Score, plot_perplexity
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import AnyPrompt, check_dtype, check_once, check_whole
@@ -24,13 +24,15 @@ from specinfer.model.device import find_device
 from specinfer.model.runner import TargetRunner
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.plots import Panel, Series, draw_plot
 from specinfer.reporting.progress_bar import stage_bar
-from specinfer.reporting.tables import Column, millions, print_rows
 
 UNQUANTIZED = "unquantized"
+STORED = "as stored"  # of a GGUF file
+LLAMA_CPP = "llama.cpp"
 _AT_ONCE = 64  # positions compared together, since memory holds several copies of their distributions
+_PEER_ROWS = 16  # tokens that llama.cpp reads at once
 _PROBE = "perplexity-probe"
+Read = Callable[[Sequence[int]], Tensor]  # logits after each of the tokens [tokens, vocab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class PerplexityConfig:
 
     Attributes:
         model: A local folder, a hub name, or "demo".
-        quantizations: Quantizations to measure, from "int8", "int4" and "fp8".
+        quantizations: Quantizations to measure, from "int8", "int4" and "fp8"; None is all, or none for a GGUF file.
+        peer: "llama.cpp" to let it read the same texts with the same GGUF file, or None.
         grow: Size to grow the model to, such as "1b". Llama models only.
         dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
         num_prompts: Held-out texts to read.
@@ -53,7 +56,8 @@ class PerplexityConfig:
     """
 
     model: str = "demo"
-    quantizations: tuple[str, ...] = QUANTIZATIONS
+    quantizations: tuple[str, ...] | None = None
+    peer: str | None = None
     grow: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -67,144 +71,24 @@ class PerplexityConfig:
         check_whole("num_prompts", self.num_prompts, 1)
         check_whole("prompt_chars", self.prompt_chars, 1)
         check_dtype(self.dtype)
-        check_once("quantization", self.quantizations)
-        for quantization in self.quantizations:
+        if self.peer not in (None, LLAMA_CPP):
+            raise ValueError(f"peer: {self.peer!r} cannot be asked for probabilities; use {LLAMA_CPP}")
+        if self.peer is not None and (self.grow is not None or not self.is_gguf):
+            raise ValueError(f"peer: {LLAMA_CPP} reads GGUF files as they are; name one as the model, without grow")
+        if self.quantizations is not None:
+            check_once("quantization", self.quantizations)
+        for quantization in self.compared:
             check_quantization("quantization", quantization)
 
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Score of one set of weights on all texts.
-
-    Attributes:
-        num_bytes: Size of the weights in memory, in bytes.
-        num_tokens: Number of predicted tokens.
-        surprise: Sum of the tokens' negative log-probabilities, in nats.
-        divergence: Sum over positions of the Kullback-Leibler divergence from the unquantized model, in nats.
-        num_same: Number of positions with the same most likely token as the unquantized model.
-    """
-
-    name: str
-    num_bytes: int
-    num_tokens: int = 0
-    surprise: float = 0.0
-    divergence: float = 0.0
-    num_same: int = 0
-
-    def plus(self, num_tokens: int, surprise: float, divergence: float, num_same: int) -> "Score":
-        """Return the score with one more text added."""
-        return Score(
-            self.name,
-            self.num_bytes,
-            self.num_tokens + num_tokens,
-            self.surprise + surprise,
-            self.divergence + divergence,
-            self.num_same + num_same,
-        )
+    @property
+    def is_gguf(self) -> bool:
+        return self.model.lower().endswith(".gguf")
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(self.surprise / self.num_tokens)
-
-    @property
-    def bits_per_token(self) -> float:
-        return self.surprise / self.num_tokens / math.log(2)
-
-    @property
-    def divergence_bits(self) -> float:
-        """Mean Kullback-Leibler divergence of a position, in bits."""
-        return self.divergence / self.num_tokens / math.log(2)
-
-    @property
-    def same_best(self) -> float:
-        return self.num_same / self.num_tokens
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "perplexity": self.perplexity,
-            "bits_per_token": self.bits_per_token,
-            "divergence_bits": self.divergence_bits,
-            "same_best_token": self.same_best,
-            "weight_bytes": self.num_bytes,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PerplexityReport:
-    """The scores of the unquantized weights and then of the others, in the requested order."""
-
-    scores: tuple[Score, ...]
-    num_texts: int
-    options: Mapping[str, object]
-    environment: Environment
-
-    @property
-    def exact(self) -> Score:
-        return self.scores[0]
-
-    def increase_of(self, score: Score) -> float:
-        """Return the increase of perplexity relative to the unquantized model."""
-        return score.perplexity / self.exact.perplexity - 1
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the report in a form ready for JSON."""
-        return {
-            "weights": {
-                score.name: {**score.as_dict(), "perplexity_increase": self.increase_of(score)} for score in self.scores
-            },
-            "num_texts": self.num_texts,
-            "num_tokens": self.exact.num_tokens,
-            "options": dict(self.options),
-            "environment": self.environment.as_dict(),
-        }
-
-
-def print_perplexity(report: PerplexityReport, console: Console) -> None:
-    """Print a table with a row for each set of weights."""
-    environment = report.environment
-    console.print(
-        f"[bold]{report.options['model']}[/bold]: {millions(environment.target_parameters)}, {environment.precision} "
-        f"on {environment.device}; {report.exact.num_tokens} tokens of {report.num_texts} texts"
-    )
-
-    def against_exact(heading: str, cell: Callable[[Score], str]) -> Column[Score]:
-        return Column(heading, lambda score: "" if score is report.exact else cell(score))
-
-    columns = (
-        Column[Score]("weights", lambda score: score.name, label=True),
-        Column[Score]("perplexity", lambda score: f"{score.perplexity:.4f}"),
-        against_exact("increase", lambda score: f"{report.increase_of(score):+.2%}"),
-        Column[Score]("bits/token", lambda score: f"{score.bits_per_token:.4f}"),
-        against_exact("KL, bits", lambda score: f"{score.divergence_bits:.5f}"),
-        against_exact("same best", lambda score: f"{score.same_best:.2%}"),
-        Column[Score]("MiB", lambda score: f"{score.num_bytes / 2**20:,.1f}"),
-    )
-    title = "Quality loss of quantization: each token predicted from those before it"
-    print_rows(console, title, columns, report.scores)
-
-
-def plot_perplexity(report: PerplexityReport, path: str | Path) -> None:
-    """Draw quality loss and size of the weights.
-
-    Raises:
-        ValueError: matplotlib is missing, or the suffix is unknown.
-    """
-    names = [score.name for score in report.scores]
-
-    def bars(title: str, values: list[float], form: str) -> Panel:
-        series = Series(title, values, notes=[form.format(value) for value in values])
-        return Panel(title, [series], kind="bars", horizontal=True, names=names)
-
-    panels = [
-        bars("Perplexity", [score.perplexity for score in report.scores], "{:.3f}"),
-        bars("Divergence from the unquantized model, bits", [one.divergence_bits for one in report.scores], "{:.4f}"),
-        bars("Weights, MiB", [score.num_bytes / 2**20 for score in report.scores], "{:,.1f}"),
-    ]
-    title = (
-        f"{Path(str(report.options['model'])).name}: {report.environment.description}, "
-        f"{report.exact.num_tokens} tokens of {report.num_texts} texts"
-    )
-    draw_plot(path, title, panels, width=11, height=1.6 + 0.5 * len(names), shares_places=True)
+    def compared(self) -> tuple[str, ...]:
+        """The quantizations to measure."""
+        usual = () if self.is_gguf else QUANTIZATIONS
+        return usual if self.quantizations is None else self.quantizations
 
 
 def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> PerplexityReport:
@@ -222,23 +106,34 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
     )
     if short := [text for text in texts if len(text) < 2]:
         raise ValueError(f"prompts: one has {len(short[0])} tokens; give at least 2, the first of which is only read")
+    exact_name = STORED if config.is_gguf else UNQUANTIZED
     with stage_bar(console) as progress:
-        progress.stage("loading", (1 + len(config.quantizations)) * len(texts))
+        progress.stage("loading", (1 + len(config.compared) + (config.peer is not None)) * len(texts))
         if config.grow is not None:
             progress.stage(f"growing to {config.grow}")
         models, dtype = at_size(models, config.grow, config.dtype, device)
         with _load(config, models, dtype, texts, None) as exact:
-            scores = []
-            for quantization in (None, *config.quantizations):
-                progress.stage(quantization or UNQUANTIZED)
-                # One quantized model at a time, since all of them together might not fit into memory.
-                llm = exact if quantization is None else _load(config, models, dtype, texts, quantization)
-                score = Score(quantization or UNQUANTIZED, llm.target.loaded.num_bytes)
+
+            def score_of(name: str, num_bytes: int, read: Read) -> Score:
+                progress.stage(name)
+                score = Score(name, num_bytes)
                 for text in texts:
-                    score = score.plus(*_compare(exact.target, llm.target, text))
+                    score = score.plus(*_compare(_logits(exact.target, text[:-1]), read(text[:-1]), text))
                     progress.advance()
-                scores.append(score)
+                return score
+
+            def read_with(llm: LLM) -> Read:
+                return lambda tokens: _logits(llm.target, tokens)
+
+            scores = [score_of(exact_name, exact.target.loaded.num_bytes, read_with(exact))]
+            for quantization in config.compared:
+                # One quantized model at a time, since all of them together might not fit into memory.
+                llm = _load(config, models, dtype, texts, quantization)
+                scores.append(score_of(quantization, llm.target.loaded.num_bytes, read_with(llm)))
                 del llm
+            if config.peer is not None:
+                size = Path(config.model).stat().st_size
+                scores.append(score_of(config.peer, size, _peer(config.model, max(map(len, texts)))))
             environment = Environment.of(exact, {})
     report = PerplexityReport(tuple(scores), len(texts), options_of(config), environment)
     write_files(report, config.json, config.plot, plot_perplexity)
@@ -261,11 +156,9 @@ def _load(
     )
 
 
-def _compare(exact: TargetRunner, runner: TargetRunner, tokens: Sequence[int]) -> tuple[int, float, float, int]:
-    """Return the arguments of `Score.plus` for one text."""
-    following = torch.tensor(tokens[1:], device=runner.loaded.device)
-    wanted = _logits(exact, tokens[:-1])
-    found = wanted if runner is exact else _logits(runner, tokens[:-1])
+def _compare(wanted: Tensor, found: Tensor, tokens: Sequence[int]) -> tuple[int, float, float, int]:
+    """Return the arguments of `Score.plus` for one text, from the logits of both models [tokens - 1, vocab]."""
+    following = torch.tensor(tokens[1:], device=wanted.device)
     surprise = divergence = 0.0
     num_same = 0
     for rows in torch.arange(len(following), device=following.device).split(_AT_ONCE):
@@ -274,6 +167,27 @@ def _compare(exact: TargetRunner, runner: TargetRunner, tokens: Sequence[int]) -
         divergence += (p.exp() * (p - q)).sum().item()
         num_same += int((p.argmax(1) == q.argmax(1)).sum())
     return len(following), surprise, divergence, num_same
+
+
+def _peer(file: str, longest: int) -> Read:
+    """Return a function that reads tokens with llama.cpp.
+
+    Raises:
+        ValueError: llama-cpp-python is not installed.
+    """
+    try:
+        from benchmarks.peers import llama_cpp_engine
+    except ImportError as error:
+        raise ValueError(f"peer: {LLAMA_CPP} is not installed: pip install '.[peers]'") from error
+    llama_cpp_engine.create(torch.get_num_threads())
+    sequence = llama_cpp_engine.Sequence(file, longest, torch.get_num_threads())
+
+    def read(tokens: Sequence[int]) -> Tensor:
+        sequence.forget(0)
+        parts = [list(tokens[start : start + _PEER_ROWS]) for start in range(0, len(tokens), _PEER_ROWS)]
+        return torch.cat([torch.tensor(sequence.read(part, all_rows=True)) for part in parts])
+
+    return read
 
 
 def _logits(runner: TargetRunner, tokens: Sequence[int]) -> Tensor:

@@ -8,7 +8,6 @@ from specinfer.cli.commands import checking
 from specinfer.cli.options import DEBUG, DEVICE, DTYPE, JSON, PLOT, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.core.config import QUANTIZATIONS
 
 
 def perplexity(
@@ -16,7 +15,15 @@ def perplexity(
     *,
     quantization: Annotated[
         list[str] | None,
-        flag("Model", "Quantization: int8, int4 or fp8. May be repeated. (default: all)", "--quantization"),
+        flag(
+            "Model",
+            "Quantization: int8, int4 or fp8. May be repeated. (default: all, or none for a GGUF file)",
+            "--quantization",
+        ),
+    ] = None,
+    peer: Annotated[
+        str | None,
+        flag("Model", "Let llama.cpp read the same texts with the same GGUF file: llama.cpp.", "--peer"),
     ] = None,
     grow: Annotated[
         str | None,
@@ -32,13 +39,15 @@ def perplexity(
 ) -> None:
     """Compare the perplexity of a model with that of its quantized weights."""
     quiet_libraries(debug=debug)
-    from benchmarks.perplexity import PerplexityConfig, print_perplexity, run_perplexity
+    from benchmarks.perplexity import PerplexityConfig, run_perplexity
+    from benchmarks.perplexity_report import print_perplexity
 
     screen = Screen()
     with checking():
         config = PerplexityConfig(
             model=model,
-            quantizations=tuple(quantization or QUANTIZATIONS),
+            quantizations=None if quantization is None else tuple(quantization),
+            peer=peer,
             grow=grow,
             dtype=dtype,
             device=device,

@@ -556,6 +556,8 @@ def test_perplexity_is_that_of_thelogits(
         ({"num_prompts": 0}, "num_prompts"),
         ({"prompt_chars": 0}, "prompt_chars"),
         ({"dtype": "int8"}, "dtype"),
+        ({"peer": "openvino"}, "peer: 'openvino' cannot be asked"),
+        ({"peer": "llama.cpp"}, "peer: llama.cpp reads GGUF files as they are"),
         ({"device": "toaster"}, "device"),
         ({"json": "/nowhere/at/all.json"}, "json"),
         ({"prompts": ((1, 2), (3,))}, "at least 2"),
