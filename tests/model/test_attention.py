@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,23 @@ def test_long_contexts_are_taken_in_parts(isa: str, name: str, heads: int, dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     out, wanted = rig.run(**features), rig.run(native=False, **features)
     torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_prefix_may_leave_out_tokens(native: bool, window: int | None) -> None:
+    """What is left out counts for windows, because positions are true, and for nothing else."""
+    rig = Rig([(1300, 1, TokenTree.chain(1, [2]))], heads=4, dims=(8, 8))
+    whole = rig.pieces[0]
+    kept = np.concatenate([np.arange(5), np.arange(580, 640), np.arange(1200, 1300)])
+    rig.pieces = [replace(whole, prefix_slots=whole.prefix_slots[kept], prefix_positions=kept)]
+    out = rig.run(native=native, sliding_window=window)
+    if window is not None:
+        kept = kept[1300 - kept < window]
+    near = Rig([(0, 1, TokenTree.root(1))])
+    near.store, near.query, near.key, near.value = rig.store, rig.query, rig.key, rig.value
+    near.pieces = [replace(whole, prefix_slots=whole.prefix_slots[kept])]
+    torch.testing.assert_close(out[:1], near.expected()[:1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

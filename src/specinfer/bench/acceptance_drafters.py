@@ -17,7 +17,7 @@ _KNOWN = {
     "demo": "the embedded drafter",
     "demo-chat": "the drafter tuned to the chat model",
     MTP: "the target's own layers for multi-token prediction",
-    **{name: f"the target itself with weights rounded to {kind}" for name, kind in SELF_DRAFTERS.items()},
+    **{name: kind.help for name, kind in SELF_DRAFTERS.items()},
     **{name: kind.help for name, kind in LOOKUPS.items()},
 }
 

@@ -27,8 +27,32 @@ LOOKUPS: dict[str, LookupKind] = {
     ),
 }
 MTP = "mtp"  # the drafter of the layers for several tokens that some targets have in their own checkpoints
-# The drafters that are the target itself with its weights rounded further, with their quantization.
-SELF_DRAFTERS = {"self:int8": "int8", "self:int4": "int4"}
+
+
+class SelfKind(NamedTuple):
+    """A drafter that is the target itself, cheaper.
+
+    Attributes:
+        quantization: What its weights are rounded to, or None for the target's own.
+        is_sparse: Whether it attends to a part of a long context only.
+    """
+
+    quantization: str | None
+    is_sparse: bool
+
+    @property
+    def help(self) -> str:
+        """Return a description in words."""
+        weights = "" if self.quantization is None else f" with weights rounded to {self.quantization}"
+        return f"the target itself{weights}{' over a part of a long context' if self.is_sparse else ''}"
+
+
+SELF_DRAFTERS = {
+    "self:int8": SelfKind("int8", is_sparse=False),
+    "self:int4": SelfKind("int4", is_sparse=False),
+    "self:sparse": SelfKind(None, is_sparse=True),
+    "self:int4-sparse": SelfKind("int4", is_sparse=True),
+}
 PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
 
 

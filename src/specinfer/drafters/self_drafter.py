@@ -1,4 +1,5 @@
-"""The target as its own drafter, with its weights rounded to fewer bits: self-speculation, SubSpec (arXiv 2509.18344).
+"""The target as its own drafter, with its weights rounded to fewer bits (SubSpec, arXiv 2509.18344), over a part of a
+long context (MagicDec, arXiv 2408.11049), or both: self-speculation.
 
 It reads no prompt and keeps no cache. It attends to the keys and values that the target stored, and borrows slots of
 the target's cache for its drafts, which it gives back before the target's pass. So cached prefixes, preempted requests
@@ -19,6 +20,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
@@ -28,6 +30,7 @@ from specinfer.model.kv_cache import Slots
 from specinfer.model.load import LoadedModel, load_model, num_bytes_of
 from specinfer.model.offload.budget import Budget, used_bytes, usual_budget
 from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 
@@ -36,24 +39,30 @@ _BYTES_PER_WEIGHT = 0.5625  # a code of 4 bits, and a scale of 16 for each 32 of
 
 
 class SelfRunner(ModelRunner):
-    """A runner of the target's quantized copy, which computes in the target's cache.
+    """A runner of the target or its quantized copy, which computes in the target's cache.
 
     Args:
         takes_adapters: Whether requests with a LoRA adapter are drafted for with it.
+        is_sparse: Whether it attends to a part of a long context only.
     """
 
-    def __init__(self, loaded: LoadedModel, target: ModelRunner, *, takes_adapters: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedModel, target: ModelRunner, *, takes_adapters: bool = False, is_sparse: bool = False
+    ) -> None:
         self.loaded, self.capacity, self.padded = loaded, None, None
         self.cache, self.tensors = target.cache, target.tensors
-        if takes_adapters:
+        if takes_adapters and loaded.model is not target.loaded.model:
             connect(loaded.model, len(target.loaded.layer_shapes))
-        self._takes_adapters = takes_adapters
+        self._takes_adapters, self._is_sparse = takes_adapters, is_sparse
 
-    def adapted(self, request: Request, piece: Piece) -> Piece:
-        """Return a piece that is computed with the request's adapter, if it has one."""
-        if request.adapter is None or not self._takes_adapters:
+    def prepared(self, request: Request, piece: Piece) -> Piece:
+        """Return a piece with the request's adapter, if it has one, and without what it does not attend to."""
+        if request.adapter is not None and self._takes_adapters:
+            piece = replace(piece, adapter=request.adapter.table)
+        places = kept_places(len(piece.prefix_slots)) if self._is_sparse else None
+        if places is None:
             return piece
-        return replace(piece, adapter=request.adapter.table)
+        return replace(piece, prefix_slots=piece.prefix_slots[places], prefix_positions=places)
 
 
 class BorrowedCache(DrafterCache):
@@ -87,7 +96,7 @@ class BorrowedCache(DrafterCache):
             last = request.token_ids[-1]
             known = self._cache.slots(request.request_id)
             piece = Piece.of_span([last], TokenTree.root(last), known, self.borrow(request, 1))
-            pieces.append(self._runner.adapted(request, piece))
+            pieces.append(self._runner.prepared(request, piece))
         return self._runner.forward(pieces)
 
     def release(self, request_id: str) -> None:
@@ -99,7 +108,7 @@ def _borrower(request_id: str) -> str:
 
 
 class SelfDrafter(SmallModelDrafter):
-    """A drafter that grows trees with a quantized copy of the target; arguments as for the class above."""
+    """A drafter that grows trees with the target or a copy of it; arguments as for the class above."""
 
     runner: SelfRunner
     _cache: BorrowedCache
@@ -132,7 +141,7 @@ class SelfDrafter(SmallModelDrafter):
             earlier_slots=earlier_slots,
             earlier_positions=(root + growing_tree.depths[earlier]).tolist(),
         )
-        return self.runner.adapted(request, piece)
+        return self.runner.prepared(request, piece)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         self._growing_trees.pop(request.request_id, None)
@@ -143,28 +152,41 @@ def copy_fits(target: Path, offload: OffloadConfig, quantization: str | None) ->
 
     It is False for a target that is not streamed, or streamed without a folder for packed copies.
     """
-    if offload.offload != "disk" or offload.offload_folder is None or quantization == SELF_DRAFTERS[USUAL_COPY]:
+    if offload.offload != "disk" or offload.offload_folder is None:
+        return False
+    if quantization == SELF_DRAFTERS[USUAL_COPY].quantization:
         return False
     spare = (offload.budget_bytes or usual_budget()) - used_bytes()
     return _BYTES_PER_WEIGHT * count_parameters(target) <= spare / 2
 
 
 def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedModel:
-    """Load a quantized copy of the target, all of it in memory; it shares the target's embedding.
+    """Return the target's own weights, or load a quantized copy, all of it in memory, that shares its embedding.
 
     Args:
-        name: "self:int8" or "self:int4".
+        name: One of `SELF_DRAFTERS`.
         offload: Settings of a streamed target; its copy is kept in the folder of the packed copies.
 
     Raises:
-        ModelError: The target is split over several processes, or has this quantization itself.
+        ModelError: The target is split over several processes, has this quantization itself, or has layers that
+            cannot leave out a part of the context.
         ValueError: A streamed target has no folder for copies, or the memory budget is too small.
     """
-    quantization = SELF_DRAFTERS[name]
+    quantization, is_sparse = SELF_DRAFTERS[name]
     if not target.shard.is_whole:
         raise ModelError(f"drafters: {name} needs a target in one process; leave its parallel sizes out")
+    if is_sparse and is_hybrid(target.model):
+        raise ModelError(
+            f"drafters: {name} leaves out tokens, and the target has layers without attention, which need all of them; "
+            f"name {USUAL_COPY}"
+        )
+    if quantization is None:
+        if target.stream is not None:
+            raise ModelError(f"drafters: {name} would stream the target for each draft token; name {USUAL_COPY}")
+        return replace(target, layer_shapes=())  # it needs no cache of its own
     if target.quantization == quantization:
-        raise ModelError(f"drafters: {name} is the target itself, which is {quantization} too; leave one out")
+        remedy = "name self:sparse" if is_sparse else "leave one out"
+        raise ModelError(f"drafters: {name} is the target itself, which is {quantization} too; {remedy}")
     if target.stream is not None and offload.offload_folder is None:
         raise ValueError(f"offload_folder: {name} is read from a packed copy; name a folder for it")
     try:

@@ -54,7 +54,7 @@ class Piece:
 
     tokens: Sequence[int]
     positions: Sequence[int]
-    prefix_slots: Slots  # [prefix] slots of the tokens at positions 0, 1, ...
+    prefix_slots: Slots  # [prefix] slots of the tokens at positions 0, 1, ..., or `prefix_positions`
     slots: Slots  # [new]
     visible: npt.NDArray[np.bool_]  # [new, earlier + new]
     num_logits: int  # logits are computed for the last this many tokens
@@ -63,6 +63,7 @@ class Piece:
     features: Tensor | None = None  # [new, width] what a head on the target's hidden states reads beside the tokens
     adapter: AdapterTable | None = None  # what a LoRA adapter adds to linear layers
     num_known: int = 0  # the first this many tokens will be committed: recurrent layers keep the state after them
+    prefix_positions: npt.NDArray[np.int64] | None = None  # [prefix] where it leaves out tokens, ascending
 
     @property
     def num_context(self) -> int:
@@ -179,7 +180,8 @@ class ForwardBatch:
 
 def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
     rest = [*piece.earlier_positions, *piece.positions]
-    return np.concatenate([np.arange(len(piece.prefix_slots)), np.asarray(rest, dtype=np.int64)])
+    prefix = np.arange(len(piece.prefix_slots)) if piece.prefix_positions is None else piece.prefix_positions
+    return np.concatenate([prefix, np.asarray(rest, dtype=np.int64)])
 
 
 def pack(

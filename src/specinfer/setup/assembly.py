@@ -220,7 +220,8 @@ def _drafter_runner(
     if name in SELF_DRAFTERS:
         assert isinstance(target, ModelRunner)
         alike = type(loaded.model) is type(target.loaded.model)  # then they compute the same linear layers together
-        return SelfRunner(loaded, target, takes_adapters=args.enable_lora and alike)
+        takes_adapters, is_sparse = args.enable_lora and alike, SELF_DRAFTERS[name].is_sparse
+        return SelfRunner(loaded, target, takes_adapters=takes_adapters, is_sparse=is_sparse)
     return make_runner(loaded)
 
 

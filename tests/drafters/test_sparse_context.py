@@ -1,0 +1,162 @@
+"""The target as its own drafter over a part of the context: which part, same text, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reference
+from adapters import save_adapter
+from heads import llm_of
+from references_of_text import assert_first_tokens_are_distributed_as_the_models
+from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.core.errors import ModelError
+from specinfer.drafters import sparse_context
+from specinfer.drafters.self_drafter import SelfDrafter
+from specinfer.drafters.sparse_context import kept_places
+from tiny import make_model, random_prompts, save_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = random_prompts([5, 60, 1, 33])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture
+def small_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out much of contexts that tiny models can have."""
+    monkeypatch.setattr(sparse_context, "_LEAST", 12)
+    monkeypatch.setattr(sparse_context, "_PAGE", 1)
+
+
+def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def _acceptance(llm: LLM) -> float:
+    steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
+    return sum(one.num_generated - one.num_requests for one in steps) / sum(one.num_guessed for one in steps)
+
+
+@pytest.mark.parametrize("num_known", [257, 300, 1000, 4096, 16_384, 100_000])
+def test_the_first_and_last_tokens_and_pages_between_them_are_kept(num_known: int) -> None:
+    places = kept_places(num_known)
+    assert places is not None
+    assert (np.diff(places) > 0).all()
+    num_kept = max(256, num_known // 16)
+    assert num_kept - 64 <= len(places) <= num_kept
+    assert set(range(16)) <= set(places.tolist())
+    assert set(range(num_known - num_kept // 2, num_known)) <= set(places.tolist())
+    if num_known > 1000:
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        assert [len(run) for run in runs[1:-1]] == [16] * (num_kept // 64)
+        starts = np.diff([run[0] for run in runs[1:-1]])
+        assert np.ptp(starts) <= 1, "even distances"
+
+
+def test_short_contexts_are_kept_whole() -> None:
+    assert kept_places(0) is None
+    assert kept_places(256) is None
+
+
+@pytest.mark.parametrize(
+    ("drafters", "tree"),
+    [
+        (("self:sparse",), "3,2,2"),
+        (("self:sparse",), "auto"),
+        (("self:int4-sparse", "suffix"), "best-first:24:6"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("small_part")
+def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters: tuple[str, ...], tree: str) -> None:
+    with llm_of(target, *drafters, tree=tree) as llm:
+        assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
+        assert llm.target.cache.is_balanced()
+        assert llm.target.cache.num_owned == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mpt"])
+@pytest.mark.usefixtures("small_part")
+def test_other_families_generate_their_own_text_too(family: str, tmp_path: Path) -> None:
+    """With windows, with learned positions or biases by distance: true positions are what they need."""
+    folder = save_model(tmp_path, family)
+    with llm_of(folder, "self:sparse", tree="2,1,1") as llm:
+        assert _texts(llm) == [reference.greedy(make_model(family), prompt, 24) for prompt in PROMPTS]
+        assert 0.2 < _acceptance(llm) < 1
+
+
+@pytest.mark.usefixtures("small_part")
+def test_seeded_text_is_the_same_with_and_without(target: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=24)
+    with llm_of(target, "self:sparse", tree="3,2,2") as llm, llm_of(target, "ngram", tree="off") as plain:
+        assert _texts(llm, params) == _texts(plain, params)
+
+
+@pytest.mark.parametrize("verification", ["multi-step", "traversal"])
+@pytest.mark.usefixtures("small_part")
+def test_every_rule_draws_from_the_targets_distribution(verification: str, target: Path, model: Any) -> None:
+    with llm_of(target, "self:sparse", tree="3,2", verification=verification, max_num_seqs=64, seed=3) as llm:
+        assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([20])[0])
+
+
+def test_drafts_over_a_whole_context_are_all_accepted_with_adapters_too(target: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", target, 3, r=8, lora_alpha=64)
+    texts = []
+    for lora in (None, LoRARequest("a", 1, str(adapter))):
+        with llm_of(target, "self:sparse", tree="1,1,1", enable_lora=True) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=25)  # the last tree is not cut
+            (output,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False, lora_request=lora)
+            texts.append(output.outputs[0].token_ids)
+            assert _acceptance(llm) == 1
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.usefixtures("small_part")
+def test_drafts_attend_to_that_part_at_true_positions(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with llm_of(target, "self:sparse", tree="2,1") as llm:
+        assert llm.drafter is not None
+        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        pieces, forward = [], drafter.runner.forward
+        monkeypatch.setattr(drafter.runner, "forward", lambda some: pieces.extend(some) or forward(some))
+        llm.generate([{"prompt_token_ids": PROMPTS[1]}], GREEDY, use_tqdm=False)
+        assert {one.num_context for one in pieces} <= set(range(8, 20))
+        for piece in pieces:
+            assert piece.prefix_positions is not None
+            first = piece.earlier_positions[0] if piece.earlier_positions else piece.positions[0]
+            wanted = kept_places(first)
+            assert wanted is not None
+            assert piece.prefix_positions.tolist() == wanted.tolist()
+
+
+def test_weights_of_the_target_are_not_loaded_twice(target: Path) -> None:
+    with llm_of(target, "self:sparse") as llm:
+        assert llm.drafter is not None
+        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        assert drafter.runner.loaded.model is llm.target.loaded.model
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "options", "message"),
+    [
+        ("llama", "self:sparse", {"offload": "disk"}, "self:sparse would stream the target .* name self:int4"),
+        ("lfm2", "self:sparse", {}, "self:sparse leaves out tokens, and the target has layers without attention"),
+        ("lfm2", "self:int4-sparse", {}, "self:int4-sparse leaves out tokens"),
+        ("llama", "self:int4-sparse", {"quantization": "int4"}, "self:int4-sparse .* name self:sparse"),
+    ],
+)
+def test_what_it_does_not_fit_is_refused(
+    family: str, drafter: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        LLM(save_model(tmp_path, family), drafters=[drafter], dtype="float32", **options)
