@@ -63,6 +63,17 @@ def test_codes_are_the_numbers_that_the_library_reads(name: str) -> None:
     assert torch.equal(found[is_finite], wanted[is_finite])
 
 
+@pytest.mark.parametrize("name", [*KINDS, "4 bits with zeros"])
+def test_whole_groups_of_inputs_are_weights_of_their_own(name: str) -> None:
+    weight, numbers = weights(name, 40, 4, 0.01) if name in KINDS else with_zeros(4)
+    size = weight.group_size if weight.nest is None else 256
+    part = range(size, numbers.shape[1])
+    assert weight.can_split(part)
+    assert torch.equal(dequantize(weight.of_inputs(part)), numbers[:, size:])
+    assert not weight.can_split(range(size // 2, numbers.shape[1]))
+    assert not weight.can_split(range(size + size // 2))
+
+
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from each_isa(request)

@@ -85,7 +85,7 @@ class Panels:
             if has_dots(LEVELS4):
                 kind = LEVELS4
             else:
-                kind, codes, levels = INT8_OF_32, levels[codes.long()], None
+                kind, codes, levels = INT8_OF_32, levels.to(codes.device)[codes.long()], None
         scaling, scales = pack_scales(weight)
         return replace(cls._pack(kind, codes, scales, bias, weight.in_features), scaling=scaling, levels=levels)
 
@@ -131,8 +131,10 @@ class Panels:
     def unpack(self) -> Tensor:
         """Return the [outputs, inputs] weights before packing, or the codes [outputs, padded inputs]."""
         depth = _filled(self.inputs, self.type)
-        weight = torch.empty((self.outputs, depth if self.scales is not None else self.inputs), dtype=self.packed.dtype)
-        _move(self.type, self.packed, weight, depth, packs=False)
+        inputs = depth if self.scales is not None else self.inputs
+        weight = torch.empty((self.outputs, inputs), dtype=self.packed.dtype, device=self.packed.device)
+        if not weight.is_meta:
+            _move(self.type, self.packed, weight, depth, packs=False)
         return weight
 
     def unpack_codes(self) -> QuantizedWeight:
@@ -234,6 +236,11 @@ class LinearCall:
         depth, is_rounded = _filled(panels.inputs, panels.type), panels.type >= INT8
         together = 1 if not self._structure.dots else 4 if is_rounded else 2
         return depth // together + (2 * depth // _GROUPS[panels.type] if is_rounded else 0)
+
+    @property
+    def chain(self) -> "list[LinearCall]":
+        """This call and those that follow it."""
+        return [self, *([] if self.following is None else self.following.chain)]
 
     def bind(self, packed: Tensor, scales: Tensor | None) -> None:
         """Use other weights of the same shapes from now on."""

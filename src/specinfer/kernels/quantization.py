@@ -81,6 +81,31 @@ class QuantizedWeight:
         """Return the same rows in the order that a function brings those of a tensor into."""
         return self.joined([self], lambda tensors: order(tensors[0]))
 
+    def can_split(self, part: range) -> bool:
+        """Return whether these inputs are whole groups, and whole ones of groups whose scales have a scale."""
+        size = self.group_size if self.nest is None else NEST
+        return part.start % size == 0 and (part.stop % size == 0 or part.stop == self.in_features)
+
+    def of_inputs(self, part: range) -> "QuantizedWeight":
+        """Return the weights of some inputs, see `can_split`."""
+        assert self.can_split(part)
+
+        def cut(tensor: Tensor, size: int) -> Tensor:
+            return tensor[:, part.start // size : -(-part.stop // size)].contiguous()
+
+        group = self.group_size
+        added, zeros = (None if one is None else cut(one, group) for one in (self.added, self.zeros))
+        codes = cut(self.codes.unflatten(1, (-1, group)), group).flatten(1)
+        nest = None if self.nest is None else cut(self.nest, NEST)
+        return replace(
+            self, codes=codes, scales=cut(self.scales, group), in_features=len(part), added=added, nest=nest,
+            zeros=zeros,
+        )  # fmt: skip
+
+    def outline(self, rows: int) -> "QuantizedWeight":
+        """Return weights on the meta device in the same format, with so many rows."""
+        return self.reordered(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
+
     @staticmethod
     def joined(
         weights: "Sequence[QuantizedWeight]", join: Callable[[list[Tensor]], Tensor] = torch.cat

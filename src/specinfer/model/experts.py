@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.kernels import GATES, LinearCall, Panels, QuantizedWeight
+from specinfer.model.cut import Cut
 from specinfer.model.fused_layer import together
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight
@@ -32,7 +33,7 @@ class QuantizedExperts(nn.Module):
         self, experts: Iterator[tuple[_Weight, _Weight, _Weight]], activation: str, act_fn: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
-        self.num_bytes = 0
+        self.calls: list[LinearCall] = []
         self._gated: list[Callable[[Tensor], Tensor]] = []
         self._down: list[LinearCall] = []
         for gate, up, down in experts:
@@ -55,8 +56,12 @@ class QuantizedExperts(nn.Module):
 
     def _call(self, weight: _Weight) -> LinearCall:
         call = LinearCall(Panels.of(weight) if isinstance(weight, Tensor) else Panels.of_codes(weight))
-        self.num_bytes += call.num_bytes
+        self.calls.append(call)
         return call
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(call.num_bytes for call in self.calls)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return [tokens, width], the weighted sum of each token's experts, in the order of the experts.
@@ -77,29 +82,49 @@ class QuantizedExperts(nn.Module):
         return result.to(hidden_states.dtype)
 
 
-def place_experts(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
-    """Replace stacked experts with meta weights by ones that compute with codes; return the types of these."""
+def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[str], bool]) -> set[str]:
+    """Replace stacked experts that are stored as codes by ones that compute with them; return the types of the codes.
+
+    Args:
+        is_read: Function of a name, whether codes are read. The others are on the meta device.
+    """
     kinds: set[str] = set()
 
-    def read(layer: str, number: int, kind: str) -> _Weight:
+    def read(layer: str, number: int, kind: str, cut: Cut | None) -> _Weight:
         name = EXPERT.format(layer=layer, number=number, kind=kind)
+        if checkpoint.has_codes(name, cut):
+            stored, weight = checkpoint.codes(name, cut, reads=is_read(name))
+            kinds.add(stored)
+            return weight
         source = checkpoint.shards.sources[name]
-        if not source.has_codes:
-            return checkpoint.read(name, MetaWeight.of(name, source.shape, source.dtype))
-        stored, weight = checkpoint.codes(name)
-        kinds.add(stored)
-        return weight
+        whole = MetaWeight.of(name, source.shape, source.dtype)
+        part = whole if cut is None else whole.part(cut)
+        return checkpoint.read(name, part) if is_read(name) else part
 
     for name, module in list(model.named_modules()):
         experts: Any = module
-        weights = [module._parameters.get(one) for one in ("gate_up_proj", "down_proj")]
-        if not any(weight is not None and weight.is_meta for weight in weights):
+        stack, down = (module._parameters.get(one) for one in ("gate_up_proj", "down_proj"))
+        if stack is None or down is None or not checkpoint.keeps(module, f"{name}.down_proj", down):
             continue
         assert experts.is_concatenated
         assert not experts.is_transposed
         assert not experts.has_bias
+        gates, inputs = _cut_of_gates(stack), _cut_of_inputs(down)
         parts = (
-            (read(name, i, "gate"), read(name, i, "up"), read(name, i, "down")) for i in range(experts.num_experts)
+            (read(name, i, "gate", gates), read(name, i, "up", gates), read(name, i, "down", inputs))
+            for i in range(experts.num_experts)
         )
         model.set_submodule(name, QuantizedExperts(parts, experts.config.hidden_act, experts.act_fn))
     return kinds
+
+
+def _cut_of_gates(stack: Tensor) -> Cut | None:
+    """Return the rows of each expert's gates, and of its values, that belong to a rank, or None for all."""
+    cut: Cut | None = getattr(stack, "cut", None)
+    return None if cut is None else Cut(0, cut.ranges[:1])  # gates come first
+
+
+def _cut_of_inputs(stack: Tensor) -> Cut | None:
+    """Return the inputs of each expert's output matrix that belong to a rank, or None for all."""
+    cut: Cut | None = getattr(stack, "cut", None)
+    return None if cut is None else Cut(1, cut.ranges)

@@ -82,11 +82,14 @@ def quantize_linears(
         logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 
 
-def place_codes(model: nn.Module, codes_of: Callable[[Tensor], tuple[str, QuantizedWeight]]) -> set[str]:
-    """Replace the linear layers and embeddings with meta weights by ones that compute with codes; return their types.
+def place_codes(
+    model: nn.Module, codes_of: Callable[[nn.Module, str, Tensor], tuple[str, QuantizedWeight] | None]
+) -> set[str]:
+    """Replace linear layers and embeddings with meta weights by ones that compute with codes; return their types.
 
     Args:
-        codes_of: Function that reads the type and the codes of a meta weight.
+        codes_of: Function of a module, and of its meta weight's name and itself. It returns the type and the codes,
+            or None for a weight that has none.
     """
     kinds: set[str] = set()
     found: dict[int, QuantizedLinear] = {}  # a tied head is read once
@@ -96,7 +99,9 @@ def place_codes(model: nn.Module, codes_of: Callable[[Tensor], tuple[str, Quanti
             continue
         if (layer := found.get(id(weight))) is None:
             bias = module.bias if isinstance(module, nn.Linear) else None
-            kind, codes = codes_of(weight)
+            if (stored := codes_of(module, f"{name}.weight", weight)) is None:
+                continue
+            kind, codes = stored
             kinds.add(kind)
             layer = found[id(weight)] = QuantizedLinear(codes, bias, weight.dtype)
         if isinstance(module, nn.Embedding):

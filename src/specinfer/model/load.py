@@ -34,7 +34,7 @@ from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
 from specinfer.model.quantized.sources import kept_quantization
 from specinfer.model.recurrent.layers import check_split
-from specinfer.model.shard_definition import BuiltModel, read_shard
+from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
 from specinfer.model.streamed import load_streamed
 from specinfer.parallel.shard_spec import ShardSpec
@@ -204,9 +204,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
         model = DeviceDecoder(model, max_position_of(job.config)).eval()
     else:
         return BuiltModel(model, definition, probed)
-    # Codes are multiplied by activations of 8 bits, which may differ by a step where sums differ in the last bit.
-    rounded_to = job.quantization or (None if definition.stored_types is None else "int8")
-    verdict = probed.judge(model, definition.dtype, rounded_to if fuses else None)
+    verdict = probed.judge(model, definition.dtype, rounding_of(job, definition) if fuses else None)
     if verdict.is_right:
         return BuiltModel(model, definition, probed)
     logger.warning(

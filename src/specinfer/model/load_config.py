@@ -60,8 +60,7 @@ class LoadConfig:
             self.has_native_kernels
             and library() is not None
             and self.dtype != torch.float32  # which asks for the weights' exact values
-            and (self.quantization, self.offload.offload, self.token_map) == (None, None, None)
-            and self.shard.is_whole
+            and (self.quantization, self.token_map) == (None, None)
         )
 
     def keeps_codes_of(self, name: str) -> bool:

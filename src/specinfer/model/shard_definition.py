@@ -1,7 +1,7 @@
 """Transformers' definition of a model, cut to the shard of one rank, with weights or with meta weights."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.progress import ProgressCallback
+from specinfer.kernels import QuantizedWeight
 from specinfer.model.definition import eos_token_ids_of, read_definition
 from specinfer.model.experts import place_experts
 from specinfer.model.linears import layer_names, place_codes
 from specinfer.model.load_config import LoadConfig
-from specinfer.model.offload.checkpoint import Checkpoint
+from specinfer.model.offload.checkpoint import Checkpoint, layer_number
 from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.shards import has_safetensors
 from specinfer.model.probe import Probe
 from specinfer.model.sharding.shard import shard_model
@@ -33,6 +35,11 @@ class ShardDefinition:
     sums: list[str]  # see `connect_shards`
     stored_types: str | None = None  # see `LoadedModel`
 
+    def with_types(self, kinds: set[str]) -> "ShardDefinition":
+        """Return it with more types that weights are stored in."""
+        known = set() if self.stored_types is None else set(self.stored_types.split(", "))
+        return replace(self, stored_types=", ".join(sorted(known | kinds)) or None)
+
     @classmethod
     def make(cls, job: LoadConfig, weights: dict[str, Tensor] | None = None) -> "ShardDefinition":
         """Make the definition with these weights, or with the folder's, and cut it to the shard."""
@@ -42,6 +49,12 @@ class ShardDefinition:
         model.requires_grad_(False)
         sums = shard_model(model, job.config, job.shard, job.quantization)
         return cls(model, num_parameters, dtype, eos_token_ids, sums)
+
+
+def rounding_of(job: LoadConfig, definition: ShardDefinition) -> str | None:
+    """Return the quantization whose rounding a comparison with the definition has to allow, or None."""
+    # Codes are multiplied by activations of 8 bits, which may differ by a step where sums differ in the last bit.
+    return job.quantization or (None if definition.stored_types is None else "int8")
 
 
 class BuiltModel(NamedTuple):
@@ -58,16 +71,37 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
     if job.shard.is_whole and has_safetensors(job.folder):
         return ShardDefinition.make(job)
     with open_checkpoint(job) as checkpoint:
-        if job.shard.is_whole:  # transformers would treat a GGUF file as quantized, and reads only some correctly
-            weights = checkpoint.weights(lambda _layer: True, keeps_codes=job.keeps_codes_of)
-            definition = ShardDefinition.make(job, weights)
-            kinds = place_codes(definition.model, checkpoint.codes) | place_experts(definition.model, checkpoint)
-            checkpoint.fill(definition.model)  # matrices of other modules, such as routers
-            return replace(definition, stored_types=", ".join(sorted(kinds)) or None)
-        definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: False))
+        # transformers would treat a GGUF file as quantized, and reads only some correctly.
+        definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: job.shard.is_whole))
         prepare_conversion(checkpoint, definition.model, job)
         checkpoint.fill(definition.model)
-        return definition
+        return definition.with_types(place_stored(definition.model, checkpoint))
+
+
+def place_stored(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    is_read: Callable[[int | None], bool] = lambda _: True,
+    is_placed: Callable[[int | None], bool] = lambda _: True,
+) -> set[str]:
+    """Let layers compute with the weights that the checkpoint keeps as they are stored, and return their types.
+
+    Args:
+        is_read: Function of a layer's number, or None outside of layers. What is not read is on the meta device.
+        is_placed: Such a function; other layers stay as they are.
+    """
+
+    def codes_of(module: nn.Module, name: str, weight: Tensor) -> tuple[str, QuantizedWeight] | None:
+        if not is_placed(layer_number(name)) or not checkpoint.keeps(module, name, weight):
+            return None
+        origin = origin_of(weight)
+        assert origin is not None
+        return checkpoint.codes(*origin, reads=is_read(layer_number(name)))
+
+    kinds = place_codes(model, codes_of)
+    if is_placed(0):
+        kinds |= place_experts(model, checkpoint, lambda name: is_read(layer_number(name)))
+    return kinds
 
 
 @contextlib.contextmanager
@@ -75,7 +109,8 @@ def open_checkpoint(
     job: LoadConfig, progress: ProgressCallback | None = None, *, stays_open: bool = False
 ) -> Iterator[Checkpoint]:
     """Open a folder's weights, and close them at the end or on an error."""
-    checkpoint = Checkpoint(job.folder, progress, job.dtype if isinstance(job.dtype, torch.dtype) else None)
+    dtype = job.dtype if isinstance(job.dtype, torch.dtype) else None
+    checkpoint = Checkpoint(job.folder, progress, dtype, job.keeps_codes_of)
     try:
         yield checkpoint
     except BaseException as error:
@@ -94,6 +129,6 @@ def prepare_conversion(checkpoint: Checkpoint, model: nn.Module, job: LoadConfig
 
 def _layer_tensors(checkpoint: Checkpoint, job: LoadConfig, layer: int) -> dict[str, Tensor]:
     """Return a layer's weights by name, as in the family's definition."""
-    model = ShardDefinition.make(job, checkpoint.weights(lambda number: number == layer)).model
+    model = ShardDefinition.make(job, checkpoint.weights(lambda number: number == layer, decodes=True)).model
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in tensors if checkpoint.layer_of(name) == layer}

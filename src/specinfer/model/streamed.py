@@ -12,6 +12,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.cut import Cut
+from specinfer.model.experts import QuantizedExperts
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
@@ -27,7 +28,14 @@ from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.probe import Probe, probe
-from specinfer.model.shard_definition import BuiltModel, ShardDefinition, open_checkpoint, prepare_conversion
+from specinfer.model.shard_definition import (
+    BuiltModel,
+    ShardDefinition,
+    open_checkpoint,
+    place_stored,
+    prepare_conversion,
+    rounding_of,
+)
 
 Entries = dict[str, LayoutEntry]  # what is streamed of one layer, by name
 
@@ -51,7 +59,9 @@ def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> 
                 "offload_folder: weights are not quantized anew for each pass; name a folder for a copy of the layers, "
                 "or leave quantization out"
             )
-        probed = _probe(definition.model, checkpoint, job)
+        probed, kinds = _probe(definition.model, checkpoint, job)
+        # Codes of layers are read later: only their shapes matter here.
+        definition = definition.with_types(kinds | place_stored(definition.model, checkpoint, lambda _: False))
         model, entries = _convert(definition.model, checkpoint, job)
         entries = [{name: entry for name, entry in one.items() if entry.tensors()[0].is_meta} for one in entries]
         layers, close = _layers(
@@ -66,15 +76,19 @@ def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> 
         return BuiltModel(model.eval(), definition, probed, stream=stream)
 
 
-def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> Probe:
-    """Read all weights but the matrices of layers, and run a pass in which each layer has them while it computes."""
+def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> tuple[Probe, set[str]]:
+    """Read all weights but the matrices of layers, and run a pass in which each layer has them while it computes.
+
+    Codes of layers are decoded for that. Return the types of those outside of layers, too.
+    """
     prepare_conversion(checkpoint, model, job)
     if job.is_direct:
         checkpoint.check_sources(model)
-    checkpoint.fill(model, small=True)
+    checkpoint.fill(model, lambda name, weight: weight.ndim < 2 or checkpoint.layer_of(name) is None)
+    kinds = place_stored(model, checkpoint, is_placed=lambda layer: layer is None)
     model.eval().to(job.device)
     with checkpoint.filled_in_turn(model, job.device):
-        return probe(model, job.config, job.device, job.layers, records=job.fuses(model))
+        return probe(model, job.config, job.device, job.layers, records=job.fuses(model)), kinds
 
 
 def _layers(
@@ -127,7 +141,7 @@ def _attach(
     """Let the model take its layers from the stream, and check that fused layers compute what the definition does."""
     if isinstance(model, FusedDecoder):
         model.stream = stream
-        verdict = probed.judge(model, definition.dtype, job.quantization)
+        verdict = probed.judge(model, definition.dtype, rounding_of(job, definition))
         if not verdict.is_right:
             raise ModelError(f"offload: the native layers are not those of the model, leave offload out: {verdict}")
     else:
@@ -150,7 +164,7 @@ def _convert(
         model = FusedDecoder(definition, job.quantization)
         return model, [
             {
-                str(i): LinearEntry(one.call, found(one.sources), interleaved=one.interleaved)
+                str(i): LinearEntry(one.call.chain, found(one.sources), interleaved=one.interleaved)
                 for i, one in enumerate(layer.origins)
             }
             for layer in model.layers
@@ -169,7 +183,9 @@ def _convert(
             continue
         own = entries[layer - job.layers.start]
         if isinstance(module, PackedLinear | QuantizedLinear) and module.call is not None:
-            own[name] = LinearEntry(module.call, found([origins.get(f"{name}.weight")]))
+            own[name] = LinearEntry([module.call], found([origins.get(f"{name}.weight")]))
+        if isinstance(module, QuantizedExperts):
+            own[name] = LinearEntry(module.calls, None)
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for kind, tensor in tensors:
             whole = f"{name}.{kind}"
@@ -181,6 +197,8 @@ def _convert(
 def _read_layer(checkpoint: Checkpoint, job: LoadConfig, layer: int) -> Entries:
     """Return what is streamed of a layer, with its weights."""
     model = ShardDefinition.make(job, checkpoint.weights(lambda number: number == layer)).model
+    place_stored(model, checkpoint, lambda number: number == layer)
+    checkpoint.fill(model, lambda name, _: checkpoint.layer_of(name) == layer)  # codes of routers, which are decoded
     entries = _convert(model, checkpoint, job, warns=False)[1]  # the first warning is enough
     return entries[layer - job.layers.start]
 

@@ -89,6 +89,11 @@ class GgufSource:
         """True if the weight is a matrix whose codes our kernels take as they are."""
         return len(self.shape) == 2 and blocks.has_codes(self.place.kind)
 
+    def outline(self) -> tuple[str, QuantizedWeight]:
+        """Return what `codes` does, on the meta device."""
+        row = torch.zeros((1, self.place.num_bytes // self.shape[0]), dtype=torch.uint8)
+        return self.place.kind.name, blocks.weight_of(row, self.place.kind).outline(self.shape[0])
+
     def codes(self) -> tuple[str, QuantizedWeight]:
         """Read the whole weight as it is stored, with rows in the model's order; return its type's name, too."""
         place, heads = self.place, self.weight.heads

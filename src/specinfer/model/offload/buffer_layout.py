@@ -42,33 +42,34 @@ class LinearEntry:
     """A linear layer on native kernels, with the outputs of one or more matrices.
 
     Args:
+        calls: Its calls, more than one for weights of several types or for experts, which come from a packed copy.
         sources: Source of each matrix [outputs, inputs], or None if it comes from a packed copy.
         interleaved: Whether blocks of 16 outputs of the first and of the second matrix alternate. Otherwise the
             matrices follow one another.
     """
 
-    def __init__(self, call: LinearCall, sources: Sequence[Source] | None, *, interleaved: bool = False) -> None:
-        self._call, self._interleaved = call, interleaved
+    def __init__(
+        self, calls: Sequence[LinearCall], sources: Sequence[Source] | None, *, interleaved: bool = False
+    ) -> None:
+        self._calls, self._interleaved = calls, interleaved
         self.sources = sources
-        panels = call.panels
-        self.widest = max(panels.inputs, panels.outputs)
-        self._packed_bytes = panels.packed.nbytes
+        self.widest = max(size for call in calls for size in (call.panels.inputs, call.panels.outputs))
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        panels = self._call.panels
-        return [panels.packed] if panels.scales is None else [panels.packed, panels.scales]
+        each = [tensor for call in self._calls for tensor in (call.panels.packed, call.panels.scales)]
+        return [tensor for tensor in each if tensor is not None]
 
     def bind(self, view: Tensor) -> None:
-        panels = self._call.panels
-        packed = view[: self._packed_bytes].view(panels.packed.dtype)
-        scales = None
-        if panels.scales is not None:
-            scales = view[self._packed_bytes :].view(torch.bfloat16).view(panels.scales.shape)
-        self._call.bind(packed, scales)
+        sizes = [tensor.nbytes for tensor in self.tensors()]
+        parts = iter(view[: sum(sizes)].split(sizes))
+        for call in self._calls:
+            packed, scales = call.panels.packed, call.panels.scales
+            stored = next(parts).view(packed.dtype)
+            call.bind(stored, None if scales is None else next(parts).view(scales.dtype).view(scales.shape))
 
     def chunks(self, view: Tensor) -> list[Chunk]:
-        panels = self._call.panels
+        panels = self._calls[0].panels
         assert self.sources is not None
         assert panels.scales is None, "codes come from a packed copy"
         row_bytes = max(source.num_bytes // source.shape[0] for source in self.sources)
@@ -79,10 +80,8 @@ class LinearEntry:
     def _pack(self, view: Tensor, start: int, end: int, scratch: Scratch) -> int:
         """Pack outputs `start` to `end`, which are whole panels except the last, and return the bytes read."""
         assert self.sources is not None
-        panels = self._call.panels
-        into = type(panels)(
-            view[: self._packed_bytes].view(panels.packed.dtype), None, None, panels.inputs, panels.outputs, panels.type
-        )
+        panels = self._calls[0].panels
+        into = type(panels)(view.view(panels.packed.dtype), None, None, panels.inputs, panels.outputs, panels.type)
         first, last = start // WIDTH * panels.bytes_per_panel, -(-end // WIDTH) * panels.bytes_per_panel
         if panels.outputs % WIDTH or panels.inputs * WIDTH * panels.packed.element_size() != panels.bytes_per_panel:
             view[first:last].zero_()  # numbers of another layer may be where this one has none

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import QuantizedWeight
+from specinfer.model.cut import Cut
 from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
@@ -44,16 +45,25 @@ class Checkpoint:
     Args:
         progress: Callback for the progress of reading.
         dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
+        keeps_codes: Function of a name, whether the weight is computed with as it is stored if that is possible.
+            Experts become a stack together, or none of them does: they are kept if one is.
 
     Raises:
         ModelError: The weights cannot be used.
     """
 
     def __init__(
-        self, folder: Path, progress: ProgressCallback | None = None, dtype: torch.dtype | None = None
+        self,
+        folder: Path,
+        progress: ProgressCallback | None = None,
+        dtype: torch.dtype | None = None,
+        keeps_codes: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.folder = folder
         self.shards = Shards(folder, dtype)
+        self._coded = {name for name, source in self.shards.sources.items() if keeps_codes(name) and source.has_codes}
+        self._experts = {_experts_of(name) for name in self._coded} - {None}
+        self._outlines: dict[str, tuple[str, QuantizedWeight]] = {}
         self.progress = progress or (lambda *_: None)
         self._prefixes: tuple[str, ...] = ()
         self._convert: Callable[[int], dict[str, Tensor]] | None = None
@@ -77,43 +87,65 @@ class Checkpoint:
         assert number is not None
         return number
 
-    def weights(
-        self, is_read: Callable[[int | None], bool], *, keeps_codes: Callable[[str], bool] = lambda _: False
-    ) -> dict[str, Tensor]:
+    def weights(self, is_read: Callable[[int | None], bool], *, decodes: bool = False) -> dict[str, Tensor]:
         """Return all weights by name, with meta weights for those that are not read.
 
         Args:
             is_read: Function of a layer's number, or of None for the weights outside of layers.
-            keeps_codes: Function of a name, whether the weight is not read if its codes can be computed with, see
-                `codes`. Of experts none is read then.
+            decodes: Whether weights that are kept as they are stored are read, too.
         """
-        codes = {name for name, source in self.shards.sources.items() if keeps_codes(name) and source.has_codes}
-        experts = {_experts_of(name) for name in codes} - {None}  # all of them become a stack, or none
         return {
             name: source.read()
-            if is_read(layer_number(name)) and name not in codes and _experts_of(name) not in experts
+            if is_read(layer_number(name))
+            and (decodes or (name not in self._coded and _experts_of(name) not in self._experts))
             else MetaWeight.of(name, source.shape, source.dtype)
             for name, source in self.shards.sources.items()
         }
 
-    def codes(self, weight_of: Tensor | str) -> tuple[str, QuantizedWeight]:
-        """Read the codes of a weight, and the name of the type that they are stored in.
+    def keeps(self, module: nn.Module, name: str, tensor: Tensor) -> bool:
+        """Return whether a meta weight of a module is computed with as it is stored.
+
+        Not so if it is cut within groups of inputs that share a scale.
 
         Args:
-            weight_of: The meta weight that represents it, or its name.
+            name: Name of the model's parameter, which shows what a stack is made of.
+        """
+        if (origin := origin_of(tensor)) is None:
+            return _experts_of(name) in self._experts
+        return isinstance(module, nn.Linear | nn.Embedding) and self.has_codes(*origin)
+
+    def has_codes(self, name: str, cut: Cut | None) -> bool:
+        """Return whether a part of one of the weights is computed with as it is stored."""
+        if name not in self._coded or cut is None or cut.dim == 0:
+            return name in self._coded
+        weight = self._outline(name)[1]
+        return len(cut.ranges) == 1 and weight.can_split(cut.ranges[0])
+
+    def codes(self, name: str, cut: Cut | None, *, reads: bool = True) -> tuple[str, QuantizedWeight]:
+        """Read a part of a weight as it is stored, and the name of the type that it is stored in.
+
+        Args:
+            reads: False for weights on the meta device.
 
         Raises:
             ModelError: A scale is not finite.
         """
-        if isinstance(weight_of, Tensor):
-            origin = origin_of(weight_of)
-            assert origin is not None
-            weight_of = origin[0]
-        kind, weight = self.shards.sources[weight_of].codes()
+        kind, weight = self._read_codes(name) if reads else self._outline(name)
+        if cut is not None:
+            weight = weight.reordered(cut.of) if cut.dim == 0 else weight.of_inputs(cut.ranges[0])
+        return kind, weight
+
+    def _outline(self, name: str) -> tuple[str, QuantizedWeight]:
+        if name not in self._outlines:
+            self._outlines[name] = self.shards.sources[name].outline()
+        return self._outlines[name]
+
+    def _read_codes(self, name: str) -> tuple[str, QuantizedWeight]:
+        kind, weight = self.shards.sources[name].codes()
         for numbers in (weight.scales, weight.added, weight.nest):
             if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
                 folder = gguf_folder.origin_of(self.folder)
-                raise ModelError(f"model: weight {weight_of} of {folder} has NaN or infinity; fetch the model again")
+                raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")
         return kind, weight
 
     def least_bytes(self) -> int:
@@ -134,8 +166,10 @@ class Checkpoint:
             ModelError: The model needs one.
         """
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if isinstance(tensor, MetaWeight) and tensor.ndim > 1 and origin_of(tensor) is None:
-                raise needs_copy(name)
+            if isinstance(tensor, MetaWeight) and tensor.ndim > 1:
+                origin = origin_of(tensor)
+                if origin is None or (origin[0] in self._coded and self.layer_of(name) is not None):
+                    raise needs_copy(name)
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
         """Read the numbers of a meta weight, in its type.
@@ -166,14 +200,18 @@ class Checkpoint:
             self._converted = (layer, self._convert(layer))
         return self._converted[1][name]
 
-    def fill(self, model: nn.Module, *, small: bool = False) -> None:
-        """Read a model's meta weights; with `small`, all but the matrices of decoder layers."""
+    def fill(self, model: nn.Module, is_read: Callable[[str, Tensor], bool] = lambda *_: True) -> None:
+        """Read a model's meta weights but for those in `keeps`.
+
+        Args:
+            is_read: Function of a name and a meta weight; others stay as they are.
+        """
         meta_weights: list[Tensor] = []  # kept alive, so that no two have the same id
         found: dict[int, Tensor] = {}  # a tied head is read once
         for module_name, module in model.named_modules():
             for name, tensor in _meta_weights(module):
                 whole = f"{module_name}.{name}"
-                if small and tensor.ndim > 1 and self.layer_of(whole) is not None:
+                if not is_read(whole, tensor) or self.keeps(module, whole, tensor):
                     continue
                 if id(tensor) not in found:
                     meta_weights.append(tensor)

@@ -53,6 +53,8 @@ class Source:
     def codes(self) -> tuple[str, QuantizedWeight]:
         raise AssertionError("it has none")
 
+    outline = codes
+
     def read(self) -> Tensor:
         """Read the whole tensor.
 

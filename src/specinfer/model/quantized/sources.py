@@ -70,6 +70,11 @@ class DecodedSource:
         self._check((weight.out_features, weight.in_features))
         return f"int{self.format.bits}", weight
 
+    def outline(self) -> tuple[str, QuantizedWeight]:
+        """Return what `codes` does, on the meta device."""
+        kind, weight = self.codes()
+        return kind, weight.outline(self.shape[0])
+
     def read(self) -> Tensor:
         """Read and decode the whole weight.
 

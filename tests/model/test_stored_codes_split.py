@@ -1,0 +1,121 @@
+"""Codes of files in layers that are streamed from disk, and in the shards of several ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gguf_files import write_model
+from native import native
+from quantized_files import save_quantized
+from specinfer import LLM, ModelError, SamplingParams
+from specinfer.core.config import OffloadConfig
+from specinfer.model.folder import find_folder
+from specinfer.model.load import load_model
+from thread_group import WHOLE, Ranks
+from tiny import save_model
+
+pytestmark = native
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 512, "intermediate_size": 512}
+MIXTURE = {"norm_topk_prob": True, "moe_intermediate_size": 64}
+
+
+def _gguf(**settings: Any) -> Callable[[Path], Path]:
+    def make(place: Path) -> Path:
+        write_model(place / "m.gguf", **settings)
+        return find_folder(place / "m.gguf")
+
+    return make
+
+
+def _safetensors(name: str, family: str, **sizes: int) -> Callable[[Path], Path]:
+    def make(place: Path) -> Path:
+        save_quantized(save_model(place / "source", family, **sizes), place / "q", name)
+        return place / "q"
+
+    return make
+
+
+MODELS = {
+    "Q4_K_M": _gguf(kind="Q4_K", kinds={"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}, **WIDE),
+    "Q8_0, tied": _gguf(kind="Q8_0", tie_word_embeddings=True, hidden_size=128, intermediate_size=192),
+    "Q4_0 and F16": _gguf(kind="Q4_0", kinds={"attn_k": "F16"}, hidden_size=256, intermediate_size=96),
+    "experts": _gguf(arch="qwen3moe", kind="Q4_0", kinds={"up_exps": "F16"}, hidden_size=128, **MIXTURE),
+    "W4A16": _safetensors("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
+    "AWQ experts": _safetensors("AWQ", "qwen3_moe", hidden_size=64, moe_intermediate_size=64),
+}
+
+
+SPLIT_WITHIN_GROUPS = {"Q4_0 and F16"}  # 48 inputs of each rank, which are decoded
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> OffloadConfig:
+    return OffloadConfig("disk", None, tmp_path)
+
+
+def ranks(folder: Path, split: tuple[int, int], **options: Any) -> Ranks:
+    return Ranks(folder, split, dtype=torch.bfloat16, **options)
+
+
+def test_streamed_and_staged_layers_compute_what_the_whole_does_to_the_last_bit(
+    model: Path, offload: OffloadConfig
+) -> None:
+    whole = ranks(model, WHOLE)
+    wanted, (loaded,) = whole.logits(), whole.all
+    for split, options in ((WHOLE, {"offload": offload}), ((1, 2), {})):
+        parts = ranks(model, split, **options)
+        for found, its in zip(parts.logits(), wanted, strict=True):
+            assert torch.equal(found, its)
+        for part in parts.all:
+            assert part.stored_types is not None
+            assert part.compute_path.startswith(loaded.compute_path)
+            assert set(part.stored_types.split(", ")) <= set(str(loaded.stored_types).split(", "))
+        parts.close()
+
+
+def test_shards_compute_with_their_part_of_the_codes(
+    model: Path, offload: OffloadConfig, request: pytest.FixtureRequest
+) -> None:
+    """But for sums in another order, which may move activations by a step where they are rounded to 8 bits."""
+    name = request.node.callspec.params["model"]
+    whole = ranks(model, WHOLE)
+    wanted, (loaded,) = whole.logits(), whole.all
+    exact = Ranks(model, WHOLE, dtype=torch.float32).logits()
+    found = ranks(model, (2, 1))
+    for one, its, plain in zip(found.logits(), wanted, exact, strict=True):
+        lost = (its - plain).norm()  # by rounding activations
+        if name in SPLIT_WITHIN_GROUPS or loaded.compute_path != "native fused layers":  # sums are rounded to bfloat16
+            assert (one - plain).norm() < 1.4 * lost
+        else:
+            assert (one - its).norm() < 1e-3 * lost
+    assert all(part.num_bytes < 0.75 * loaded.num_bytes for part in found.all)
+    if name in ("Q4_K_M", "experts"):
+        streamed = ranks(model, (2, 1), offload=offload)
+        for one, its in zip(streamed.logits(), found.logits(), strict=True):
+            assert torch.equal(one, its)
+        streamed.close()
+
+
+def test_codes_are_not_streamed_without_a_copy(tmp_path: Path) -> None:
+    folder = MODELS["Q8_0, tied"](tmp_path)
+    with pytest.raises(ModelError, match=r"offload_folder: model\.layers\.0.* name a folder for a copy of the layers"):
+        load_model(folder, torch.bfloat16, CPU, offload=OffloadConfig("disk"))
+
+
+def test_speculation_with_streamed_codes_changes_no_text(tmp_path: Path) -> None:
+    folder, prompts = MODELS["Q8_0, tied"](tmp_path), ["the other one and the other", "the"]
+    texts = []
+    for options in ({"tree": "off"}, {"tree": "2,1", "offload": "disk", "offload_folder": str(tmp_path / "copy")}):
+        with LLM(folder, drafters=["ngram"], memory_budget="4GiB" if "offload" in options else None, **options) as llm:  # type: ignore[arg-type]
+            params = SamplingParams(temperature=0.8, seed=3, max_tokens=16)
+            texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert texts[0] == texts[1]
