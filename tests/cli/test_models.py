@@ -66,8 +66,8 @@ def test_models_are_pulled_listed_and_removed(hub: FakeHub) -> None:
     assert MODEL in run("pull", MODEL).stderr
     assert rows()[-1] == f"{MODEL} safetensors 0 MB today can be loaded"
     (hub.root / "me/quantized").mkdir()
-    (hub.root / "me/quantized/config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
-    assert "me/quantized cannot be loaded: its weights are quantized already (MXFP4)" in refusal("pull", "me/quantized")
+    (hub.root / "me/quantized/config.json").write_text('{"quantization_config": {"quant_method": "quark"}}')
+    assert "me/quantized cannot be loaded: its weights are quantized already (quark)" in refusal("pull", "me/quantized")
     assert any(row.startswith("me/quantized other 0 MB today cannot be loaded: its weights") for row in rows())
     assert "removed" in run("rm", MODEL, "me/quantized").stderr
     assert not any("me/" in row for row in rows())

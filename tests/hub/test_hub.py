@@ -102,8 +102,8 @@ def test_all_parts_of_a_gguf_file_are_downloaded(hub: FakeHub, offer: Callable[.
     [
         ({"adapter_config.json": '{"base_model_name_or_path": "org/base"}', "adapter_model.safetensors": ""},
          r"adapter \(LoRA\) of org/base; merge both"),
-        ({"config.json": '{"quantization_config": {"quant_method": "mxfp4"}}', "model.safetensors": ""},
-         r"quantized already \(MXFP4\)"),
+        ({"config.json": '{"quantization_config": {"quant_method": "modelopt"}}', "model.safetensors": ""},
+         r"quantized already \(modelopt\)"),
         ({"config.json": '{"quantization_config": {"quant_method": "quark"}}', "model.safetensors": ""},
          r"quantized already \(quark\)"),
         ({"config.json": '{"text_config": {"quantization_config": {"quant_method": "hqq"}}}', "m.safetensors": ""},

@@ -31,7 +31,7 @@ ARCHITECTURES = [
     ("llama", {}), ("llama", {"attention_bias": True}), ("qwen2", {}), ("qwen3", {}), ("gemma3", GEMMA),
     ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}), ("phi3", {"pad_token_id": None}),
     ("phi3", {"sliding_window": None, "pad_token_id": None}),
-    ("qwen3moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}),
+    ("qwen3moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}), ("gpt-oss", {}),
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -195,6 +195,13 @@ def test_tokens_template_and_ends_come_from_the_file(tmp_path: Path) -> None:
     loaded = load(tmp_path / "m.gguf")
     assert loaded.eos_token_ids == (1, 5)
     assert sampling_defaults(folder) == {"temperature": pytest.approx(0.3), "top_k": 7}
+
+
+def test_contractions_and_three_digits_are_pieces_by_the_rule_of_gpt_4o(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", tokenizer__ggml__pre="gpt-4o")
+    cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer
+    pieces = ["It's", "\u0120", "123", "45", "\u0120HTTPServer", "\u0120isn't", "\u010a\u010a", "x", "//", "y"]
+    assert [piece for piece, _ in cut.pre_tokenize_str("It's 12345 HTTPServer isn't\n\nx//y")] == pieces
 
 
 def test_digits_are_single_tokens_by_the_rule_of_smollm(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import reference
 from native import native
 from pair_heads import save_mtp
-from quantized_files import FORMATS, awq, gptq, save_quantized
+from quantized_files import FORMATS, awq, gptq, save_gpt_oss, save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import dequantize, quantize
@@ -71,7 +72,8 @@ def test_codes_of_4_bits_around_0_are_kept(name: str, source: Path, tmp_path: Pa
 
 
 # Formats whose codes the native kernels take, and the bits that they are computed with.
-KEPT = {"pack-quantized": 4, "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
+KEPT = {"MXFP4": 4, "pack-quantized": 4,
+        "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
         "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4}  # fmt: skip
 
 
@@ -105,7 +107,8 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     assert loaded.compute_path == "native fused layers"
-    assert (loaded.quantization, loaded.weights_type) == (None, f"int{2 if '2 bits' in name else KEPT[name]}")
+    kind = name if name == "MXFP4" else f"int{2 if '2 bits' in name else KEPT[name]}"
+    assert (loaded.quantization, loaded.weights_type) == (None, kind)
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.05 * exact.std()
     texts = [_texts(folder, dtype="bfloat16", drafters=["suffix"], tree=tree) for tree in ("off", "2,2,1")]
@@ -125,6 +128,33 @@ def test_experts_compute_with_their_codes_or_are_decoded(family: str, tmp_path: 
     assert has_codes == (family == "qwen3_moe")
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
+
+
+@native
+def test_experts_of_gpt_oss_are_read_from_their_codes_as_transformers_reads_them(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "gpt_oss", hidden_size=64, intermediate_size=96)
+    plain, folder = save_gpt_oss(source, tmp_path / "quantized"), tmp_path / "quantized"
+    numbers = load_file(plain / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    with Shards(folder, torch.bfloat16) as shards:
+        for name in [name for name in numbers if ".experts." in name]:
+            assert torch.equal(shards.sources[name].read(), numbers[name])
+            if not name.endswith("_bias"):
+                theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+                assert torch.equal(theirs, numbers[name])
+    exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
+    loaded = load_model(folder, torch.bfloat16, CPU)
+    assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", "MXFP4")
+    assert any(isinstance(module, QuantizedExperts) for module in loaded.model.modules())
+    found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
+    assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
+    texts = [_texts(folder, dtype="bfloat16", drafters=["suffix"], tree=tree) for tree in ("off", "2,2,1")]
+    assert texts[0] == texts[1]
+    assert _texts(folder) == _texts(plain)
+    tensors = {name: one for name, one in stored.items() if not name.endswith("1.mlp.experts.down_proj_scales")}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1\.mlp\.experts\.down_proj_scales is missing; fetch the model again"):
+        LLM(folder)
 
 
 def test_rounded_weights_are_rounded_to_themselves() -> None:

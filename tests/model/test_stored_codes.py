@@ -39,6 +39,8 @@ MIXES: dict[str, dict[str, Any]] = {
     "experts of two types": {"arch": "qwen3moe", "kind": "Q8_0", "kinds": {"gate_exps": "Q4_1"}, **MIXTURE},
     "experts with and without codes": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"up_exps": "BF16"}, **MIXTURE},
     "experts without codes for outputs": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"down_exps": "F16"}, **MIXTURE},
+    "gpt-oss": {"arch": "gpt-oss", "kind": "Q8_0", "kinds": {"exps": "MXFP4", "gate_inp": "F32"}},
+    "gpt-oss without codes for outputs": {"arch": "gpt-oss", "kind": "Q4_0", "kinds": {"down_exps": "BF16"}},
     "experts in 16 bits": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"exps": "F16"}, **MIXTURE},
 }
 FUSED = {"Q4_K_M", "Q4_0", "Q5_K_S", "MXFP4"}

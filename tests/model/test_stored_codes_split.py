@@ -9,7 +9,7 @@ import torch
 
 from gguf_files import write_model
 from native import native
-from quantized_files import save_quantized
+from quantized_files import save_gpt_oss, save_quantized
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.core.config import OffloadConfig
 from specinfer.model.folder import find_folder
@@ -39,11 +39,17 @@ def _safetensors(name: str, family: str, **sizes: int) -> Callable[[Path], Path]
     return make
 
 
+def _gpt_oss(place: Path) -> Path:
+    save_gpt_oss(save_model(place / "source", "gpt_oss", hidden_size=64, intermediate_size=64), place / "q")
+    return place / "q"
+
+
 MODELS = {
     "Q4_K_M": _gguf(kind="Q4_K", kinds={"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}, **WIDE),
     "Q8_0, tied": _gguf(kind="Q8_0", tie_word_embeddings=True, hidden_size=128, intermediate_size=192),
     "Q4_0 and F16": _gguf(kind="Q4_0", kinds={"attn_k": "F16"}, hidden_size=256, intermediate_size=96),
     "experts": _gguf(arch="qwen3moe", kind="Q4_0", kinds={"up_exps": "F16"}, hidden_size=128, **MIXTURE),
+    "gpt-oss": _gpt_oss,
     "W4A16": _safetensors("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
     "AWQ experts": _safetensors("AWQ", "qwen3_moe", hidden_size=64, moe_intermediate_size=64),
 }

@@ -30,12 +30,15 @@ _ROLES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
 }
 _GEMMA_ROLES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GPT_OSS_ROLES = {"post_attention_layernorm": "post_attention_norm"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -51,7 +54,8 @@ def write_model(
             a field of the model's configuration changes that.
     """
     sizes = {name: value for name, value in changes.items() if "__" not in name}
-    model = make_model({"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}.get(arch, arch), seed, **sizes)
+    families = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+    model = make_model(families.get(arch, arch), seed, **sizes)
     if arch.startswith("gemma"):
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -67,7 +71,7 @@ def write_model(
         for end, other in kinds.items():
             if stored_name.removesuffix(".weight").endswith(end):
                 stored = gguf.GGMLQuantizationType[other]
-        if weight.ndim > 1:
+        if weight.ndim > 1 and not name.endswith("bias"):
             blocks = _blocks_of(weight.detach().numpy(), stored)
             weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, stored)))
         given = weight.detach().clone() if blocks is None else torch.from_numpy(blocks)
@@ -83,11 +87,24 @@ def write_model(
 def _matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights by name, with stacked gates and values of experts apart, as views."""
     for name, weight in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if ".experts." in name and model.config.model_type == "gpt_oss":
+            yield from _apart(name, weight)
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.data.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up", part) + ".weight", half
         else:
             yield name if name.endswith(("weight", "bias")) else f"{name}.weight", weight
+
+
+def _apart(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same of gpt-oss, whose stacks are transposed, with gates and values in turn."""
+    whole, end = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+    data = weight.data.mT if end == "weight" else weight.data
+    if whole.endswith("gate_up_proj"):
+        yield f"{whole.replace('gate_up', 'gate')}.{end}", data[:, ::2]
+        yield f"{whole.replace('gate_up', 'up')}.{end}", data[:, 1::2]
+    else:
+        yield f"{whole}.{end}", data
 
 
 def _metadata(arch: str, config: Any) -> dict[str, Any]:
@@ -109,10 +126,15 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         f"{arch}.attention.sliding_window": getattr(config, "sliding_window", None),
         f"{arch}.attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         f"{arch}.final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-        f"{arch}.expert_count": getattr(config, "num_experts", None),
+        f"{arch}.expert_count": getattr(config, "num_experts", getattr(config, "num_local_experts", None)),
         f"{arch}.expert_used_count": getattr(config, "num_experts_per_tok", None),
-        f"{arch}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+        f"{arch}.expert_feed_forward_length": getattr(
+            config, "moe_intermediate_size", config.intermediate_size if arch == "gpt-oss" else None
+        ),
         f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+        f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] == "yarn" else None,
+        f"{arch}.rope.scaling.factor": rope.get("factor"),
+        f"{arch}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -149,6 +171,7 @@ def _stored_name(name: str, arch: str) -> str:
         return f"{_OUTSIDE[name]}.{suffix}"
     _, _, number, role = name.split(".", 3)
     roles = _ROLES | (_GEMMA_ROLES if arch.startswith("gemma") else {})
+    roles |= _GPT_OSS_ROLES if arch == "gpt-oss" else {}
     return f"blk.{number}.{roles[role]}.{suffix}"
 
 

@@ -200,6 +200,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
 }  # fmt: skip
 
 
+def save_gpt_oss(source: Path, folder: Path) -> Path:
+    """Write a copy of a gpt-oss model with experts in MXFP4; return the folder of the same numbers in bfloat16."""
+    tensors, plain = {}, {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[key] = plain[key] = tensor.bfloat16()
+            continue
+        matrices = tensor.float().mT
+        stored, numbers = fp4(matrices.flatten(0, 1), 32, is_nv=False)
+        tensors[f"{key}_blocks"] = stored["weight_packed"].view(*matrices.shape[:2], -1, 16)
+        tensors[f"{key}_scales"] = stored["weight_scale"].view(*matrices.shape[:2], -1)
+        plain[key] = numbers.view(matrices.shape).mT.bfloat16()
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return _save_both(source, folder, tensors, plain, method)
+
+
 def save_quantized(source: Path, folder: Path, name: str) -> Path:
     """Write a quantized copy of a model, and return the folder of the model that its numbers are, in float32."""
     settings, encode = FORMATS[name]
@@ -211,6 +227,12 @@ def save_quantized(source: Path, folder: Path, name: str) -> Path:
             tensors |= {f"{key.removesuffix('.weight')}.{end}": one.contiguous() for end, one in stored.items()}
         else:
             tensors[key] = plain[key] = tensor
+    return _save_both(source, folder, tensors, plain, settings)
+
+
+def _save_both(
+    source: Path, folder: Path, tensors: dict[str, Tensor], plain: dict[str, Tensor], settings: dict[str, Any]
+) -> Path:
     fields = json.loads((source / "config.json").read_text())
     reference = folder.with_name(f"{folder.name}-plain")
     for place, found, config in (

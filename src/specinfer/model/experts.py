@@ -1,22 +1,28 @@
 """Routed experts that compute with the codes that a file stores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import GATES, LinearCall, Panels, QuantizedWeight
+from specinfer.kernels import GATES, Ending, LinearCall, Panels, QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.fused_layer import together
 from specinfer.model.offload.checkpoint import Checkpoint
-from specinfer.model.offload.meta_weights import MetaWeight
+from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
-FAMILIES = frozenset({"qwen2_moe", "qwen3_moe"})
+_SEPARATE = frozenset({"qwen2_moe", "qwen3_moe"})
+# Families whose checkpoints have stacks, too, see `StackedSource`.
+_STACKED = frozenset({"gpt_oss"})
+FAMILIES = _SEPARATE | _STACKED
 EXPERT = "{layer}.{number}.{kind}_proj.weight"
 _Weight = QuantizedWeight | Tensor
+_Gated = Callable[[Tensor], Tensor]  # from inputs to the inputs of the output matrix
 _LANES = 16  # gates and values alternate in blocks of so many
 
 
@@ -24,40 +30,14 @@ class QuantizedExperts(nn.Module):
     """A replacement for transformers' stacked experts, with a native call for each matrix; only routed ones are read.
 
     Args:
-        experts: Gates, values and output matrices of each expert, as codes or, if a file has no codes, as numbers.
-        activation: transformers' name of the activation of gates, one of `GATES`.
-        act_fn: The activation itself.
+        experts: Of each expert its gated values, the calls that compute these, and the call of its output matrix.
     """
 
-    def __init__(
-        self, experts: Iterator[tuple[_Weight, _Weight, _Weight]], activation: str, act_fn: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, experts: Iterable[tuple[_Gated, Sequence[LinearCall], LinearCall]]) -> None:
         super().__init__()
-        self.calls: list[LinearCall] = []
-        self._gated: list[Callable[[Tensor], Tensor]] = []
-        self._down: list[LinearCall] = []
-        for gate, up, down in experts:
-            self._gated.append(self._gate(gate, up, activation, act_fn))
-            self._down.append(self._call(down))
-
-    def _gate(
-        self, gate: _Weight, up: _Weight, activation: str, act_fn: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
-        ending = GATES[activation]
-        if (
-            not (isinstance(gate, Tensor) or isinstance(up, Tensor))
-            and gate.format == up.format
-            and gate.out_features % _LANES == 0
-        ):
-            both = self._call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
-            return lambda x: both(x, None, ending)
-        gates, values = self._call(gate), self._call(up)
-        return lambda x: act_fn(gates(x)) * values(x)
-
-    def _call(self, weight: _Weight) -> LinearCall:
-        call = LinearCall(Panels.of(weight) if isinstance(weight, Tensor) else Panels.of_codes(weight))
-        self.calls.append(call)
-        return call
+        parts = list(experts)
+        self._gated, self._down = [gated for gated, _, _ in parts], [down for _, _, down in parts]
+        self.calls = [call for _, calls, down in parts for call in (*calls, down)]
 
     @property
     def num_bytes(self) -> int:
@@ -89,42 +69,97 @@ def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[s
         is_read: Function of a name, whether codes are read. The others are on the meta device.
     """
     kinds: set[str] = set()
-
-    def read(layer: str, number: int, kind: str, cut: Cut | None) -> _Weight:
-        name = EXPERT.format(layer=layer, number=number, kind=kind)
-        if checkpoint.has_codes(name, cut):
-            stored, weight = checkpoint.codes(name, cut, reads=is_read(name))
-            kinds.add(stored)
-            return weight
-        source = checkpoint.shards.sources[name]
-        whole = MetaWeight.of(name, source.shape, source.dtype)
-        part = whole if cut is None else whole.part(cut)
-        return checkpoint.read(name, part) if is_read(name) else part
-
     for name, module in list(model.named_modules()):
-        experts: Any = module
-        stack, down = (module._parameters.get(one) for one in ("gate_up_proj", "down_proj"))
-        if stack is None or down is None or not checkpoint.keeps(module, f"{name}.down_proj", down):
-            continue
-        assert experts.is_concatenated
-        assert not experts.is_transposed
-        assert not experts.has_bias
-        gates, inputs = _cut_of_gates(stack), _cut_of_inputs(down)
-        parts = (
-            (read(name, i, "gate", gates), read(name, i, "up", gates), read(name, i, "down", inputs))
-            for i in range(experts.num_experts)
-        )
-        model.set_submodule(name, QuantizedExperts(parts, experts.config.hidden_act, experts.act_fn))
+        stacks = {one: module._parameters.get(one) for one in ("gate_up_proj", "down_proj")}
+        if any(
+            stack is not None and stack.is_meta and checkpoint.keeps(module, f"{name}.{one}", stack)
+            for one, stack in stacks.items()
+        ):
+            read = _Reader(checkpoint, is_read, kinds)
+            is_stacked = f"{name}.down_proj" in checkpoint.shards.sources
+            parts = _of_stacks(name, module, read) if is_stacked else _of_matrices(name, module, read)
+            model.set_submodule(name, QuantizedExperts(parts))
     return kinds
 
 
-def _cut_of_gates(stack: Tensor) -> Cut | None:
-    """Return the rows of each expert's gates, and of its values, that belong to a rank, or None for all."""
-    cut: Cut | None = getattr(stack, "cut", None)
-    return None if cut is None else Cut(0, cut.ranges[:1])  # gates come first
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """The experts' weights in a checkpoint; arguments as for `place_experts`."""
+
+    checkpoint: Checkpoint
+    is_read: Callable[[str], bool]
+    kinds: set[str]
+
+    def matrix(self, name: str, cut: Cut | None) -> _Weight:
+        """Return an expert's weight by its name, as codes or, if it has none, as numbers."""
+        checkpoint = self.checkpoint
+        if checkpoint.has_codes(name, cut):
+            return self._codes(name, cut, None)
+        source = checkpoint.shards.sources[name]
+        whole = MetaWeight.of(name, source.shape, source.dtype)
+        part = whole if cut is None else whole.part(cut)
+        return checkpoint.read(name, part) if self.is_read(name) else part
+
+    def of_stack(self, stack: Tensor, expert: int) -> _Weight:
+        """Return an expert's weight [out, in] of a parameter that stands for a stack, or is one."""
+        origin = origin_of(stack)
+        if stack.is_meta and origin is not None and self.checkpoint.has_codes(*origin):
+            return self._codes(*origin, expert)
+        return stack[expert].T.contiguous()
+
+    def _codes(self, name: str, cut: Cut | None, expert: int | None) -> QuantizedWeight:
+        kind, weight = self.checkpoint.codes(name, cut, reads=self.is_read(name), expert=expert)
+        self.kinds.add(kind)
+        return weight
 
 
-def _cut_of_inputs(stack: Tensor) -> Cut | None:
-    """Return the inputs of each expert's output matrix that belong to a rank, or None for all."""
-    cut: Cut | None = getattr(stack, "cut", None)
-    return None if cut is None else Cut(1, cut.ranges)
+def _call(weight: _Weight, bias: Tensor | None = None) -> LinearCall:
+    return LinearCall(Panels.of(weight, bias) if isinstance(weight, Tensor) else Panels.of_codes(weight, bias))
+
+
+def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated, list[LinearCall], LinearCall]]:
+    """Yield the parts of experts whose gates, values and output matrices are stored apart."""
+    assert experts.is_concatenated
+    assert not experts.is_transposed
+    assert not experts.has_bias
+    ending = GATES[experts.config.hidden_act]
+    cut_rows, cut_inputs = (getattr(one, "cut", None) for one in (experts.gate_up_proj, experts.down_proj))
+    rows = None if cut_rows is None else Cut(0, cut_rows.ranges[:1])  # those of gates come before those of values
+    inputs = None if cut_inputs is None else Cut(1, cut_inputs.ranges)
+    for i in range(experts.num_experts):
+        of = partial(EXPERT.format, layer=name, number=i)
+        gate, up = (read.matrix(of(kind=kind), rows) for kind in ("gate", "up"))
+        down = _call(read.matrix(of(kind="down"), inputs))
+        if (
+            not (isinstance(gate, Tensor) or isinstance(up, Tensor))
+            and gate.format == up.format
+            and gate.out_features % _LANES == 0
+        ):
+            both = _call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
+            yield partial(_gated_at_once, both, ending), [both], down
+        else:
+            gates, values = _call(gate), _call(up)
+            yield partial(_gated, gates, values, experts.act_fn), [gates, values], down
+
+
+def _gated_at_once(both: LinearCall, ending: Ending, x: Tensor) -> Tensor:
+    return both(x, None, ending)
+
+
+def _gated(gates: LinearCall, values: LinearCall, act_fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return act_fn(gates(x)) * values(x)
+
+
+def _of_stacks(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated, list[LinearCall], LinearCall]]:
+    """Yield the parts of experts whose matrices are stored as stacks, with biases, and gates beside values."""
+    assert experts.is_transposed
+    assert experts.has_bias
+    apply_gate = partial(type(experts)._apply_gate, SimpleNamespace(alpha=experts.alpha, limit=experts.limit))
+    for i in range(experts.num_experts):
+        both = _call(read.of_stack(experts.gate_up_proj, i), experts.gate_up_proj_bias[i])
+        down = _call(read.of_stack(experts.down_proj, i), experts.down_proj_bias[i])
+        yield partial(_gated_by, both, apply_gate), [both], down
+
+
+def _gated_by(both: LinearCall, apply_gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return apply_gate(both(x)).contiguous()

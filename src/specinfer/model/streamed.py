@@ -84,7 +84,9 @@ def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> tuple[Probe, 
     prepare_conversion(checkpoint, model, job)
     if job.is_direct:
         checkpoint.check_sources(model)
-    checkpoint.fill(model, lambda name, weight: weight.ndim < 2 or checkpoint.layer_of(name) is None)
+    checkpoint.fill(
+        model, lambda name, weight: weight.ndim < 2 or name.endswith("_bias") or checkpoint.layer_of(name) is None
+    )
     kinds = place_stored(model, checkpoint, is_placed=lambda layer: layer is None)
     model.eval().to(job.device)
     with checkpoint.filled_in_turn(model, job.device):

@@ -28,8 +28,10 @@ class Architecture:
         has_pairs: Whether rows of queries and keys that are rotated together are stored side by side.
         has_qk_norms: Whether queries and keys are normalized.
         has_experts: Whether layers have routed experts.
+        stacks_experts: Whether transformers' checkpoints have experts as stacks, too, see `StackedSource`.
+        has_sinks: Whether attention has sinks.
         is_merged: Whether queries, keys and values are one matrix, and so are gates and values.
-        biased: Matrices of the attention that have biases.
+        biased: Matrices that have biases; of other architectures those of the attention, if the file has them.
     """
 
     family: str
@@ -39,6 +41,8 @@ class Architecture:
     has_pairs: bool = False
     has_qk_norms: bool = False
     has_experts: bool = False
+    stacks_experts: bool = False
+    has_sinks: bool = False
     is_merged: bool = False
     biased: tuple[str, ...] = ()
 
@@ -51,6 +55,15 @@ ARCHITECTURES = {
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA_NORMS, 1.0),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _GEMMA_NORMS, 1.0, has_qk_norms=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", is_merged=True),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+        has_experts=True,
+        stacks_experts=True,
+        has_sinks=True,
+        biased=(*_QKV, "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+    ),
 }
 
 
@@ -78,6 +91,9 @@ def plan_weights(name: str, fields: Mapping[str, Any]) -> list[tuple[str, Weight
                 plan.append((f"{here}{stored}.bias", bias))
         for stored, found in arch.norms.items():
             plan.append((f"{here}{stored}.weight", Weight(f"{there}{found}.weight", (hidden,), less=arch.norm_offset)))
+        if arch.has_sinks:
+            heads = (fields["num_attention_heads"],)
+            plan.append((f"{here}attn_sinks.weight", Weight(f"{there}self_attn.sinks", heads)))
         for kind in "qk" if arch.has_qk_norms else "":
             found = f"{there}self_attn.{kind}_norm.weight"
             plan.append((f"{here}attn_{kind}_norm.weight", Weight(found, (fields["head_dim"],), less=arch.norm_offset)))
@@ -99,8 +115,10 @@ def _attention(arch: Architecture, fields: Mapping[str, Any]) -> Iterator[tuple[
 def _feed_forward(arch: Architecture, fields: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:
     hidden, wide = fields["hidden_size"], fields["intermediate_size"]
     if arch.has_experts:
-        count, narrow = fields["num_experts"], fields["moe_intermediate_size"]
-        yield "ffn_gate_inp", Weight("mlp.gate", (count, hidden))
+        count, narrow = (fields["num_local_experts"], wide) if arch.stacks_experts else (
+            fields["num_experts"], fields["moe_intermediate_size"],
+        )  # fmt: skip
+        yield "ffn_gate_inp", Weight("mlp.router" if arch.stacks_experts else "mlp.gate", (count, hidden))
         for stored, found, shape in (
             ("ffn_gate_exps", "gate_proj", (narrow, hidden)),
             ("ffn_up_exps", "up_proj", (narrow, hidden)),

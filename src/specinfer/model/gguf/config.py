@@ -1,6 +1,7 @@
 """Conversion of a GGUF file's metadata to a Hugging Face configuration, and the tensors that such a model must have."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from specinfer.model.gguf.architectures import ARCHITECTURES, plan_weights
 from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read_header
 from specinfer.model.gguf.weights import GgufSource, Weight, read_tensor
+from specinfer.model.stacked_source import StackedSource
 
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<end>weight|bias)")
 _TAKE_ANOTHER = "take the model as a folder of safetensors"
 _MOST = 2**24  # limit of any size, because definitions are made before weights are read
 _GEMMA_PERIODS = {"gemma2": 2, "gemma3": 6}  # one in so many layers sees all tokens; files may omit it
@@ -65,6 +68,13 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         fields |= _gemma_fields(header, arch, size, fields)
     elif arch == "llama":
         fields["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    elif arch == "gpt-oss":
+        fields |= {
+            "num_local_experts": size("expert_count"),
+            "num_experts_per_tok": size("expert_used_count"),
+            "intermediate_size": size("expert_feed_forward_length"),
+            "sliding_window": size("attention.sliding_window"),
+        }
     elif arch == "phi3":
         window = header.get("phi3.attention.sliding_window", int, 0)
         fields |= {"sliding_window": size("attention.sliding_window") if window else None}
@@ -79,7 +89,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     return fields
 
 
-def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]:
+def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource | StackedSource]:
     """Return the weights of a file by their names in the model, decoded to `dtype` or to the file's own type.
 
     Raises:
@@ -87,9 +97,26 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> dict[str, GgufSource]
     """
     header = read_header(path)
     config = read_config(header)
-    plan = plan_weights(header.metadata["general.architecture"], config)
+    arch = header.metadata["general.architecture"]
     dtype = own_dtype(header) if dtype is None else dtype
-    return {one.name: GgufSource(_place(header, name, one), one, dtype) for name, one in plan}
+    sources = {one.name: GgufSource(_place(header, name, one), one, dtype) for name, one in plan_weights(arch, config)}
+    return _stacked(sources) if ARCHITECTURES[arch].stacks_experts else {**sources}
+
+
+def _stacked(sources: Mapping[str, GgufSource]) -> dict[str, GgufSource | StackedSource]:
+    """Return the sources with one for the matrices of all experts, and for their biases; gates beside values."""
+    result: dict[str, GgufSource | StackedSource] = {}
+    stacks: dict[str, dict[int, list[GgufSource]]] = {}
+    for name, source in sources.items():
+        if (found := _EXPERT.fullmatch(name)) is None:
+            result[name] = source
+            continue
+        kind = "down_proj" if found["kind"] == "down" else "gate_up_proj"
+        whole = f"{found['layer']}.{kind}{'_bias' if found['end'] == 'bias' else ''}"
+        stacks.setdefault(whole, {}).setdefault(int(found["number"]), []).append(source)
+    for name, experts in stacks.items():
+        result[name] = StackedSource([parts for _, parts in sorted(experts.items())])
+    return result
 
 
 def _place(header: GgufHeader, name: str, weight: Weight) -> TensorPlace:
@@ -172,6 +199,8 @@ def _rope(header: GgufHeader, arch: str, head_dim: int) -> dict[str, Any]:
         if scaling == "yarn":
             original = header.get(key("scaling.original_context_length"), int)
             rope["original_max_position_embeddings"] = original or header.get(f"{arch}.context_length", int)
+            if arch == "gpt-oss":
+                rope["truncate"] = False  # its makers do not round the ends of the ramp
     elif scaling != "none":
         raise GgufError(header.path, f"positions scaled by {scaling!r} are not read", _TAKE_ANOTHER)
     if arch != "gemma3":

@@ -27,6 +27,11 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O = (
+    _TEKKEN.replace(r"\p{N}|", r"\p{N}{1,3}|")
+    .replace(r"\p{M}]+|", r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
+    .replace(r"\p{M}]*|\p{N}", r"\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}")
+)
 _BY_DIGIT = (r"\p{N}", _GPT2)  # applied one after the other
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
@@ -34,6 +39,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
 }
 # A piece that is a token as a whole is not split, and BOS is added if the file does not specify it.
 _LLAMA3_RULES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}

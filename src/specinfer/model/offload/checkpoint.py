@@ -19,6 +19,7 @@ from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 from specinfer.model.offload.shards import Shards
+from specinfer.model.stacked_source import StackedSource
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # matches names that belong to one of several layers
 _AT_ONCE = 2**18  # numbers checked at a time, few enough for the processor's cache
@@ -112,26 +113,35 @@ class Checkpoint:
         """
         if (origin := origin_of(tensor)) is None:
             return _experts_of(name) in self._experts
-        return isinstance(module, nn.Linear | nn.Embedding) and self.has_codes(*origin)
+        is_taken = isinstance(module, nn.Linear | nn.Embedding) or _experts_of(name) is not None
+        return is_taken and self.has_codes(*origin)
 
     def has_codes(self, name: str, cut: Cut | None) -> bool:
         """Return whether a part of one of the weights is computed with as it is stored."""
-        if name not in self._coded or cut is None or cut.dim == 0:
+        if name not in self._coded or cut is None:
             return name in self._coded
-        weight = self._outline(name)[1]
-        return len(cut.ranges) == 1 and weight.can_split(cut.ranges[0])
+        cut = self._of_matrix(name, cut)
+        return cut.dim == 0 or (len(cut.ranges) == 1 and self._outline(name)[1].can_split(cut.ranges[0]))
 
-    def codes(self, name: str, cut: Cut | None, *, reads: bool = True) -> tuple[str, QuantizedWeight]:
+    def _of_matrix(self, name: str, cut: Cut) -> Cut:
+        """Return the cut of each matrix [out, in] of a weight, which may be a `StackedSource`."""
+        return Cut(2 - cut.dim, cut.ranges) if len(self.shards.sources[name].shape) > 2 else cut
+
+    def codes(
+        self, name: str, cut: Cut | None, *, reads: bool = True, expert: int | None = None
+    ) -> tuple[str, QuantizedWeight]:
         """Read a part of a weight as it is stored, and the name of the type that it is stored in.
 
         Args:
             reads: False for weights on the meta device.
+            expert: Number of the expert whose matrix is read, of a stack of them.
 
         Raises:
             ModelError: A scale is not finite.
         """
-        kind, weight = self._read_codes(name) if reads else self._outline(name)
+        kind, weight = self._read_codes(name, expert) if reads else self._outline(name)
         if cut is not None:
+            cut = self._of_matrix(name, cut)
             weight = weight.reordered(cut.of) if cut.dim == 0 else weight.of_inputs(cut.ranges[0])
         return kind, weight
 
@@ -140,8 +150,9 @@ class Checkpoint:
             self._outlines[name] = self.shards.sources[name].outline()
         return self._outlines[name]
 
-    def _read_codes(self, name: str) -> tuple[str, QuantizedWeight]:
-        kind, weight = self.shards.sources[name].codes()
+    def _read_codes(self, name: str, expert: int | None) -> tuple[str, QuantizedWeight]:
+        source = self.shards.sources[name]
+        kind, weight = source.codes(expert or 0) if isinstance(source, StackedSource) else source.codes()
         for numbers in (weight.scales, weight.added, weight.nest):
             if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
                 folder = gguf_folder.origin_of(self.folder)

@@ -20,6 +20,7 @@ from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
 from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
+from specinfer.model.stacked_source import StackedSource
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -122,7 +123,7 @@ class Shards:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        self.sources: dict[str, Source | GgufSource | DecodedSource] = {}
+        self.sources: dict[str, Source | GgufSource | DecodedSource | StackedSource] = {}
         self.files: list[DirectFile] = []
         try:
             if (gguf := weights_file(folder)) is not None:

@@ -30,13 +30,26 @@ def find_fp4(settings: Fields, weights: Fields) -> Format | None:
         scales = tensors["weight_scale"]
         if is_nv:
             return Scaling(scales.float() / tensors["weight_global_scale"].float(), (1, size))
-        return Scaling(torch.ldexp(torch.ones(scales.shape), scales.int() - 127), (1, size))
+        return Scaling(_powers(scales), (1, size))
 
     return Format(
         ("weight_packed", "weight_scale", *(("weight_global_scale",) if is_nv else ())), ("input_global_scale",),
-        lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), None,
-        lambda tensors: _FP4[_nibbles(tensors["weight_packed"], lower_first=True)], scaling,
+        lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), 4,
+        lambda tensors: _nibbles(tensors["weight_packed"], lower_first=True), scaling, levels=_FP4,
     )  # fmt: skip
+
+
+# An expert's matrix in gpt-oss: blocks [1, out, in / 32, 16] and exponents [1, out, in / 32].
+GPT_OSS = Format(
+    ("blocks", "scales"), (), lambda sources: (sources["blocks"].shape[1], sources["blocks"].shape[2] * 32), 4,
+    lambda tensors: _nibbles(tensors["blocks"][0], lower_first=True).flatten(1),
+    lambda tensors: Scaling(_powers(tensors["scales"][0]), (1, 32)), levels=_FP4,
+)  # fmt: skip
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return the powers of 2 that exponents stand for, from 0 on."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def _nibbles(data: Tensor, *, lower_first: bool) -> Tensor:

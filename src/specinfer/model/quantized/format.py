@@ -43,6 +43,7 @@ class Format:
         shape: Function from the sources of a layer's tensors to [out, in].
         bits: Bits of integer codes from 0 on, or None for floating-point codes.
         codes: Function from the tensors to the codes [out, in].
+        levels: [16] numbers that codes of 4 bits stand for, halves of whole ones, or None for themselves.
         scaling: Function from the other tensors to the scales.
         is_symmetric: Whether a weight is a code of 4 bits around 0 times the scale of a group of 32 inputs or more.
     """
@@ -54,17 +55,24 @@ class Format:
     codes: Callable[[Tensors], Tensor]
     scaling: Callable[[Tensors], Scaling]
     is_symmetric: bool = False
+    levels: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type of the codes, to be shown."""
+        return f"int{self.bits}" if self.levels is None else "MXFP4"
 
     def decode(self, tensors: Tensors) -> Tensor:
         """Return the weight [out, in] float32 that tensors stand for."""
-        numbers, scaling = self.codes(tensors).float(), self.scaling(tensors)
+        codes, scaling = self.codes(tensors), self.scaling(tensors)
+        numbers = codes.float() if self.levels is None else self.levels[codes.long()]
         scales, zeros, block = _two_dims(scaling.scales.float()), scaling.zeros, scaling.block
         if scaling.groups is not None:
             order, block = scaling.groups.long(), (1, 1)
             scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
         if zeros is not None:
             numbers -= _spread(_two_dims(zeros.float()), numbers.shape, block)
-        elif self.bits is not None:
+        elif self.bits is not None and self.levels is None:
             numbers -= 1 << self.bits - 1
         return numbers.mul_(_spread(scales, numbers.shape, block))
 
@@ -82,7 +90,7 @@ class Format:
         return (
             (size % GROUP == 0 or size == shape[1])
             and (scaling.groups is None or torch.equal(scaling.groups.long(), in_order))
-            and _narrowed(scaling) is not None
+            and self._narrowed(scaling) is not None
             and (scaling.zeros is None or int(scaling.zeros.max()) < 256)
         )
 
@@ -90,7 +98,7 @@ class Format:
         """Return the weight that tensors stand for, if `keeps` is true of them."""
         codes, scaling = self.codes(tensors), self.scaling(tensors)
         outputs, inputs = codes.shape
-        size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, _narrowed(scaling)
+        size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, self._narrowed(scaling)
         assert self.bits is not None
         assert scales is not None
         group = 64 if bits == 8 and size % 64 == 0 else GROUP
@@ -102,24 +110,27 @@ class Format:
 
         middle = 1 << bits - 1
         zeros = None if scaling.zeros is None else of_groups(scaling.zeros.to(torch.uint8))
+        if self.levels is not None:
+            codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group))  # the first level is 0
+            return QuantizedWeight(codes, of_groups(scales), 4, inputs, levels=(2 * self.levels).to(torch.int8))
         if zeros is None:
             codes = codes + (middle - (1 << self.bits - 1))
         codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group), value=middle)
         return QuantizedWeight(codes, of_groups(scales), bits, inputs, group, zeros=zeros)
 
+    def _narrowed(self, scaling: Scaling) -> Tensor | None:
+        """Return the scales in a type of 2 bytes that the kernels take, or None if none has all their values."""
+        scales = scaling.scales if self.levels is None else scaling.scales / 2  # of whole levels
+        fitting = [torch.bfloat16] if self.levels is not None else [torch.float16, torch.bfloat16]
+        for dtype in fitting[: 2 if scaling.zeros is None else 1]:
+            if torch.equal(scales.to(dtype).float(), scales.float()):
+                return scales.to(dtype)
+        return None
+
 
 def _group_size(scaling: Scaling, shape: tuple[int, ...]) -> int:
     """Return the inputs that share a scale."""
     return shape[1] if _two_dims(scaling.scales).shape[1] == 1 else scaling.block[1]
-
-
-def _narrowed(scaling: Scaling) -> Tensor | None:
-    """Return the scales in a type of 2 bytes that the kernels take, or None if none has all their values."""
-    scales = scaling.scales
-    for dtype in (torch.float16, torch.bfloat16)[: 2 if scaling.zeros is None else 1]:
-        if torch.equal(scales.to(dtype).float(), scales.float()):
-            return scales.to(dtype)
-    return None
 
 
 def _places(count: int, size: int, each: int) -> Tensor:

@@ -13,8 +13,10 @@ from specinfer.core.errors import ModelError
 from specinfer.hub.files import already_quantized, quantization_settings, read_object
 from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
+from specinfer.model.quantized.floats import GPT_OSS
 from specinfer.model.quantized.format import Format, Tensors
 from specinfer.model.quantized.formats import find_format
+from specinfer.model.stacked_source import StackedSource
 
 T = TypeVar("T")
 # What decoding raises where tensors do not fit each other.
@@ -68,7 +70,7 @@ class DecodedSource:
         """
         weight = self._made(self.format.quantized)
         self._check((weight.out_features, weight.in_features))
-        return f"int{self.format.bits}", weight
+        return self.format.kind, weight
 
     def outline(self) -> tuple[str, QuantizedWeight]:
         """Return what `codes` does, on the meta device."""
@@ -118,10 +120,12 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
     settings = quantization_settings(config)
     if settings is None:
         return dict(sources)
+    usual = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    if settings.get("quant_method") == "mxfp4" and any(name.endswith("_blocks") for name in sources):
+        return _with_stacks(sources, dtype or usual)
     found = find_format(settings)
     if found is None:
         raise ModelError(f"model: {folder}: {already_quantized(settings)}")
-    usual = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
     result, layers = dict(sources), []
     for name in sources:
         layer = name.removesuffix(f".{found.names[0]}")
@@ -133,6 +137,22 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
             raise ModelError(f"model: tensor {layer}.{missing[0]} is missing; fetch the model again")
         own = {end: source for end, source in stored.items() if source is not None}
         result[f"{layer}.weight"] = DecodedSource(found, own, _shape(found, own, layer), dtype or usual)
+    return result
+
+
+def _with_stacks(sources: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the sources of gpt-oss, with one for each stack of experts in place of its blocks and scales."""
+    ends = {end: f"_{end}" for end in GPT_OSS.names}
+    result = {name: source for name, source in sources.items() if not name.endswith(tuple(ends.values()))}
+    for name in (name.removesuffix(ends["blocks"]) for name in sources if name.endswith(ends["blocks"])):
+        if f"{name}{ends['scales']}" not in sources:
+            raise ModelError(f"model: tensor {name}{ends['scales']} is missing; fetch the model again")
+        stored = {end: sources[f"{name}{suffix}"] for end, suffix in ends.items()}
+        scales = stored["scales"]
+        if stored["blocks"].shape != (*scales.shape, 16) or len(scales.shape) != 3:
+            raise ModelError(f"model: the tensors of {name} have shapes that no weight has; fetch the model again")
+        each = [{end: source.rows(range(i, i + 1)) for end, source in stored.items()} for i in range(scales.shape[0])]
+        result[name] = StackedSource([[DecodedSource(GPT_OSS, own, GPT_OSS.shape(own), dtype)] for own in each])
     return result
 
 
