@@ -33,6 +33,12 @@ ARCHITECTURES = [
     ("phi3", {"sliding_window": None, "pad_token_id": None}),
     ("qwen3moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}), ("gpt-oss", {}),
 ]  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0], "rope_theta": 1e4,
+    "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,
+}  # fmt: skip
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "pad_token_id": None}
+ARCHITECTURES += [("phi3", {"rope_parameters": LONGROPE, **SMALL})]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -105,6 +111,20 @@ def test_llama_3_scales_its_positions_by_the_factors_in_the_file(tmp_path: Path)
     write_gguf(save_model(tmp_path / "o", rope_parameters=rope | {"low_freq_factor": 2.0}), tmp_path / "o.gguf", "f32")
     with pytest.raises(ModelError, match=r"o\.gguf.*scaled in a way that is not known; take the model as a folder"):
         find_folder(tmp_path / "o.gguf")
+
+
+def test_contexts_of_phi3_end_where_the_factors_for_long_ones_begin(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"original_max_position_embeddings": 64, **SMALL}
+    path = tmp_path / "m.gguf"
+    write_model(path, "phi3", rope_parameters=LONGROPE, phi3__rope__scaling__attn_factor=1.25, **sizes)
+    assert load(path).max_position == 64
+    assert load_config(find_folder(path)).rope_parameters == LONGROPE | {"attention_factor": 1.25}
+    write_model(path, "phi3", rope_parameters=LONGROPE, phi3__rope__dimension_count=4, **sizes)
+    with pytest.raises(ModelError, match=r"'rope_factors_short\.weight' has the shape \[3\]; fetch the file again"):
+        find_folder(path)
+    write_model(path, "phi3", rope_parameters=LONGROPE, phi3__rope__scaling__original_context_length=0, **sizes)
+    with pytest.raises(ModelError, match="original_context_length is missing from the metadata"):
+        find_folder(path)
 
 
 def test_the_type_of_an_unquantized_file_is_kept_and_of_others_it_is_bfloat16(tmp_path: Path) -> None:

@@ -77,6 +77,10 @@ def write_model(
         given = weight.detach().clone() if blocks is None else torch.from_numpy(blocks)
         data = _as_stored(name, given, arch, model.config).numpy()
         writer.add_tensor(stored_name, data, raw_dtype=None if blocks is None else stored)
+    for kind in ("short", "long"):
+        if f"{kind}_factor" in model.config.rope_parameters:
+            factors = np.array(model.config.rope_parameters[f"{kind}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -131,6 +135,7 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         f"{arch}.expert_feed_forward_length": getattr(
             config, "moe_intermediate_size", config.intermediate_size if arch == "gpt-oss" else None
         ),
+        f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         f"{arch}.rope.freq_base": float(rope["rope_theta"]),
         f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] == "yarn" else None,
         f"{arch}.rope.scaling.factor": rope.get("factor"),

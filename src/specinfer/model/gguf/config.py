@@ -17,6 +17,7 @@ from specinfer.model.stacked_source import StackedSource
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<end>weight|bias)")
 _TAKE_ANOTHER = "take the model as a folder of safetensors"
 _MOST = 2**24  # limit of any size, because definitions are made before weights are read
+_LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _GEMMA_PERIODS = {"gemma2": 2, "gemma3": 6}  # one in so many layers sees all tokens; files may omit it
 _GEMMA_2_WINDOW = 4096  # of files that omit it, as are the caps of logits and of attention
 _GEMMA_CAPS = {"gemma2": (30.0, 50.0), "gemma3": (None, None)}
@@ -37,15 +38,17 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         )
     size = _Sizes(header, arch)
     heads, hidden = size("attention.head_count"), size("embedding_length")
-    head_dim = size("attention.key_length", size("rope.dimension_count", hidden // heads))
+    rotated = size("rope.dimension_count", hidden // heads)
+    head_dim = size("attention.key_length", hidden // heads if arch == "phi3" else rotated)
     num_layers = size("block_count")
     if num_layers > len(header.tensors):
         raise GgufError(header.path, f"{arch}.block_count is {num_layers}, and there are {len(header.tensors)} tensors")
     if "token_embd.weight" not in header.tensors:
         raise GgufError(header.path, "the tensor 'token_embd.weight' is missing")
-    for name, needed in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-        if size(name, needed) != needed:
-            raise GgufError(header.path, f"{arch}.{name} is not the size of a head, {needed}", _TAKE_ANOTHER)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        # In Phi 3, only a part of a head may be rotated.
+        if (found := size(name, head_dim)) != head_dim and (arch != "phi3" or found % 2 or found > head_dim):
+            raise GgufError(header.path, f"{arch}.{name} is not the size of a head, {head_dim}", _TAKE_ANOTHER)
     fields = {
         "model_type": ARCHITECTURES[arch].family,
         "architectures": [ARCHITECTURES[arch].model_class],
@@ -78,6 +81,8 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     elif arch == "phi3":
         window = header.get("phi3.attention.sliding_window", int, 0)
         fields |= {"sliding_window": size("attention.sliding_window") if window else None}
+        if (original := fields["rope_parameters"].get("original_max_position_embeddings")) is not None:
+            fields["original_max_position_embeddings"] = original
     elif arch == "qwen3moe":
         fields |= {
             "num_experts": size("expert_count"),
@@ -157,7 +162,8 @@ def _check_tensors(header: GgufHeader, plan: Sequence[tuple[str, Weight]]) -> No
             raise GgufError(
                 header.path, f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(wanted)}"
             )
-    others = sorted(header.tensors.keys() - {name for name, _ in plan} - {"rope_freqs.weight"})
+    rotations = {"rope_freqs.weight", *_LONGROPE.values()}
+    others = sorted(header.tensors.keys() - {name for name, _ in plan} - rotations)
     if others:
         raise GgufError(header.path, f"the tensor {others[0][:80]!r} has no place in such a model", _TAKE_ANOTHER)
 
@@ -192,7 +198,9 @@ def _rope(header: GgufHeader, arch: str, head_dim: int) -> dict[str, Any]:
     theta = _positive(header, key("freq_base"), 10000.0)
     scaling = header.get(key("scaling.type"), str, "none")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if "rope_freqs.weight" in header.tensors:
+    if arch == "phi3":
+        rope |= _phi3_rope(header, head_dim)
+    elif "rope_freqs.weight" in header.tensors:
         rope = _llama3_rope(header, theta, head_dim)
     elif scaling in ("linear", "yarn"):
         rope = {"rope_type": scaling, "rope_theta": theta, "factor": _positive(header, key("scaling.factor"), None)}
@@ -236,6 +244,29 @@ def _llama3_rope(header: GgufHeader, theta: float, head_dim: int) -> dict[str, A
     if len(found) and torch.allclose(found, torch.tensor(llama3_factors(rope, head_dim)), rtol=1e-4):
         return rope
     raise GgufError(header.path, "its frequencies of positions are scaled in a way that is not known", _TAKE_ANOTHER)
+
+
+def _phi3_rope(header: GgufHeader, head_dim: int) -> dict[str, Any]:
+    """Return the settings of rotations, with factors for short and for long contexts if the file has them."""
+    rotated = header.get("phi3.rope.dimension_count", int, head_dim)
+    rope: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim}
+    factors = {}
+    for name, stored in _LONGROPE.items():
+        if (place := header.tensors.get(stored)) is not None:
+            if place.shape != (rotated // 2,):
+                raise GgufError(header.path, f"the tensor {stored!r} has the shape {list(place.shape)}")
+            factors[name] = read_tensor(place, torch.float32).tolist()
+    if not factors:
+        return rope
+    if missing := sorted(set(_LONGROPE.values()) - set(header.tensors)):
+        raise GgufError(header.path, f"the tensor {missing[0]!r} is missing")
+    original = header.get("phi3.rope.scaling.original_context_length", int)
+    if original is None or original < 1:
+        raise GgufError(header.path, "phi3.rope.scaling.original_context_length is missing from the metadata")
+    rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    if "phi3.rope.scaling.attn_factor" in header.metadata:
+        rope["attention_factor"] = _positive(header, "phi3.rope.scaling.attn_factor", None)
+    return rope
 
 
 def _gemma_fields(header: GgufHeader, arch: str, size: _Sizes, fields: Mapping[str, Any]) -> dict[str, Any]:
