@@ -49,6 +49,8 @@ CASES = [
     ),
     *(("float-quantized", {"num_bits": 8, "type": "float"} | strategy) for strategy in (_TENSOR, _CHANNEL, _BLOCK)),
     ("naive-quantized", {"num_bits": 8, "type": "float"} | _GROUP),
+    ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "scale_dtype": torch.uint8} | _GROUP),
 ]
 
 
@@ -57,6 +59,7 @@ def _extremes(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     down, across = {
         "tensor": (rows, columns), "channel": (1, columns), "group": (1, args.group_size),
+        "tensor_group": (1, args.group_size),
         "block": tuple(args.block_structure or (1, 1)),
     }[args.strategy]  # fmt: skip
     blocks = weight.reshape(rows // down, down, columns // across, across)
@@ -72,7 +75,10 @@ def _compress(weight: Tensor, scheme: Any, form: str) -> tuple[dict[str, Tensor]
     if args.actorder == "group":
         state["weight_g_idx"] = torch.randperm(weight.shape[1]).int() // args.group_size
         ordered = weight[:, state["weight_g_idx"].argsort(stable=True)]
-    scales, zeros = utils.calculate_qparams(*_extremes(ordered, args), args)
+    extremes, whole = _extremes(ordered, args), {}
+    if args.strategy == "tensor_group":
+        whole["global_scale"] = state["weight_global_scale"] = utils.generate_gparam(weight.amin(), weight.amax())
+    scales, zeros = utils.calculate_qparams(*extremes, args, **whole)
     state |= {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
     compressor = compressors.BaseCompressor.get_value_from_registry(form)
     stored = compressor.compress(state, scheme)
@@ -82,7 +88,7 @@ def _compress(weight: Tensor, scheme: Any, form: str) -> tuple[dict[str, Tensor]
 def _save(source: Path, folder: Path, form: str, weights: dict[str, Any]) -> dict[str, Tensor]:
     """Write a model whose linear layers the library has compressed, and return these layers' weights."""
     args = library.QuantizationArgs(**weights)
-    activations = None if form == "pack-quantized" else _ACTIVATIONS[args.type]
+    activations = None if form.endswith("pack-quantized") else _ACTIVATIONS[args.type]
     scheme = library.QuantizationScheme(targets=["Linear"], weights=args, input_activations=activations)
     config = library.QuantizationConfig(
         config_groups={"group_0": scheme}, format=form, ignore=["lm_head"], quantization_status="compressed"

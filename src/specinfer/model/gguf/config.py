@@ -49,6 +49,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         # In Phi 3, only a part of a head may be rotated.
         if (found := size(name, head_dim)) != head_dim and (arch != "phi3" or found % 2 or found > head_dim):
             raise GgufError(header.path, f"{arch}.{name} is not the size of a head, {head_dim}", _TAKE_ANOTHER)
+    rope = _rope(header, arch, head_dim)
     fields = {
         "model_type": ARCHITECTURES[arch].family,
         "architectures": [ARCHITECTURES[arch].model_class],
@@ -62,7 +63,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": size("context_length"),
         "rms_norm_eps": _positive(header, f"{arch}.attention.layer_norm_rms_epsilon", None),
-        "rope_parameters": _rope(header, arch, head_dim),
+        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -81,8 +82,8 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     elif arch == "phi3":
         window = header.get("phi3.attention.sliding_window", int, 0)
         fields |= {"sliding_window": size("attention.sliding_window") if window else None}
-        if (original := fields["rope_parameters"].get("original_max_position_embeddings")) is not None:
-            fields["original_max_position_embeddings"] = original
+        if "original_max_position_embeddings" in rope:
+            fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     elif arch == "qwen3moe":
         fields |= {
             "num_experts": size("expert_count"),
