@@ -72,9 +72,9 @@ def test_codes_of_4_bits_around_0_are_kept(name: str, source: Path, tmp_path: Pa
 
 
 # Formats whose codes the native kernels take, and the bits that they are computed with.
-KEPT = {"MXFP4": 4, "pack-quantized": 4,
-        "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
-        "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4}  # fmt: skip
+KEPT = {"pack-quantized": 4, "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
+        "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4,
+        "MXFP4": 4, "float-quantized": 8, "FP8 of 128": 8}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -107,7 +107,8 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     assert loaded.compute_path == "native fused layers"
-    kind = name if name == "MXFP4" else f"int{2 if '2 bits' in name else KEPT[name]}"
+    kinds = {"MXFP4": "MXFP4", "float-quantized": "FP8", "FP8 of 128": "FP8"}
+    kind = kinds.get(name, f"int{2 if '2 bits' in name else KEPT[name]}")
     assert (loaded.quantization, loaded.weights_type) == (None, kind)
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.05 * exact.std()

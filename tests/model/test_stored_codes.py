@@ -14,6 +14,8 @@ from gguf_files import random_blocks, scaled, write_model
 from native import ISAS, each_isa, native
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.kernels import AdapterRuns, AdapterTable, Ending, LinearCall, LowRank, Panels, QuantizedWeight
+from specinfer.kernels.float8 import LEVELS
+from specinfer.kernels.panels import TYPES, has_dots
 from specinfer.kernels.quantization import dequantize, linear
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
@@ -88,6 +90,36 @@ def with_zeros(bits: int) -> tuple[QuantizedWeight, torch.Tensor]:
     scales = (torch.rand((70, 16), generator=generator) / 50).half()
     numbers = (codes.float() - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
     return QuantizedWeight(codes, scales, bits, 512, 32, zeros=zeros), numbers
+
+
+def of_fp8(rows: int, inputs: int) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Weights of all codes but NaN, with a scale for each row and 128 inputs."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (rows, inputs), generator=generator).to(torch.uint8)
+    codes[codes & 127 == 127] = 0
+    codes[:, 300:] = 0  # of a last group that is partly filled
+    scales = torch.rand((rows, inputs // 128), generator=generator) / 50
+    numbers = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
+    return QuantizedWeight(codes, scales, 8, 300, 128, levels=LEVELS), numbers[:, :300]
+
+
+def test_native_products_of_fp8_are_those_of_its_numbers(isa: str) -> None:
+    weight, numbers = of_fp8(70, 384)
+    assert torch.equal(dequantize(weight), numbers)
+    bias = torch.randn(70, generator=torch.Generator().manual_seed(1))
+    for dots in (True, False):
+        call = LinearCall(Panels.of_codes(weight, bias), dots=dots)
+        for rows in (1, 5, 40):
+            x = torch.randn((rows, 300), generator=torch.Generator().manual_seed(rows))
+            seen = x.bfloat16().float() if dots and has_dots(TYPES[torch.bfloat16]) else x
+            exact = (seen.double() @ numbers.T.double() + bias).float()
+            torch.testing.assert_close(call(x), exact, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(linear(seen, weight, bias), exact, rtol=1e-4, atol=1e-3)
+            for row in range(rows):
+                assert torch.equal(call(x[row : row + 1])[0], call(x)[row])
+    assert torch.equal(call.rows(torch.tensor([69, 0, 32])), numbers[[69, 0, 32]])
+    assert torch.equal(dequantize(Panels.of_codes(weight).unpack_codes()), numbers)
+    assert torch.equal(dequantize(weight.of_inputs(range(128, 300))), numbers[:, 128:])
 
 
 @pytest.mark.parametrize("name", [*KINDS, "4 bits with zeros", "8 bits with zeros"])

@@ -51,6 +51,7 @@ MODELS = {
     "experts": _gguf(arch="qwen3moe", kind="Q4_0", kinds={"up_exps": "F16"}, hidden_size=128, **MIXTURE),
     "gpt-oss": _gpt_oss,
     "W4A16": _safetensors("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
+    "FP8": _safetensors("FP8 of 128", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64),
     "AWQ experts": _safetensors("AWQ", "qwen3_moe", hidden_size=64, moe_intermediate_size=64),
 }
 

@@ -196,6 +196,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
     "bitsandbytes nf4, nested": (_BNB | {"bnb_4bit_use_double_quant": True}, lambda w: nf4(w, is_nested=True)),
     "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8_of_bitsandbytes),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
+    "FP8 of 128": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        lambda w: fp8(w, 128),
+    ),
     "FP8": ({"quant_method": "fp8", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}, fp8),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 CODES = torch.float8_e4m3fn
+LEVELS = torch.arange(256, dtype=torch.uint8).view(CODES).float()  # the numbers that codes stand for; two are NaN
 _LARGEST = torch.finfo(CODES).max  # 448
 # The smallest magnitude that is not treated as 0: a smaller one would give a subnormal scale.
 _TINY = 2.0**-100

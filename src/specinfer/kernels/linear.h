@@ -48,7 +48,7 @@ static INLINE float quantize(const float *x, int64_t size, int64_t group, int8_t
 
 static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t from, int64_t to, int type, bool dots,
                        bool affine, uint32_t *ready, float *scales, int32_t *zeros) {
-    if (type >= INT8) {
+    if (is_rounded(type)) {
         const int64_t group = shape_of(type).group, zero = affine ? -1 : shape_of(type).zero;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t g = from / group; g * group < to; g++) {
@@ -67,9 +67,10 @@ static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t fro
     } else if (dots) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t k = from; k < to; k += 2) {
-                const float *place = x + r * inputs + k;
-                const uint32_t second = k + 1 < inputs ? to_bf16(place[1]) : 0;
-                ready[k / 2 * rows + r] = to_bf16(place[0]) | second << 16;
+                // In fp8 the first of four is beside the third, and the second beside the fourth.
+                const int64_t apart = type == FP8 ? 2 : 1, first = k - (type == FP8 && k % 4 ? 1 : 0);
+                const auto bits = [&](int64_t i) ALWAYS { return i < inputs ? to_bf16(x[r * inputs + i]) : 0; };
+                ready[k / 2 * rows + r] = bits(first) | (uint32_t)bits(first + apart) << 16;
             }
     } else {
         for (int64_t r = 0; r < rows; r++)
@@ -139,11 +140,12 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const Shape shape = shape_of(type);
     const int64_t inputs = layer->inputs, outputs = layer->outputs, depth = shape.depth(inputs);
     const int64_t groups = depth / shape.group, panels = (outputs + WIDTH - 1) / WIDTH;
-    const int64_t in_step = !dots ? 1 : type == BF16 ? 2 : 4, steps = depth / in_step;  // of activations
+    const int64_t in_step = !dots ? 1 : is_rounded(type) ? 4 : 2, steps = depth / in_step;  // of activations
     const Blocks blocks(rows);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
     const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
-    const int64_t multiple = layer->scaling >= NESTED ? NEST : 64, part = (depth / parts + multiple - 1) / multiple * multiple;
+    const int64_t multiple = layer->scaling >= NESTED ? NEST : 64;  // whole groups, and whole ones of groups
+    const int64_t part = (depth / parts + multiple - 1) / multiple * multiple;
     const bool affine = is_affine(layer->scaling);
     uint32_t *ready = (uint32_t *)room;
     float *scales = (float *)(ready + rows * steps);

@@ -156,6 +156,39 @@ struct MultiplyBf16 {
     }
 };
 
+// result [ROWS][WIDTH] += sums times the scales [WIDTH] fp32.
+template <int ROWS>
+static INLINE void add_whole(const uint8_t *scales, const Floats *low, const Floats *high, float *result) {
+    const Floats first = read<Floats>(scales), second = read<Floats>(scales + 4 * LANES);
+    each<ROWS>([&](auto r) ALWAYS {
+        float *place = result + r * WIDTH;
+        write(place, read<Floats>(place) + low[r] * first);
+        write(place + LANES, read<Floats>(place + LANES) + high[r] * second);
+    });
+}
+
+// e4m3 in byte `i` of each word, see `from_fp8`.
+static INLINE Floats widened(Words words, int i) {
+    return (Floats)((Words)((Ints)(words << (24 - 8 * i)) >> 4) & 0x87f00000u) * 0x1p120f;
+}
+
+struct MultiplyFp8 {
+    template <int ROWS>
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
+        const int64_t group = 128;
+        for (int64_t g = 0; g < depth / group; g++, scales += 4 * WIDTH) {
+            Sums<ROWS> sums;
+            sums.clear();
+            for (int64_t k = g * group; k < (g + 1) * group; k += 4, panel += 128) {
+                fetch_ahead(ready);
+                const Words a = read<Words>(panel), b = read<Words>(panel + 64);
+                for (int i = 0; i < 4; i++) sums.add(ready.x + (k + i) * ROWS, widened(a, i), widened(b, i));
+            }
+            add_whole<ROWS>(scales, sums.low, sums.high, result);
+        }
+    }
+};
+
 // The upper bits of a group's codes: those that are not in the lower half bytes.
 template <int BITS>
 struct UpperBits {
@@ -231,6 +264,44 @@ struct DotBf16 {
             _mm512_storeu_ps(result + r * WIDTH, low[r]);
             _mm512_storeu_ps(result + r * WIDTH + LANES, high[r]);
         });
+    }
+};
+#endif
+
+#ifdef DOTS
+// bf16 of e4m3 in the upper byte of each half word: the exponent is put right by a sum. Subnormals are looked up.
+static INLINE __m512bh widened_pairs(__m512i words) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __mmask32 is_subnormal = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x7800));
+    __m512i found = _mm512_and_si512(_mm512_srli_epi16(words, 4), _mm512_set1_epi16(0x07f0));
+    found = _mm512_add_epi16(found, _mm512_set1_epi16(0x3c00));
+    found = _mm512_mask_permutexvar_epi16(found, is_subnormal, _mm512_srli_epi16(words, 8), table);
+    return (__m512bh)_mm512_ternarylogic_epi32(found, words, _mm512_set1_epi16((short)0x8000), 0xf8);  // a | (b & c)
+}
+
+struct DotFp8 {
+    template <int ROWS>
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
+        const uint32_t *x = ready.x;
+        for (int64_t left = depth / 128; left; left--, scales += 4 * WIDTH) {
+            __m512 low[ROWS], high[ROWS];
+            each<ROWS>([&](auto r) ALWAYS { low[r] = high[r] = _mm512_setzero_ps(); });
+            for (int64_t k = 0; k < 128; k += 4, panel += 128) {
+                fetch_ahead(ready);
+                const __m512i a = _mm512_loadu_si512(panel), b = _mm512_loadu_si512(panel + 64);
+#pragma GCC unroll 2
+                for (int odd = 0; odd < 2; odd++, x += ROWS) {
+                    const __m512bh first = widened_pairs(odd ? a : _mm512_slli_epi16(a, 8));
+                    const __m512bh second = widened_pairs(odd ? b : _mm512_slli_epi16(b, 8));
+                    each<ROWS>([&](auto r) ALWAYS {
+                        const __m512bh value = (__m512bh)_mm512_set1_epi32(x[r]);
+                        low[r] = _mm512_dpbf16_ps(low[r], value, first);
+                        high[r] = _mm512_dpbf16_ps(high[r], value, second);
+                    });
+                }
+            }
+            add_whole<ROWS>(scales, (const Floats *)low, (const Floats *)high, result);
+        }
     }
 };
 #endif
@@ -354,11 +425,13 @@ static Multiply kernel_of(int type, bool dots, int64_t rows) {
 #endif
 #ifdef DOTS
     if (dots && type == BF16) return of_rows<DotBf16>(rows);
+    if (dots && type == FP8) return of_rows<DotFp8>(rows);
 #endif
     switch (type) {
         case FP32: return of_rows<MultiplyFp32>(rows);
         case FP16: return of_rows<MultiplyFp16>(rows);
         case BF16: return of_rows<MultiplyBf16>(rows);
+        case FP8: return of_rows<MultiplyFp8>(rows);
         case INT8: return of_rows<MultiplyInt<8, 64>>(rows);
         case INT8_OF_32: return of_rows<MultiplyInt<8, 32>>(rows);
         case INT6: return of_rows<MultiplyInt<6, 16>>(rows);

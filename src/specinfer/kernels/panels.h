@@ -5,12 +5,14 @@
 //   fp16  [K][32]                         floats, the weights widened in registers
 //   bf16  [K / 2][32][2]                  the same; or pairs by one instruction that adds to fp32
 //   int8  [K / 4][32][4], 128 is zero     activations rounded to int8 for each group of 64, sums exact in a group
+//   fp8   [K / 4][32][4], e4m3            as bf16, the weights widened in registers, a k and the one 2 later as a pair;
+//                                         scales are of groups of 128
 //   int4  [K / 8][32][4], two k's 4 apart in a byte, 8 is zero: the same for each group of 32
 //
 // INT8_OF_32 are as int8, and LEVELS4 as int4. Codes of 5 and 6 bits are groups of 32 and 16 k's: their upper bits, [32][4]
 // bytes with those of each fourth k, then the lower ones as in int4. A panel's scales are
 //
-//   BF16, FP16     [groups][32]
+//   BF16, FP16     [groups][32]; so are those of FP32
 //   FP16_AFFINE    [groups][2][32] scales, and what is added to each weight
 //   FP16_ZEROS     [groups]: [32] scales, and [32] uint8 zeros that are subtracted from codes
 //   NESTED         of each 256 k's: [32] fp16, then [groups][32] int8 that they are multiplied by
@@ -38,9 +40,13 @@ static Shape shape_of(int type) {
         case INT6: return {16, 6, 32};
         case INT5: return {32, 5, 16};
         case LEVELS4: return {32, 4, 128};
+        case FP8: return {128, 8, 0};
         default: return {32, 4, 8};
     }
 }
+
+// Whether activations are rounded to whole numbers.
+static INLINE bool is_rounded(int type) { return type >= INT8 && type != FP8; }
 
 static const int64_t NEST = 256;  // inputs whose groups' scales have a scale
 
@@ -51,7 +57,8 @@ static INLINE bool is_affine(int scaling) {
 static int64_t scale_bytes(int scaling, int64_t group, int64_t depth) {
     const int64_t numbers = depth / group * WIDTH, nested = depth / NEST * WIDTH * 2;
     switch (scaling) {
-        case FP16_AFFINE: return numbers * 4;
+        case FP16_AFFINE:
+        case FP32_SCALES: return numbers * 4;
         case FP16_ZEROS: return numbers * 3;
         case NESTED: return nested + numbers;
         case NESTED_AFFINE: return nested * 2 + numbers * 2;
@@ -96,6 +103,7 @@ static float decoded(const Linear *layer, int64_t n, int64_t k) {
     scales += n / WIDTH * scale_bytes(layer->scaling, shape.group, shape.depth(layer->inputs));
     const uint16_t *halves = (const uint16_t *)scales;
     const uint8_t *nest = scales + group / in_nest * scale_bytes(layer->scaling, shape.group, NEST);
+    if (layer->type == FP8) return from_fp8((uint8_t)code) * ((const float *)scales)[group * WIDTH + c];
     const float value = (float)((layer->type == LEVELS4 ? layer->levels[code] : code) -
                                 (is_affine(layer->scaling) ? 0 : (int)shape.zero));
     switch (layer->scaling) {

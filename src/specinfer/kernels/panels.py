@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.kernels.float8 import LEVELS
 from specinfer.kernels.library import call, describe, library
 from specinfer.kernels.quantization import QuantizedWeight
 from specinfer.kernels.scales import BF16_SCALES, WIDTH, pack_scales, with_scales
@@ -18,12 +19,14 @@ if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.kernels.low_rank import AdapterRuns
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 = range(3, 9)
+INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 = range(3, 10)
 ANY_ROWS = 2**62
-_GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32)  # by type: inputs are padded to a multiple of it
+_GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32, 128)  # by type: inputs are padded to a multiple of it
 _BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4}  # of a code; 8 of other types
 # The bits and inputs of groups of each type.
-_FORMATS = {INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32)}
+_FORMATS = {
+    INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32), FP8: (8, 128),
+}  # fmt: skip
 _TYPES = {form: kind for kind, form in _FORMATS.items() if kind != LEVELS4}
 
 
@@ -63,7 +66,7 @@ class Panels:
     """A linear layer's weights [outputs, inputs] in the layout that the kernels read."""
 
     packed: Tensor
-    scales: Tensor | None  # [panels, groups, WIDTH] bfloat16, or [panels, bytes] uint8 as in panels.h
+    scales: Tensor | None  # [panels, groups, WIDTH] bfloat16 or float32, or [panels, bytes] uint8 as in panels.h
     bias: Tensor | None  # [panels * WIDTH] float32
     inputs: int
     outputs: int
@@ -80,7 +83,7 @@ class Panels:
     def of_codes(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> "Panels":
         """Pack codes with their scales."""
         kind, codes, levels = _TYPES[weight.bits, weight.group_size], weight.codes, None
-        if weight.levels is not None:
+        if weight.levels is not None and not weight.is_float:
             levels = (weight.levels.to(torch.int16) + 128).to(torch.uint8)
             if has_dots(LEVELS4):
                 kind = LEVELS4
@@ -142,7 +145,9 @@ class Panels:
         assert self.scales is not None
         bits, group = _FORMATS[self.type]
         weight = QuantizedWeight(self.unpack(), self.scales, bits, self.inputs, group)
-        if self.levels is not None:
+        if self.type == FP8:
+            weight = replace(weight, levels=LEVELS)
+        elif self.levels is not None:
             weight = replace(weight, levels=(self.levels.to(torch.int16) - 128).to(torch.int8))
         return with_scales(weight, self.scales, self.scaling)
 
@@ -233,7 +238,7 @@ class LinearCall:
         Instructions for two or four numbers store that many in one float. Rounded activations need in addition a scale
         and a zero point for each group.
         """
-        depth, is_rounded = _filled(panels.inputs, panels.type), panels.type >= INT8
+        depth, is_rounded = _filled(panels.inputs, panels.type), panels.type >= INT8 and panels.type != FP8
         together = 1 if not self._structure.dots else 4 if is_rounded else 2
         return depth // together + (2 * depth // _GROUPS[panels.type] if is_rounded else 0)
 
@@ -315,5 +320,6 @@ class LinearCall:
 
 def has_dots(kind: int) -> bool:
     """Return whether the CPU multiplies and adds numbers of this type in one instruction."""
-    names = {TYPES[torch.bfloat16]: ("BF16",)}.get(kind, ("VNNI", "dotprod", "i8mm") if kind >= INT8 else ())
+    widened = {TYPES[torch.bfloat16]: ("BF16",), FP8: ("BF16",)}
+    names = widened.get(kind, ("VNNI", "dotprod", "i8mm") if kind >= INT8 else ())
     return any(name in describe() for name in names)

@@ -2,7 +2,8 @@
 
 Each row is divided into groups of neighbouring inputs, and a weight is `(code - zero) * scale of its group`. Weights of
 files that are quantized already may have other groups, a number that is added, or levels in place of codes.
-Activations are rounded at each call, by row and by the same groups. Products are summed within a group as integers,
+Codes may be floating-point numbers of 8 bits, see float8.py: then activations are not rounded.
+Otherwise they are rounded at each call, by row and by the same groups. Products are summed within a group as integers,
 which float32 represents exactly in any order. Groups are summed in a fixed order, so a row's result does not depend on
 the other rows. This plain PyTorch code defines the format: other implementations must give the same results except for
 the last bits.
@@ -45,13 +46,14 @@ class QuantizedWeight:
     """
 
     codes: Tensor  # [out, groups * group size] uint8
-    scales: Tensor  # [out, groups] bfloat16 or float16, of either sign; int8, or uint8 with `added`, if nested
+    # [out, groups] bfloat16 or float16, of either sign; int8, or uint8 with `added`, if nested; float32 of float codes
+    scales: Tensor
     bits: int
     in_features: int
     group: int | None = None  # inputs of a group; None for the one of GROUP_SIZES
     added: Tensor | None = None  # [out, groups] float16, or uint8 if nested
     nest: Tensor | None = None  # [out, inputs / NEST, 1, or 2 with `added`] float16
-    levels: Tensor | None = None  # [16] int8: the numbers that the codes stand for
+    levels: Tensor | None = None  # [16] int8: the numbers that the codes stand for, or [256] float32 of float codes
     zeros: Tensor | None = None  # [out, groups] uint8
 
     @classmethod
@@ -71,6 +73,11 @@ class QuantizedWeight:
     @property
     def group_size(self) -> int:
         return self.group or GROUP_SIZES[self.bits]
+
+    @property
+    def is_float(self) -> bool:
+        """True if codes are floating-point numbers."""
+        return self.levels is not None and self.levels.is_floating_point()
 
     @property
     def zero(self) -> int:
@@ -123,7 +130,7 @@ class QuantizedWeight:
     @property
     def format(self) -> tuple[object, ...]:
         """Properties that weights must share to be joined."""
-        levels = None if self.levels is None else tuple(self.levels.tolist())
+        levels = None if self.levels is None else self.is_float or tuple(self.levels.tolist())
         optional = self.added is None, self.nest is None, self.zeros is None, levels
         return (self.bits, self.group_size, self.in_features, self.scales.dtype, *optional)
 
@@ -261,6 +268,8 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         x: [rows, in].
         bias: [out].
     """
+    if weight.is_float:
+        return functional.linear(x.float(), dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
     groups, group_size = weight.scales.shape[1], weight.group_size
     result = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
     if not len(x):

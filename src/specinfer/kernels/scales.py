@@ -9,7 +9,9 @@ from torch.nn import functional
 from specinfer.kernels.quantization import NEST, QuantizedWeight
 
 WIDTH = 32  # columns of a panel; like all constants here, as in types.h
-BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS = range(6)
+BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS, FP32_SCALES = range(7)
+
+_WHOLE = {torch.bfloat16: BF16_SCALES, torch.float32: FP32_SCALES}  # types of scales with nothing beside them
 
 
 def pack_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
@@ -20,9 +22,9 @@ def pack_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
     both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
     if weight.nest is None:
         packed = torch.stack([_in_columns(one) for one in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]
-        if weight.scales.dtype == torch.bfloat16:
+        if weight.scales.dtype in _WHOLE:
             assert weight.added is None
-            return BF16_SCALES, packed.squeeze(2)
+            return _WHOLE[weight.scales.dtype], packed.squeeze(2)
         return FP16_SCALES if weight.added is None else FP16_AFFINE, packed.flatten(1).view(torch.uint8)
     nested = weight.nest.shape[1]
     outer = torch.stack([_in_columns(one) for one in weight.nest.unbind(2)], dim=2)  # [panels, nests, 1 or 2, WIDTH]
@@ -57,7 +59,7 @@ def with_scales(weight: QuantizedWeight, scales: Tensor, scaling: int) -> Quanti
         weight = replace(weight, nest=torch.stack([_in_rows(one, outputs) for one in nest.unbind(2)], dim=2))
         numbers = numbers if count > 1 else numbers.view(torch.int8)
     else:
-        dtype = torch.bfloat16 if scaling == BF16_SCALES else torch.float16
+        dtype = next((one for one, kind in _WHOLE.items() if kind == scaling), torch.float16)
         numbers = scales.view(dtype).view(len(scales), -1, count, WIDTH)
     in_rows = [_in_rows(one, outputs) for one in numbers.unbind(2)]  # of [panels, groups, count, WIDTH]
     return replace(weight, scales=in_rows[0], added=in_rows[1] if count > 1 else None)

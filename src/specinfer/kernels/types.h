@@ -25,9 +25,9 @@ static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
 static const int LAYOUT = 16;
 
-enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4 };  // as in panels.py
+enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 };  // as in panels.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
-enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS };
+enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS, FP32_SCALES };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 
 struct Linear {  // as in panels.py
@@ -209,6 +209,11 @@ static INLINE float from_fp16(uint16_t bits) {
     const uint32_t all = rest >= 0x7c00u ? 0x7f800000u | rest << 13 : 0;
     const float value = as_float(rest << 13) * 0x1p112f;
     return as_float(sign | (all ? all : read<uint32_t>(&value)));
+}
+
+// e4m3, whose bits a float has in its middle; NaN is as 480.
+static INLINE float from_fp8(uint8_t bits) {
+    return as_float((uint32_t)(bits & 0x80u) << 24 | (uint32_t)(bits & 0x7fu) << 20) * 0x1p120f;
 }
 
 static INLINE uint16_t to_fp16(float value) {

@@ -153,7 +153,8 @@ class Checkpoint:
     def _read_codes(self, name: str, expert: int | None) -> tuple[str, QuantizedWeight]:
         source = self.shards.sources[name]
         kind, weight = source.codes(expert or 0) if isinstance(source, StackedSource) else source.codes()
-        for numbers in (weight.scales, weight.added, weight.nest):
+        own = weight.codes.view(torch.float8_e4m3fn) if weight.is_float else None
+        for numbers in (weight.scales, weight.added, weight.nest, own):
             if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
                 folder = gguf_folder.origin_of(self.folder)
                 raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")

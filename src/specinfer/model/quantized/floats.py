@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.format import Fields, Format, Scaling, Sources, Tensors, matrix_shape
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
@@ -16,8 +17,9 @@ def find_fp8(settings: Fields) -> Format | None:
     """Return the format of FP8 in blocks, as DeepSeek has it."""
     rows, columns = map(int, settings["weight_block_size"])
     return Format(
-        ("weight", "weight_scale_inv"), (), lambda sources: matrix_shape(sources["weight"]), None,
+        ("weight", "weight_scale_inv"), (), lambda sources: matrix_shape(sources["weight"]), 8,
         lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors["weight_scale_inv"], (rows, columns)),
+        levels=LEVELS,
     )  # fmt: skip
 
 

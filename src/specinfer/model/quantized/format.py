@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels import QuantizedWeight
+from specinfer.kernels.float8 import LEVELS
 
+_FP8_GROUP = 128  # inputs of a scale in the kernels
 GROUP = 32  # the groups of inputs that our own weights of 4 bits have
 Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -41,9 +43,9 @@ class Format:
         names: Ends of the names of the tensors that every such layer has; the first one has the codes.
         others: Ends of the names of tensors that it may have.
         shape: Function from the sources of a layer's tensors to [out, in].
-        bits: Bits of integer codes from 0 on, or None for floating-point codes.
+        bits: Bits of codes from 0 on, or None for numbers in place of codes.
         codes: Function from the tensors to the codes [out, in].
-        levels: [16] numbers that codes of 4 bits stand for, halves of whole ones, or None for themselves.
+        levels: [16] numbers that codes of 4 bits stand for, halves of whole ones, or those of FP8; None for themselves.
         scaling: Function from the other tensors to the scales.
         is_symmetric: Whether a weight is a code of 4 bits around 0 times the scale of a group of 32 inputs or more.
     """
@@ -60,12 +62,17 @@ class Format:
     @property
     def kind(self) -> str:
         """The type of the codes, to be shown."""
-        return f"int{self.bits}" if self.levels is None else "MXFP4"
+        return f"int{self.bits}" if self.levels is None else "FP8" if self.is_fp8 else "MXFP4"
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if codes are floating-point numbers of 8 bits."""
+        return self.levels is LEVELS
 
     def decode(self, tensors: Tensors) -> Tensor:
         """Return the weight [out, in] float32 that tensors stand for."""
         codes, scaling = self.codes(tensors), self.scaling(tensors)
-        numbers = codes.float() if self.levels is None else self.levels[codes.long()]
+        numbers = codes.float() if self.levels is None or self.is_fp8 else self.levels[codes.long()]
         scales, zeros, block = _two_dims(scaling.scales.float()), scaling.zeros, scaling.block
         if scaling.groups is not None:
             order, block = scaling.groups.long(), (1, 1)
@@ -88,7 +95,7 @@ class Format:
         size = _group_size(scaling, shape)
         in_order = torch.arange(shape[1]) // size
         return (
-            (size % GROUP == 0 or size == shape[1])
+            (size % (_FP8_GROUP if self.is_fp8 else GROUP) == 0 or size == shape[1])
             and (scaling.groups is None or torch.equal(scaling.groups.long(), in_order))
             and self._narrowed(scaling) is not None
             and (scaling.zeros is None or int(scaling.zeros.max()) < 256)
@@ -101,7 +108,7 @@ class Format:
         size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, self._narrowed(scaling)
         assert self.bits is not None
         assert scales is not None
-        group = 64 if bits == 8 and size % 64 == 0 else GROUP
+        group = _FP8_GROUP if self.is_fp8 else 64 if bits == 8 and size % 64 == 0 else GROUP
 
         def of_groups(numbers: Tensor) -> Tensor:
             numbers = _two_dims(numbers)
@@ -110,6 +117,9 @@ class Format:
 
         middle = 1 << bits - 1
         zeros = None if scaling.zeros is None else of_groups(scaling.zeros.to(torch.uint8))
+        if self.is_fp8:
+            codes = functional.pad(codes.view(torch.uint8), (0, -inputs % group))
+            return QuantizedWeight(codes, of_groups(scales), 8, inputs, group, levels=LEVELS)
         if self.levels is not None:
             codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group))  # the first level is 0
             return QuantizedWeight(codes, of_groups(scales), 4, inputs, levels=(2 * self.levels).to(torch.int8))
@@ -119,7 +129,9 @@ class Format:
         return QuantizedWeight(codes, of_groups(scales), bits, inputs, group, zeros=zeros)
 
     def _narrowed(self, scaling: Scaling) -> Tensor | None:
-        """Return the scales in a type of 2 bytes that the kernels take, or None if none has all their values."""
+        """Return the scales in a type that the kernels take, or None if none has all their values."""
+        if self.is_fp8:
+            return scaling.scales.float()
         scales = scaling.scales if self.levels is None else scaling.scales / 2  # of whole levels
         fitting = [torch.bfloat16] if self.levels is not None else [torch.float16, torch.bfloat16]
         for dtype in fitting[: 2 if scaling.zeros is None else 1]:

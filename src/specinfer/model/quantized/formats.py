@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.floats import find_bitsandbytes, find_fp4, find_fp8
 from specinfer.model.quantized.format import GROUP, Block, Fields, Format, Scaling, Sources, Tensors, matrix_shape
 
@@ -66,8 +67,8 @@ def _compressed(settings: Fields) -> Format | None:
 
         return Format(
             ("weight", "weight_scale"), (*others, "input_scale"), lambda sources: matrix_shape(sources["weight"]),
-            8 if is_int else None, lambda tensors: from_zero(tensors["weight"]),
-            lambda tensors: scaling(tensors, zeros_from_zero(tensors)),
+            8, lambda tensors: from_zero(tensors["weight"]), lambda tensors: scaling(tensors, zeros_from_zero(tensors)),
+            levels=None if is_int else LEVELS,
         )  # fmt: skip
     return None
 
