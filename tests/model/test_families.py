@@ -240,9 +240,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
     "mamba": {},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},  # drops keywords
-    "falcon_h1": {"head_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 64},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bert": {},
     "roberta": {},
     "electra": {},

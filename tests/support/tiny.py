@@ -112,6 +112,11 @@ _DELTA = _HEAD | {
     "linear_value_head_dim": 6,
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+_FACTORS = {
+    "ssm_in_multiplier": 1.5, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 1.2, 0.7, 1.3],
+    "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "key_multiplier": 0.8,
+    "embedding_multiplier": 1.5, "lm_head_multiplier": 0.7, "mlp_multipliers": [1.1, 0.9],
+}  # fmt: skip
 # Families with layers that mix tokens without attention; they run on one device, unsplit and without captured passes.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -137,6 +142,19 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
         "num_hidden_layers": 5,
     },
+    "mamba2": _NONE
+    | {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+    },
+    "falcon_h1": _LLAMA | _HEAD | _MAMBA | _FACTORS | {"mamba_d_ssm": 64},
+    "falcon_h1-normed": _LLAMA | _HEAD | _MAMBA | {"mamba_d_ssm": 64, "mamba_rms_norm": True},
+    "jamba": _LLAMA | _MOE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
     "qwen3_5_moe_text": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
 }
 

@@ -26,6 +26,7 @@ from specinfer.model.offload.shards import Shards, has_safetensors
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
+_NO_POSITIONS = 2**20  # tokens of a request at most, where recurrent layers alone do not limit them
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -213,6 +214,8 @@ def max_position_of(config: Any) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         if isinstance(value := getattr(config, name, None), int):
             return value
+    if set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
+        return _NO_POSITIONS
     return 2048
 
 

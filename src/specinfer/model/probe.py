@@ -16,7 +16,7 @@ from specinfer.model.definition import max_position_of
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS, LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
-from specinfer.model.recurrent.layers import stores
+from specinfer.model.recurrent.layers import num_stored, stores
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.sharding.stage import check_stage, received
 
@@ -81,7 +81,8 @@ def probe(
     family = config.model_type
     layers = layers or range(config.get_text_config().num_hidden_layers)
     piece = _piece(config)
-    store, spare = _ProbeStore(len(layers)), _ProbeStore(len(layers))
+    count = num_stored(config, len(layers))
+    store, spare = _ProbeStore(count), _ProbeStore(count)
     # Without native kernels, because their results are compared with this pass.
     batch, other = (pack([piece], one, device, native=False) for one in (store, spare))
     hidden = _hidden(model, len(piece.tokens), device) if layers.start else None

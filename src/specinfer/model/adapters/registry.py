@@ -34,7 +34,7 @@ class Adapters:
         self._name, self._place = name, (target.device, dtype)
         if target.device.type != "cpu":
             logger.info("passes with adapters are launched kernel by kernel; those without are captured as before")
-        self._sites = connect(target.model, len(target.layer_shapes))
+        self._sites = connect(target.model)
         self._linears = {part: shape for site in self._sites for part, shape in site.parts.items()}
         self._lock = threading.Lock()
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()

@@ -55,11 +55,8 @@ class Site:
         return LowRank.of(down.to(device, dtype), up.to(device, dtype))
 
 
-def connect(model: Any, num_layers: int) -> list[Site]:
+def connect(model: Any) -> list[Site]:
     """Return the sites of a loaded model, and prepare it for adapters; the index of a site is its number.
-
-    Args:
-        num_layers: Number of decoder layers.
 
     Raises:
         ModelError: The model has no linear layers that adapters can change.
@@ -77,10 +74,11 @@ def connect(model: Any, num_layers: int) -> list[Site]:
                     hook(call, len(sites))
                 sites.append(Site(parts, interleaved=is_fused and len(parts) == 2))
         return sites
-    inside = layer_names(model, num_layers)
+    inside = layer_names(model, model.config.get_text_config().num_hidden_layers)
     for name, module in model.named_modules():
-        # Experts compute other rows than those of the pass.
-        if name.startswith(inside) and hasattr(module, "in_features") and ".experts." not in name:
+        # Experts compute other rows than those of the pass, and so does what a recurrence computes once more.
+        is_of_pass = ".experts." not in name and not name.endswith(".mamba.dt_proj")
+        if name.startswith(inside) and hasattr(module, "in_features") and is_of_pass:
             hook(module, len(sites))
             sites.append(Site({name: Shape(module.in_features, module.out_features)}))
     if not sites:

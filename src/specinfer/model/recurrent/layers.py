@@ -1,19 +1,22 @@
 """Which layers of transformers' definitions are replaced by layers that follow token trees."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from specinfer.core.errors import ModelError
+from specinfer.model.recurrent.definitions import JambaMambaLayer, Mamba2Model
 from specinfer.model.recurrent.gated_delta import GatedDelta
+from specinfer.model.recurrent.mamba import Mamba
 from specinfer.model.recurrent.mamba2 import Mamba2
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.recurrent.states import RecurrentStates
 
 # By class name, because a definition is imported only when a model of its family is loaded.
-_REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba2]] = {
+_REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba | Mamba2]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
     "Qwen3NextGatedDeltaNet": GatedDelta,
@@ -22,16 +25,28 @@ _REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba2]] = {
     "BambaMixer": Mamba2,
     "NemotronHMamba2Mixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
+    "Mamba2Mixer": Mamba2,
+    "FalconH1Mixer": Mamba2,
+    "JambaMambaMixer": Mamba,
 }
-LAYER_TYPES = frozenset({"conv", "linear_attention"})  # names in `layer_types` of what is replaced
+# What is around them, where it does not hand keywords on.
+_AROUND: dict[str, type[nn.Module]] = {"JambaMambaDecoderLayer": JambaMambaLayer, "Mamba2ForCausalLM": Mamba2Model}
+_BOTH = "hybrid"  # attention and a recurrence side by side: what they store is numbered one after the other
+LAYER_TYPES = frozenset({"conv", "linear_attention", _BOTH})  # names in `layer_types` of what is replaced
 
 FEED_FORWARD_TYPES = frozenset({"mlp", "moe"})  # names of layers that mix no tokens, and store nothing
 
 
 def stores(config: Any, layer: int) -> bool:
-    """Return whether a layer stores anything for a token."""
+    """Return whether a layer, or the recurrence beside its attention, stores anything for a token."""
     types = getattr(config.get_text_config(), "layer_types", None)
-    return types is None or types[layer] not in FEED_FORWARD_TYPES
+    return types is None or types[layer % len(types)] not in FEED_FORWARD_TYPES
+
+
+def num_stored(config: Any, num_layers: int) -> int:
+    """Return the number of places where so many layers store: a recurrence beside attention has its own."""
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return num_layers * (2 if _BOTH in types else 1)
 
 
 def replace_layers(model: nn.Module) -> nn.Module:
@@ -41,15 +56,25 @@ def replace_layers(model: nn.Module) -> nn.Module:
         ModelError: The definition has layers of such a type that are computed in another way.
     """
     config: Any = model.config
-    num_left = sum(one in LAYER_TYPES for one in getattr(config.get_text_config(), "layer_types", None) or ())
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    num_left = sum(one in LAYER_TYPES for one in types)
     for name, module in list(model.named_modules()):
-        kind = _REPLACED.get(type(module).__name__)
-        if kind is not None and type(module).__module__.startswith("transformers."):
-            model.set_submodule(name, kind(module))
+        if name and (around := _kind(module, _AROUND)) is not None:
+            model.set_submodule(name, around(module))
+        if (kind := _kind(module, _REPLACED)) is not None:
+            is_both = kind is Mamba2 and _BOTH in types
+            model.set_submodule(name, Mamba2(module, len(types)) if is_both else kind(module))
             num_left -= 1
     if num_left:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(_types(config))}")
-    return model
+    whole = _kind(model, _AROUND)
+    return model if whole is None else whole(model)
+
+
+def _kind(module: nn.Module, kinds: Mapping[str, type[nn.Module]]) -> Any:
+    """Return the class that replaces a module of transformers, or None."""
+    is_theirs = type(module).__module__.startswith("transformers.")
+    return kinds.get(type(module).__name__) if is_theirs else None
 
 
 def is_hybrid(model: nn.Module) -> bool:
@@ -81,7 +106,7 @@ def _types(config: Any) -> list[str]:
 
 
 def _state_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta | Mamba2)}
+    return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta | Mamba | Mamba2)}
 
 
 def kept_states(model: nn.Module, num_states: int, num_slots: int, device: torch.device) -> RecurrentStates:

@@ -20,14 +20,18 @@ from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
 
 class Mamba2(nn.Module):
-    """A loaded Mamba-2 layer, on token trees."""
+    """A loaded Mamba-2 layer, on token trees.
+
+    Args:
+        num_before: Number of layers that store before the first such layer; they are numbered together.
+    """
 
     conv1d: nn.Conv1d
     in_proj: nn.Linear
     norm: nn.Module
     out_proj: nn.Linear
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, num_before: int = 0) -> None:
         super().__init__()
         if layer.activation != "silu":
             raise ModelError(f"model: the activation {layer.activation!r} of Mamba-2 layers is not supported")
@@ -38,6 +42,13 @@ class Mamba2(nn.Module):
             if name != "act":
                 self.add_module(name, module)
         self.dt_bias, self.A_log, self.D = layer.dt_bias, layer.A_log, layer.D
+        # Falcon-H1: factors, a norm that may be left out, and attention in the same layer, which stores in its place.
+        self.in_factor: float = getattr(layer, "ssm_in_multiplier", 1.0)
+        factors = getattr(layer, "mup_vector", None)
+        self.factors: Tensor | None
+        self.register_buffer("factors", None if factors is None else factors.view(-1), persistent=False)
+        self.has_norm: bool = getattr(layer, "mamba_rms_norm", True)
+        self.layer_idx += num_before
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -45,13 +56,17 @@ class Mamba2(nn.Module):
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
-        gate, inputs, steps = self.in_proj(hidden_states[0]).split([width, width + 2 * groups, self.num_heads], dim=-1)
+        projected = self.in_proj(hidden_states[0] * self.in_factor)
+        projected = projected if self.factors is None else projected * self.factors.to(projected.dtype)
+        gate, inputs, steps = projected.split([width, width + 2 * groups, self.num_heads], dim=-1)
         store_inputs(forward_batch, self.layer_idx, inputs, steps)
         if forward_batch.uses_native:
             out = recur_natively(forward_batch, self.layer_idx, *self._native)
         else:
             out = self._recur(forward_batch)[forward_batch.scan.new]
-        mixed: Tensor = self.out_proj(self.norm(out.flatten(1), gate).to(inputs.dtype))
+        out = out.flatten(1)
+        out = self.norm(out, gate) if self.has_norm else out * functional.silu(gate.float())
+        mixed: Tensor = self.out_proj(out.to(inputs.dtype))
         return mixed.unsqueeze(0)
 
     @cached_property

@@ -1,0 +1,92 @@
+"""Mamba layers of Jamba on token trees: a short convolution, then a linear recurrence with decays for each channel.
+
+The inputs of the convolution are stored by slot, with what is projected from its results; states are kept as in
+`states`.
+
+Source: Mamba (Gu and Dao, arXiv 2312.00752).
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specinfer.core.errors import ModelError
+from specinfer.kernels.recurrence import ConvolutionCall
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.short_conv import convolve, store_inputs
+
+
+class Mamba(nn.Module):
+    """A loaded Mamba layer with norms of what is projected, on token trees."""
+
+    conv1d: nn.Conv1d
+    in_proj: nn.Linear
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+    out_proj: nn.Linear
+    dt_layernorm: nn.Module
+    b_layernorm: nn.Module
+    c_layernorm: nn.Module
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        if layer.activation != "silu":
+            raise ModelError(f"model: the activation {layer.activation!r} of Mamba layers is not supported")
+        self.layer_idx: int = layer.layer_idx
+        self.rank, self.state_size, self.width = layer.time_step_rank, layer.ssm_state_size, layer.intermediate_size
+        for name, module in layer.named_children():
+            if name != "act":
+                self.add_module(name, module)
+        self.A_log, self.D = layer.A_log, layer.D
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.state_size, self.width)
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
+        batch, layer = forward_batch, self.layer_idx
+        inputs, gate = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
+        store_inputs(batch, layer, inputs, inputs.new_empty(len(inputs), self.rank + 2 * self.state_size))
+        mixed = self._convolve(batch)
+        widths = [self.rank, self.state_size, self.state_size]
+        parts = self.x_proj(mixed[batch.scan.new].to(inputs.dtype)).split(widths, dim=-1)
+        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+        projected = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+        stored = batch.store.values[layer]
+        stored[batch.slots, 0] = projected.to(stored.dtype)
+        out = self._recur(batch, mixed.float())[batch.scan.new] * functional.silu(gate.float())
+        result: Tensor = self.out_proj(out.to(inputs.dtype))
+        return result.unsqueeze(0)
+
+    @cached_property
+    def _native(self) -> ConvolutionCall:
+        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
+
+    def _convolve(self, batch: ForwardBatch) -> Tensor:
+        """Return [scanned, width] results of the convolution for all tokens of the scan."""
+        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
+        if batch.uses_native:
+            return self._native(stored, paths)
+        return functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype))
+
+    def _recur(self, batch: ForwardBatch, x: Tensor) -> Tensor:
+        """Return [scanned, width] float32 results of the recurrence for all tokens of the scan."""
+        stored = batch.store.values[self.layer_idx][batch.scan.slots, 0]
+        low, key, query = stored.split([self.rank, self.state_size, self.state_size], dim=-1)
+        key, query = key.float(), query.float()
+        steps = functional.softplus(self.dt_proj(low).float())
+        decay, added = -self.A_log.float().exp().T, steps * x
+
+        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+            kept = (decay * steps[of].unsqueeze(1)).exp()
+            states = states * kept + key[of].unsqueeze(-1) * added[of].unsqueeze(-2)
+            return states, torch.einsum("nsw,ns->nw", states, query[of])
+
+        result = torch.empty_like(x)
+        recur(batch, self.layer_idx, self.state_shape, step, result)
+        result += self.D.float() * x
+        return result
