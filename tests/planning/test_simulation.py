@@ -252,6 +252,19 @@ def test_one_request_passes_the_stages_one_after_the_other() -> None:
     assert found.idle == pytest.approx(1 - (found.seconds - messages) / 3 / found.seconds)
 
 
+@pytest.mark.parametrize(
+    ("family", "num_attending", "num_layers"),
+    [("llama", 2, 2), ("qwen3_next", 1, 3), ("nemotron_h", 1, 5), ("falcon_h1", 2, 2), ("mamba2", 0, 2)],
+)
+def test_layers_without_attention_have_no_keys_and_are_not_split(
+    family: str, num_attending: int, num_layers: int, tmp_path: Path
+) -> None:
+    shape = TargetShape.of(save_model(tmp_path, family), 2.0)
+    assert shape.num_layers == num_layers
+    assert shape.kv_parameters == 2 * 32 * 2 * 8 * num_attending // num_layers
+    assert (list(splits_for(shape, 2)) == [(1, 1)]) == (family != "llama")
+
+
 def test_as_many_groups_as_stages_keep_them_busy() -> None:
     shape = TargetShape(12, 256, 8, 4, 600_000, 60_000, 0, 2.0)  # without a head stages are alike
     split = Split(1, 4, shape, make_costs(), Cluster(NO_LINK, NO_LINK))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
+from specinfer.model.recurrent.layers import can_split, num_attending
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.planning.network import Floats, Link
 from specinfer.policy.cost_model import CostModel, Curve
@@ -36,9 +37,11 @@ class TargetShape:
 
     Attributes:
         width: Width of the hidden states.
-        layer_parameters: Parameters of one decoder layer; `kv_parameters` of these compute keys and values.
+        layer_parameters: Parameters of one decoder layer; `kv_parameters` of these compute keys and values. Both are
+            means over the layers, some of which may have no attention.
         head_parameters: Parameters of the output head.
         bytes_per_parameter: Bytes of one parameter in memory.
+        can_split: Whether the target can be split over ranks.
     """
 
     num_layers: int
@@ -49,13 +52,14 @@ class TargetShape:
     kv_parameters: int
     head_parameters: int
     bytes_per_parameter: float
+    can_split: bool = True
 
     @classmethod
     def of(cls, folder: Path, bytes_per_parameter: float) -> Self:
         """Return the shape of the target in a folder, counted in the headers of its weight files."""
         config = load_config(folder).get_text_config()
         in_layers = sum(prod(shape) for name, shape in weight_shapes(folder).items() if _LAYER_WEIGHT.search(name))
-        width, num_heads = config.hidden_size, config.num_attention_heads
+        width, num_heads = config.hidden_size, getattr(config, "num_attention_heads", 1)  # 1: it has no attention
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or width // num_heads
         return cls(
@@ -64,9 +68,10 @@ class TargetShape:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             layer_parameters=in_layers // config.num_hidden_layers,
-            kv_parameters=2 * width * num_kv_heads * head_dim,
+            kv_parameters=2 * width * num_kv_heads * head_dim * num_attending(config) // config.num_hidden_layers,
             head_parameters=config.vocab_size * width,
             bytes_per_parameter=bytes_per_parameter,
+            can_split=can_split(config),
         )
 
     @property

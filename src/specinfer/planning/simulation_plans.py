@@ -174,8 +174,13 @@ def pass_costs(split: Split) -> CostModel:
 def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:
     """Yield (tensor, pipeline) of at most `num_ranks` ranks. Heads must divide evenly, and each stage needs a layer.
 
+    A target that cannot be split has one rank, in as many replicas as there are machines.
+
     Numbers of stages are powers of two, or three times a power of two.
     """
+    if not shape.can_split:
+        yield 1, 1
+        return
     for tensor in range(1, min(num_ranks, shape.num_heads) + 1):
         if shape.num_heads % tensor or max(tensor, shape.num_kv_heads) % min(tensor, shape.num_kv_heads):
             continue

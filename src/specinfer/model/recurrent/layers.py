@@ -43,6 +43,13 @@ def stores(config: Any, layer: int) -> bool:
     return types is None or types[layer % len(types)] not in FEED_FORWARD_TYPES
 
 
+def num_attending(config: Any) -> int:
+    """Return the number of layers with attention."""
+    config = config.get_text_config()
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return sum(one == _BOTH or one not in LAYER_TYPES | FEED_FORWARD_TYPES for one in types)
+
+
 def num_stored(config: Any, num_layers: int) -> int:
     """Return the number of places where so many layers store: a recurrence beside attention has its own."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
@@ -81,6 +88,11 @@ def is_hybrid(model: nn.Module) -> bool:
     """Return whether a model has layers that were replaced."""
     kinds = tuple(set(_REPLACED.values()))
     return any(isinstance(module, kinds) for module in model.modules())
+
+
+def can_split(config: Any) -> bool:
+    """Return whether a model can be split over ranks."""
+    return not _types(config)
 
 
 def check_split(config: Any, tensor_parallel_size: int, num_stages: int, offload: str | None = None) -> None:
