@@ -14,13 +14,13 @@ typedef uint32_t Quad __attribute__((vector_size(16)));
 #define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
 #endif
 
-// turned [depth][BLOCK] = block [BLOCK][columns], words whose depth is rounded up to 16.
-static INLINE void turn(const uint32_t *block, int64_t columns, int64_t depth, uint32_t *turned) {
+// turned [depth][BLOCK] = words of [BLOCK] keys, whose depth is rounded up to 16.
+static INLINE void turn(const uint32_t *const *keys, int64_t depth, uint32_t *turned) {
     for (int64_t d = 0; d < depth; d += WIDE_REGISTERS ? 16 : 4)
         if constexpr (WIDE_REGISTERS) {
             for (int64_t i = 0; i < BLOCK; i += LANES) {
                 Words words[LANES], next[LANES];
-                each<16>([&](auto j) ALWAYS { words[j] = read<Words>(block + (i + j) * columns + d); });
+                each<16>([&](auto j) ALWAYS { words[j] = read<Words>(keys[i + j] + d); });
                 each<4>([&](auto) ALWAYS {  // each brings one bit of a row's number to its column's, and one back
                     each<8>([&](auto j) ALWAYS {
                         next[2 * j] = SHUFFLE(Words, words[j], words[j + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -34,7 +34,7 @@ static INLINE void turn(const uint32_t *block, int64_t columns, int64_t depth, u
         } else {
             for (int64_t i = 0; i < BLOCK; i += 4) {
                 Quad words[4], next[4];
-                each<4>([&](auto j) ALWAYS { words[j] = read<Quad>(block + (i + j) * columns + d); });
+                each<4>([&](auto j) ALWAYS { words[j] = read<Quad>(keys[i + j] + d); });
                 each<2>([&](auto) ALWAYS {
                     each<2>([&](auto j) ALWAYS {
                         next[2 * j] = SHUFFLE(Quad, words[j], words[j + 2], 0, 4, 1, 5);
@@ -166,8 +166,14 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
         if (!any) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
-        fetch_keys<WIDE>(layer, places, any, room.block);
-        turn((const uint32_t *)room.block, columns, depth, room.turned);
+        const uint32_t *words[BLOCK];
+        if (pairs && dim == WIDE && any == ~0u) {
+            for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const uint16_t *)layer->keys + places[i]);
+        } else {
+            fetch_keys<WIDE>(layer, places, any, room.block);
+            for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)room.block + i * columns;
+        }
+        turn(words, depth, room.turned);
         float *here = scores + b * BLOCK;
 #ifdef DOTS
         if (pairs)
