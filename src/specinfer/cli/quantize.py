@@ -15,8 +15,14 @@ from specinfer.reporting.files import write_json
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a Hugging Face model ID.")],
     *,
-    to: Annotated[str, flag("Output", "Type of the weights of linear layers: int4 or int8.")] = "int4",
-    out: Annotated[str | None, flag("Output", "Folder to write.", metavar="FOLDER")] = None,
+    to: Annotated[
+        str,
+        flag(
+            "Output",
+            "Type of the weights of linear layers: int4 or int8; of a GGUF file: q8_0, q5_1, q5_0, q4_1, q4_0.",
+        ),
+    ] = "int4",
+    out: Annotated[str | None, flag("Output", "Folder or GGUF file to write.", metavar="PATH")] = None,
     data: Annotated[
         list[str] | None,
         flag(
@@ -31,12 +37,12 @@ def quantize(
     as_json: JSON = None,
     debug: DEBUG = False,
 ) -> None:
-    """Write a quantized copy of a model, in the compressed-tensors format."""
+    """Write a quantized copy of a model, in the compressed-tensors format or as a GGUF file."""
     quiet_libraries(debug=debug)
     screen = Screen()
     with checking():
         if out is None:
-            raise ValueError("out: name a folder with --out")
+            raise ValueError("out: name a folder or a GGUF file with --out")
         check_sources("data", data or ())
         check_models(model, ())
         from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized

@@ -21,8 +21,9 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import BITS, GROUP_SIZES, Bits, QuantizedWeight, quantize
 from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer, outline
 from specinfer.model.folder import replacing, weight_shapes
+from specinfer.model.gguf.writing import TYPES, write_gguf
 from specinfer.model.linears import layer_lists, layer_names, quantizable_names
-from specinfer.model.offload.shards import has_safetensors, weight_paths
+from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
 from specinfer.quantize.gptq import round_layers
 from specinfer.reporting.files import check_files
 from specinfer.setup.model_names import find_target
@@ -40,8 +41,8 @@ class QuantizeConfig:
 
     Attributes:
         model: A folder of safetensors, or a model of the hub.
-        to: "int4" or "int8".
-        out: Folder to write; it must not exist, or be empty.
+        to: "int4" or "int8", or one of `TYPES` for a GGUF file.
+        out: Folder to write, which must not exist or be empty, or the GGUF file, which must not exist.
         data: Text files, JSON lines of prompts or chats, or folders of these. Weights of 4 bits are calibrated on nine
             tenths of them, and perplexity is measured on the others. Without data weights are rounded to nearest.
         num_texts: Number of calibration texts.
@@ -61,16 +62,27 @@ class QuantizeConfig:
     json: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.to not in BITS:
-            raise ValueError(f"to: {self.to!r} is none of {', '.join(BITS)}")
+        if self.to not in (*BITS, *TYPES):
+            raise ValueError(f"to: {self.to!r} is none of {', '.join((*BITS, *TYPES))}")
         if self.num_texts < 1:
             raise ValueError(f"num_texts: {self.num_texts} is not positive")
         if self.text_tokens < _LEAST_TEXT:
             raise ValueError(f"text_tokens: {self.text_tokens} is less than {_LEAST_TEXT}")
         folder = Path(self.out)
+        if self.is_gguf != (folder.suffix.lower() == ".gguf"):
+            wanted = "a file that ends in .gguf" if self.is_gguf else "a folder"
+            raise ValueError(f"out: {folder}: {self.to} is written to {wanted}; name one")
+        if self.is_gguf and self.data:
+            raise ValueError(f"data: weights are not calibrated for {self.to}; leave data out, or use --to int4")
+        if self.is_gguf and folder.exists():
+            raise ValueError(f"out: {folder} exists; name a new file")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"out: {folder} is not empty; name a new folder")
         check_files(self.json, None)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.to in TYPES
 
     @property
     def bits(self) -> Bits:
@@ -123,6 +135,8 @@ def write_quantized(
     source = find_target(config.model)
     if not has_safetensors(source):
         raise ModelError(f"model: {config.model} has no safetensors files; its weights are quantized already, or GGUF")
+    if config.is_gguf:
+        return _write_file(config, source, stage, note)
     names, ignored = _linear_layers(source, config.bits)
     rounded: dict[str, QuantizedWeight] = {}
     perplexity: tuple[float, float] | tuple[()] = ()
@@ -139,6 +153,26 @@ def write_quantized(
         _write_fields(source, partial, quantization_fields(config.bits, ignored), index if len(files) > 1 else None)
     before, after = (sum(file.stat().st_size for file in paths) for paths in (files, weight_paths(out)))
     return QuantizeReport(out, len(names), before, after, *perplexity)
+
+
+def _write_file(
+    config: QuantizeConfig, source: Path, stage: Callable[[str, int], None], note: Callable[[int], None]
+) -> QuantizeReport:
+    """Write a GGUF file, all of it or nothing."""
+    tokenizer, out = load_tokenizer(source), Path(config.out)
+    if tokenizer is None:
+        raise ModelError(f"model: {config.model} has no tokenizer, which a GGUF file needs; put tokenizer.json into it")
+    partial = out.with_name(f".{out.name}-partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with Shards(source) as shards:
+            stage("writing", len(shards.sources))
+            count = write_gguf(partial, load_config(source), shards.sources, tokenizer, config.to, note)
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    before = sum(file.stat().st_size for file in weight_paths(source))
+    return QuantizeReport(out, count, before, out.stat().st_size)
 
 
 def _linear_layers(source: Path, bits: Bits) -> tuple[list[str], list[str]]:

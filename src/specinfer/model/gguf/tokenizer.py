@@ -5,7 +5,7 @@ SentencePiece's BPE ("llama"), whose merges follow from the tokens' scores. Toke
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gguf import TokenType
@@ -36,13 +36,13 @@ _BY_DIGIT = (r"\p{N}", _GPT2)  # applied one after the other
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _BY_DIGIT),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
 }
 # A piece that is a token as a whole is not split, and BOS is added if the file does not specify it.
-_LLAMA3_RULES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+LLAMA3_RULES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 _LONGEST = 512  # of tokens with merges; the work grows with its square
 # Control tokens that llama.cpp treats as the end of a turn, in addition to the file's end tokens.
 _END_OF_TURN = {
@@ -77,6 +77,21 @@ def build_tokenizer(header: GgufHeader) -> tuple[Tokenizer, dict[str, Any]]:
         "model_max_length": 10**30,  # no limit; the model's own applies
         **named,
     }
+
+
+def name_rule(pre_tokenizer: Mapping[str, Any]) -> str | None:
+    """Return the name by which a file says how text is cut, or None; the argument is from tokenizer.json."""
+    steps, cuts = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}], []
+    for step in steps:
+        if step.get("type") == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            cuts.append(step["pattern"].get("Regex"))
+        elif step.get("type") == "Digits" and step["individual_digits"]:
+            cuts.append(r"\p{N}")
+        elif step.get("type") == "ByteLevel" and not step["add_prefix_space"]:
+            cuts += [_GPT2] if step.get("use_regex", True) else []
+        else:
+            return None
+    return next((name for name, split in _SPLITS.items() if split == tuple(cuts)), None)
 
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -116,7 +131,7 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
         left, right = merge[:cut], merge[cut + 1 :]
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
             merges.append((left, right))
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in _LLAMA3_RULES))
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in LLAMA3_RULES))
     cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in _SPLITS[rule]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
@@ -164,7 +179,7 @@ def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[
 
 
 def _add_ends(header: GgufHeader, tokenizer: Tokenizer, kind: str, named: dict[str, str]) -> None:
-    begins = kind == "llama" or header.get("tokenizer.ggml.pre", str) in _LLAMA3_RULES
+    begins = kind == "llama" or header.get("tokenizer.ggml.pre", str) in LLAMA3_RULES
     begins = header.get("tokenizer.ggml.add_bos_token", bool, begins) and "bos_token" in named
     ends = header.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in named
     first, last = [named["bos_token"]] if begins else [], [named["eos_token"]] if ends else []

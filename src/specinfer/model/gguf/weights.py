@@ -59,6 +59,11 @@ def _in_halves(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
+def in_pairs(rows: Tensor, heads: int) -> Tensor:
+    """Return rows in the order of llama.cpp's converter; undoes `_in_halves`."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class GgufSource:
     """A weight in a GGUF file.

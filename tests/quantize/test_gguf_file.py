@@ -1,0 +1,99 @@
+"""GGUF files that `specinfer quantize` writes: read back, they are the model, and what they cannot hold is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from specinfer import ModelError
+from specinfer.model.definition import load_config, load_plain, load_tokenizer
+from specinfer.model.folder import find_folder
+from specinfer.model.gguf.writing import TYPES
+from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
+from tiny import save_model, save_tokenizer
+
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": LLAMA3}), ("llama", {"attention_bias": True, "rms_norm_eps": 1e-5}),
+    ("mistral", {"sliding_window": None}), ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"rope_parameters": YARN}), ("qwen3_moe", {"moe_intermediate_size": 32, "norm_topk_prob": True}),
+]  # fmt: skip
+
+
+def save(folder: Path, family: str, **changes: Any) -> Path:
+    save_tokenizer(save_model(folder, family, **(SIZES | changes)))
+    return folder
+
+
+def write(source: Path, out: Path, to: str = "q8_0", **options: Any) -> QuantizeReport:
+    config = QuantizeConfig(model=str(source), to=to, out=out, **options)
+    return write_quantized(config, lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize(("family", "changes"), MODELS, ids=str)
+def test_a_file_is_the_model_that_was_written(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    source, file = save(tmp_path / "source", family, **changes), tmp_path / "m.gguf"
+    report = write(source, file)
+    assert report.num_bytes == file.stat().st_size < report.num_bytes_before
+    assert report.num_layers >= 14
+    folder = find_folder(file)
+    ours, theirs = load_config(folder), load_config(source)
+    for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    ids = torch.arange(40).unsqueeze(0)
+    found, wanted = (load_plain(one, torch.float32) for one in (folder, source))
+    stored = found.state_dict()
+    for name, weight in wanted.state_dict().items():
+        if weight.ndim > 1 and "mlp.gate.weight" not in name:
+            assert (stored[name] - weight).norm() < 0.01 * weight.norm(), name
+        else:
+            assert torch.equal(stored[name], weight), name
+    logits = [model(ids).logits.detach() for model in (found, wanted)]
+    assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
+    text, written, read = "the other one, and of the others' \u00e9\u20ac", *map(load_tokenizer, (source, folder))
+    assert read(text).input_ids == written(text).input_ids
+    assert read.decode(read(text).input_ids) == text
+
+
+@pytest.mark.parametrize("to", TYPES)
+def test_matrices_have_the_type_asked_for_and_those_outside_of_layers_8_bits(to: str, tmp_path: Path) -> None:
+    source, file = save(tmp_path / "source", "llama", intermediate_size=80), tmp_path / "m.gguf"
+    write(source, file, to)
+    kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(file).tensors}
+    assert kinds["blk.1.attn_q.weight"] == kinds["blk.0.ffn_up.weight"] == to.upper()
+    assert kinds["blk.0.ffn_down.weight"] == "F16"  # 80 inputs are no whole blocks
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    assert find_folder(file)
+
+
+def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    for number, (family, changes, message) in enumerate(
+        [
+            ("gpt_neox", {}, "family 'gpt_neox' is not written as GGUF .* use --to int4 or int8"),
+            ("mistral", {}, "family 'mistral' with sliding windows"),
+            ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' has no place"),
+            ("llama", {"mlp_bias": True}, r"weight model\.layers\.0\.mlp\.down_proj\.bias has no place"),
+            ("llama", {"rope_parameters": YARN | {"beta_fast": 16.0}}, r"beta_fast 16\.0 has no place in a GGUF file"),
+        ]
+    ):
+        source = save(tmp_path / str(number), family, **changes)
+        with pytest.raises(ModelError, match=message):
+            write(source, tmp_path / "out" / "m.gguf")
+    with pytest.raises(ModelError, match="has no tokenizer, which a GGUF file needs"):
+        write(save_model(tmp_path / "bare", **SIZES), tmp_path / "out" / "m.gguf")
+    assert not list((tmp_path / "out").iterdir())
+    (tmp_path / "out" / "old.gguf").touch()
+    for options, message in (
+        ({"out": tmp_path / "out" / "folder"}, "q8_0 is written to a file that ends in .gguf; name one"),
+        ({"out": tmp_path / "out" / "new.gguf", "to": "int4"}, "int4 is written to a folder; name one"),
+        ({"out": tmp_path / "out" / "old.gguf"}, "exists; name a new file"),
+        ({"out": tmp_path / "out" / "new.gguf", "data": ("x",)}, "not calibrated for q8_0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(tmp_path / "bare", **options)  # type: ignore[arg-type]
