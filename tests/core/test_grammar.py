@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,34 @@ def test_guesses_and_other_outputs_use_up_no_limit(max_states: int, monkeypatch:
             assert _outcome(shared.compile(StructuredOutputsParams(regex=COSTLY)), seed, _look_ahead) == alone
         ends.append(not alone[-1])
     assert max_states > 200 or any(ends), "some were too much work"
+
+
+AMBIGUOUS = 'start: s\ns: s s | s s s | "a" | "d" | ""'  # masks take more time with every token
+
+
+def test_an_output_whose_masks_take_too_long_ends_and_guesses_of_it_end_before() -> None:
+    """A grammar that compiles at once must not occupy the engine's thread for seconds."""
+    compiler = GrammarCompiler(TOKENIZER, PADDED, (EOS,), has_trials=True)
+    try:
+        grammar = compiler.compile(StructuredOutputsParams(grammar=AMBIGUOUS))
+        begun = time.thread_time()
+        while _legal(grammar) and not grammar.is_lost:
+            _legal(grammar, *[A] * 8)
+            grammar.advance(A)
+            assert time.thread_time() - begun < 8
+        assert grammar.is_lost
+        assert _legal(grammar.clone()), "the next output begins anew"
+        simple = _say(compiler.compile(StructuredOutputsParams(regex="(the)+")), "the" * 200)
+        assert not simple.is_lost
+    finally:
+        compiler.close()
+
+
+def test_constraints_of_a_program_may_take_any_time() -> None:
+    grammar = _compile(grammar=AMBIGUOUS)
+    for _ in range(60):
+        assert A in _legal(grammar)
+        grammar.advance(A)
 
 
 def test_text_that_only_an_end_token_could_end() -> None:

@@ -1,5 +1,6 @@
 """Compilation of a request's constraint to a grammar that some text fits, or the reason why none does."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -8,7 +9,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.grammar.matcher import fault, make_matcher, make_tokenizer
 from specinfer.core.grammar.refusals import shortened
 from specinfer.core.grammar.state import Grammar
-from specinfer.core.grammar.trial import GrammarTrials
+from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
 _MAX_PROBES = 256  # first tokens that are tried before a grammar is refused as impossible
@@ -22,7 +23,8 @@ class GrammarCompiler:
         tokenizer: The model's transformers tokenizer, with a backend of the tokenizers library.
         vocab_size: The size of the model's logits, which may be larger than the tokenizer's vocabulary.
         eos_token_ids: Tokens that end a text.
-        has_trials: Whether grammars are compiled in another process first, with limits on time and memory.
+        has_trials: Whether grammars are compiled in another process first, with limits on time and memory, and the time
+            of their masks is limited too.
 
     Raises:
         RequestError: Grammars are not supported for this kind of tokenizer.
@@ -77,6 +79,7 @@ class GrammarCompiler:
             self._vocab_size,
             self._end_bit,
             () if ignore_eos else self._eos_token_ids,
+            math.inf if self._trials is None else CPU_SECONDS,
         )
         if grammar.is_finished:
             return "only the empty text fits, and no end-of-text token can end it; allow some text"

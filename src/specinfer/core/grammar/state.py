@@ -1,6 +1,9 @@
 """The state of one output in its grammar, and of the paths of a token tree that follow it."""
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +13,24 @@ from torch import Tensor
 
 Bits = npt.NDArray[np.uint8]
 _MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
+_SECONDS_PER_TOKEN = 0.004  # of processor time that each token adds; masks of real schemas take a tenth of it
 
 
 class Grammar:
-    """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it."""
+    """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it.
+
+    Args:
+        max_seconds: Processor time that the masks of the output may take, before what each token adds. Those of
+            proposed tokens may take as much again; after that, all proposed tokens are illegal.
+    """
 
     def __init__(
-        self, make_matcher: Callable[[], LLMatcher], vocab_size: int, end_bit: int, eos_token_ids: Sequence[int]
+        self,
+        make_matcher: Callable[[], LLMatcher],
+        vocab_size: int,
+        end_bit: int,
+        eos_token_ids: Sequence[int],
+        max_seconds: float = math.inf,
     ) -> None:
         # The matcher is never copied: copies share limited tables, so proposed tokens of one output could end another.
         self._make_matcher = make_matcher
@@ -25,6 +39,8 @@ class Grammar:
         self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._matcher = make_matcher()
         self._num_restarts = 0
+        self._max_seconds = max_seconds
+        self._own_seconds = self._guess_seconds = 0.0  # spent on the output, and because of proposed tokens
         self._said: list[int] = []
         self._ahead: list[int] = []  # proposed tokens that the matcher has consumed after the output
         self._has_ended = False
@@ -34,7 +50,7 @@ class Grammar:
 
     def clone(self) -> "Grammar":
         """Return the same grammar at its start."""
-        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids)
+        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, self._max_seconds)
 
     @property
     def is_finished(self) -> bool:
@@ -62,7 +78,9 @@ class Grammar:
         """Add a generated token to the output. After an illegal token nothing is legal."""
         self._has_ended = self.is_finished or (token in self._eos_token_ids and self._is_legal((), token))
         if not self._has_ended:
-            if not self.is_lost and not self._go((token,)):
+            with self._timed(is_guess=False):
+                is_legal = not self.is_lost and self._go((token,))
+            if not self.is_lost and not is_legal:
                 self._start_again()
                 self.is_lost = self.is_lost or not self._go((token,))
             self._ahead = []
@@ -97,7 +115,7 @@ class Grammar:
     def _compute(self, path: tuple[int, ...]) -> Bits:
         """Return llguidance's mask of legal tokens, 1 if legal; all 0 if the path is illegal or too much work."""
         bits = None
-        if not path or self._num_restarts < _MAX_RESTARTS:
+        if not path or (self._num_restarts < _MAX_RESTARTS and self._guess_seconds <= self._allowed_seconds):
             bits = self._try(path)
             if bits is None:  # perhaps because of the work for earlier paths
                 self._start_again()
@@ -107,9 +125,12 @@ class Grammar:
         return np.zeros(max(self._vocab_size, self._end_bit + 1), dtype=np.uint8) if bits is None else bits
 
     def _try(self, path: tuple[int, ...]) -> Bits | None:
-        if self.is_lost or not self._go(path):
+        if self.is_lost:
             return None
-        packed = self._matcher.compute_bitmask()
+        with self._timed(is_guess=bool(path)):
+            if not self._go(path):
+                return None
+            packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():  # a matcher stays in this state, in which it reports the text as complete
             return None
         return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
@@ -140,9 +161,28 @@ class Grammar:
         self._matcher = self._make_matcher()
         self._ahead = []
         self._num_restarts += 1
-        self._matcher.compute_bitmask()
-        for token in self._said:
-            if not self._take(token):
-                self.is_lost = True
-                return
+        with self._timed(is_guess=True):
             self._matcher.compute_bitmask()
+            for token in self._said:
+                if not self._take(token):
+                    self.is_lost = True
+                    return
+                self._matcher.compute_bitmask()
+
+    @property
+    def _allowed_seconds(self) -> float:
+        return self._max_seconds + _SECONDS_PER_TOKEN * len(self._said)
+
+    @contextmanager
+    def _timed(self, *, is_guess: bool) -> Iterator[None]:
+        """Count the processor time of a block; an output that takes too much is lost, but not for its guesses."""
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            spent = time.thread_time() - begun
+            if is_guess:
+                self._guess_seconds += spent
+            else:
+                self._own_seconds += spent
+                self.is_lost = self.is_lost or self._own_seconds > self._allowed_seconds
