@@ -117,14 +117,15 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
 
 
 @native
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_experts_compute_with_their_codes_or_are_decoded(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "AWQ"), ("qwen3_moe", "FP8 of 128"), ("mixtral", "AWQ")])
+def test_experts_compute_with_their_codes_or_are_decoded(family: str, name: str, tmp_path: Path) -> None:
     sizes = {"intermediate_size": 32} if family == "mixtral" else {"moe_intermediate_size": 32}
     source = save_model(tmp_path / "source", family, hidden_size=64, **sizes)
-    plain, folder = save_quantized(source, tmp_path / "quantized", "AWQ"), tmp_path / "quantized"
+    plain, folder = save_quantized(source, tmp_path / "quantized", name), tmp_path / "quantized"
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
-    assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", "int4")
+    kind = "int4" if name == "AWQ" else "FP8"
+    assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", kind)
     has_codes = any(isinstance(module, QuantizedExperts) for module in loaded.model.modules())
     assert has_codes == (family == "qwen3_moe")
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
