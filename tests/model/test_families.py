@@ -19,6 +19,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.model import layer_kind
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.heads.load import shows_hidden_states
 from specinfer.model.load import load_model
 from specinfer.model.recurrent import scan
 from specinfer.model.runner import ModelRunner
@@ -268,6 +269,12 @@ def test_what_layers_without_attention_do_not_support_is_refused_with_the_remedy
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         with pytest.raises(ModelError, match=rf"^{option}: .*; use 1"):  # before ranks are started
             LLM(tmp_path, drafters=[], **{option: 2})
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_heads_are_refused_where_a_definition_is_replaced(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    model: Any = runner_of(family).loaded.model
+    assert shows_hidden_states(model.config) == hasattr(model, "get_decoder")
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper", "vit", "clip"])

@@ -23,6 +23,7 @@ from specinfer.model.heads.pair import EagleHead
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
+from specinfer.model.recurrent.layers import LOOP_REPLACED
 
 _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
     "EAGLE-3": Eagle3Head, "P-EAGLE": Eagle3Head, "EAGLE": EagleHead, "DFlash": BlockHead, "DSpark": BlockHead,
@@ -40,7 +41,7 @@ def find_format(folder: Path) -> str | None:
 
 def shows_hidden_states(config: Any) -> bool:
     """Return whether heads can read the hidden states of a target with this configuration."""
-    return config.model_type not in REPLACED
+    return config.model_type not in REPLACED and config.model_type not in LOOP_REPLACED
 
 
 def load_head(folder: Path, target: LoadedModel, quantization: str | None = None) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""Parts of transformers' definitions that do not hand keywords on to the layers that are replaced."""
+"""Parts of transformers' definitions that do not hand keywords on to the layers that are replaced, in some versions."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,70 @@ class JambaMambaLayer(nn.Module):
         mixed = self.mamba(self.input_layernorm(hidden_states), forward_batch=forward_batch)
         hidden = hidden_states + mixed
         out: Tensor = hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
+        return out
+
+
+class FalconH1Layer(nn.Module):
+    """A loaded decoder layer of Falcon-H1, with attention and a Mamba-2 layer side by side."""
+
+    mamba: nn.Module
+    self_attn: nn.Module
+    feed_forward: nn.Module
+    input_layernorm: nn.Module
+    pre_ff_layernorm: nn.Module
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        for name, module in layer.named_children():
+            self.add_module(name, module)
+        self.in_factor: float = layer.attention_in_multiplier
+        self.out_factor: float = layer.attn_out_multiplier
+        self.recurrent_factor: float = layer.ssm_out_multiplier
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **positions: Any) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        mixed = self.mamba(normed, forward_batch=forward_batch) * self.recurrent_factor
+        attended, _ = self.self_attn(
+            hidden_states=normed * self.in_factor, attention_mask=None, forward_batch=forward_batch, **positions
+        )
+        hidden = hidden_states + (mixed + attended * self.out_factor)
+        out: Tensor = hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
+        return out
+
+
+class FalconH1Model(nn.Module):
+    """A loaded `FalconH1ForCausalLM`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config, self.model, self.lm_head = model.config, model.model, model.lm_head
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
+    ) -> SimpleNamespace:
+        hidden = self.model.embed_tokens(input_ids) * self.model.embedding_multiplier
+        rotary = self.model.rotary_emb(hidden, position_ids=position_ids)
+        for layer in self.model.layers:
+            hidden = layer(hidden, forward_batch=forward_batch, position_ids=position_ids, position_embeddings=rotary)
+        hidden = self.model.final_layernorm(hidden)[:, logits_to_keep]
+        return SimpleNamespace(logits=self.lm_head(hidden) * self.model.lm_head_multiplier)
+
+
+class Mamba2Layer(nn.Module):
+    """A loaded layer of a `Mamba2ForCausalLM`."""
+
+    norm: nn.Module
+    mixer: nn.Module
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.residual_in_fp32 = layer.norm, layer.mixer, bool(layer.residual_in_fp32)
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        weight = self.norm.weight
+        assert isinstance(weight, Tensor)
+        mixed = self.mixer(self.norm(hidden_states.to(weight.dtype)), forward_batch=forward_batch)
+        out: Tensor = (hidden_states.float() if self.residual_in_fp32 else hidden_states) + mixed
         return out
 
 

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from specinfer.core.errors import ModelError
-from specinfer.model.recurrent.definitions import JambaMambaLayer, Mamba2Model
+from specinfer.model.recurrent.definitions import (
+    FalconH1Layer,
+    FalconH1Model,
+    JambaMambaLayer,
+    Mamba2Layer,
+    Mamba2Model,
+)
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.mamba import Mamba
 from specinfer.model.recurrent.mamba2 import Mamba2
@@ -30,7 +36,14 @@ _REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba | Mamba2]] = {
     "JambaMambaMixer": Mamba,
 }
 # What is around them, where it does not hand keywords on.
-_AROUND: dict[str, type[nn.Module]] = {"JambaMambaDecoderLayer": JambaMambaLayer, "Mamba2ForCausalLM": Mamba2Model}
+_AROUND: dict[str, type[nn.Module]] = {
+    "JambaMambaDecoderLayer": JambaMambaLayer,
+    "FalconH1DecoderLayer": FalconH1Layer,
+    "FalconH1ForCausalLM": FalconH1Model,
+    "Mamba2Block": Mamba2Layer,
+    "Mamba2ForCausalLM": Mamba2Model,
+}
+LOOP_REPLACED = frozenset({"falcon_h1", "mamba2"})  # families whose loop over layers is replaced, too
 _BOTH = "hybrid"  # attention and a recurrence side by side: what they store is numbered one after the other
 LAYER_TYPES = frozenset({"conv", "linear_attention", _BOTH})  # names in `layer_types` of what is replaced
 
