@@ -7,8 +7,9 @@ from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces,
 from specinfer.kernels.decoder import LayerCall
 from specinfer.kernels.library import compute_alone, describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
+from specinfer.kernels.linear_call import GATES, Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns, AdapterTable, LowRank
-from specinfer.kernels.panels import GATES, Ending, LinearCall, Panels
+from specinfer.kernels.panels import Panels
 from specinfer.kernels.quantization import QuantizedWeight, quantize
 from specinfer.kernels.quantized_linear import Float8Linear, QuantizedEmbedding, QuantizedLinear
 from specinfer.kernels.scales import WIDTH

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specinfer.kernels.attention import AttentionCall, NativePieces, norm
 from specinfer.kernels.library import call
+from specinfer.kernels.linear_call import Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns
-from specinfer.kernels.panels import Ending, LinearCall
 
 
 class _Layer(ctypes.Structure):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.kernels.library import library
-from specinfer.kernels.panels import ANY_ROWS, TYPES, LinearCall, Panels, has_dots
+from specinfer.kernels.linear_call import ANY_ROWS, LinearCall
+from specinfer.kernels.panels import TYPES, Panels, has_dots
 
 _SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
 _NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache

@@ -1,10 +1,7 @@
-"""Linear layers on the native kernels: weights in panels, and the call. Activations are float32."""
+"""Weights of linear layers in panels, the layout that the native kernels read."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -15,12 +12,8 @@ from specinfer.kernels.library import call, describe, library
 from specinfer.kernels.quantization import QuantizedWeight
 from specinfer.kernels.scales import BF16_SCALES, WIDTH, pack_scales, with_scales
 
-if TYPE_CHECKING:  # adapters are packed in panels
-    from specinfer.kernels.low_rank import AdapterRuns
-
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 = range(3, 10)
-ANY_ROWS = 2**62
 _GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32, 128)  # by type: inputs are padded to a multiple of it
 _BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4}  # of a code; 8 of other types
 # The bits and inputs of groups of each type.
@@ -28,37 +21,6 @@ _FORMATS = {
     INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32), FP8: (8, 128),
 }  # fmt: skip
 _TYPES = {form: kind for kind, form in _FORMATS.items() if kind != LEVELS4}
-
-
-class Ending(IntEnum):
-    """The operation on a linear layer's sums at the end of the call."""
-
-    STORE = 0
-    ADD = 1  # to the old contents of the result
-    GATED = 2  # silu of each panel's first half times the second half
-    GATED_GELU = 3  # the same with GELU's tanh approximation
-
-
-# The ending of a gated layer, by transformers' name of the activation.
-GATES = {"silu": Ending.GATED, "gelu_pytorch_tanh": Ending.GATED_GELU}
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("dots", ctypes.c_int32),
-        ("number", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("next", ctypes.c_void_p),
-        ("levels", ctypes.c_void_p),
-        ("scaling", ctypes.c_int32),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +132,19 @@ class Panels:
         """Properties that panels must share to be joined."""
         return self.type, self.scaling, self.inputs, None if self.levels is None else tuple(self.levels.tolist())
 
+    def scratch_floats(self, *, dots: bool) -> int:
+        """Return the floats of scratch memory for one row of prepared activations.
+
+        Instructions for two or four numbers store that many in one float. Rounded activations need in addition a scale
+        and a zero point for each group.
+
+        Args:
+            dots: Whether such instructions are used.
+        """
+        depth, is_rounded = _filled(self.inputs, self.type), self.type >= INT8 and self.type != FP8
+        together = 1 if not dots else 4 if is_rounded else 2
+        return depth // together + (2 * depth // _GROUPS[self.type] if is_rounded else 0)
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.bias) if t is not None)
@@ -186,136 +161,6 @@ def _filled(inputs: int, kind: int) -> int:
 def _move(kind: int, packed: Tensor, weight: Tensor, depth: int, *, packs: bool) -> None:
     size = (len(weight), weight.shape[1], depth)
     call("specinfer_move", kind, packed.data_ptr(), weight.data_ptr(), *size, packs)
-
-
-class LinearCall:
-    """A linear layer, ready to be called. Copies of a model share this object.
-
-    Args:
-        max_rows: Largest number of rows of a native call. For more, PyTorch multiplies, with weights unpacked each
-            time.
-        dots: Whether to multiply in the weights' own type, where the CPU has instructions for that.
-        widens: Whether to multiply in float32, for float32 weights that are stored in a smaller type without loss.
-        following: Call with the same inputs, whose outputs come after these; for weights of several types.
-    """
-
-    def __init__(
-        self,
-        panels: Panels,
-        *,
-        max_rows: int = ANY_ROWS,
-        dots: bool = True,
-        widens: bool = False,
-        following: "LinearCall | None" = None,
-    ) -> None:
-        self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
-        self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
-        self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
-        dots = panels.type == LEVELS4 or (dots and not widens)  # levels need these instructions, see `Panels.of_codes`
-        pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
-        self._structure = _Linear(
-            *pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type), 0
-        )
-        self._structure.levels = None if panels.levels is None else panels.levels.data_ptr()
-        self._structure.scaling = panels.scaling
-        self.address = ctypes.addressof(self._structure)
-        # Floats for each row.
-        self.scratch_floats: int = max(self._ready(panels), 0 if following is None else following.scratch_floats)
-        self._place(0, self.outputs)
-
-    def _place(self, first: int, stride: int) -> None:
-        """Set the column of the first output in result rows of `stride` columns, also for calls that follow."""
-        assert first % WIDTH == 0
-        self._structure.first, self._structure.stride = first, stride
-        if self.following is not None:
-            assert self.following.panels.inputs == self.panels.inputs
-            self._structure.next = self.following.address
-            self.following._place(first + self.panels.outputs, stride)
-
-    def _ready(self, panels: Panels) -> int:
-        """Return the floats of scratch memory for one row of prepared activations.
-
-        Instructions for two or four numbers store that many in one float. Rounded activations need in addition a scale
-        and a zero point for each group.
-        """
-        depth, is_rounded = _filled(panels.inputs, panels.type), panels.type >= INT8 and panels.type != FP8
-        together = 1 if not self._structure.dots else 4 if is_rounded else 2
-        return depth // together + (2 * depth // _GROUPS[panels.type] if is_rounded else 0)
-
-    @property
-    def chain(self) -> "list[LinearCall]":
-        """This call and those that follow it."""
-        return [self, *([] if self.following is None else self.following.chain)]
-
-    def bind(self, packed: Tensor, scales: Tensor | None) -> None:
-        """Use other weights of the same shapes from now on."""
-        assert packed.shape == self.panels.packed.shape
-        self.panels = replace(self.panels, packed=packed, scales=scales)
-        self._structure.packed = packed.data_ptr()
-        self._structure.scales = None if scales is None else scales.data_ptr()
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-    @property
-    def number(self) -> int:
-        """Number of this layer in the tables of adapters."""
-        return int(self._structure.number)
-
-    @number.setter
-    def number(self, number: int) -> None:
-        self._structure.number = number
-        if self.following is not None:
-            self.following.number = number
-
-    def rows(self, numbers: Tensor) -> Tensor:
-        """Return [rows, inputs] float32, the weight's rows with the indices `numbers` [rows] int64."""
-        assert self.following is None
-        result = torch.empty((numbers.shape[0], self.panels.inputs))
-        call("specinfer_rows", self.address, numbers.data_ptr(), result.data_ptr(), len(numbers))
-        return result
-
-    def __call__(
-        self,
-        x: Tensor,
-        result: Tensor | None = None,
-        ending: Ending = Ending.STORE,
-        runs: "AdapterRuns | None" = None,
-    ) -> Tensor:
-        """Compute float32 [rows, outputs], or half as many if gated, from contiguous float32 `x` [rows, inputs].
-
-        A row's result does not depend on the other rows, unless PyTorch multiplies.
-
-        Args:
-            result: Tensor that the result is written or added to, or None for a new one.
-            runs: Rows with adapters.
-        """
-        rows = x.shape[0]
-        assert x.is_contiguous()
-        if rows > self.max_rows and self.panels.scales is None:
-            return self._by_torch(x, result, ending, runs)
-        if result is None:
-            result = torch.empty((rows, self.outputs // 2 if ending in GATES.values() else self.outputs))
-        if rows:
-            scratch = torch.empty(rows * self.scratch_floats)
-            addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
-            call("specinfer_linear", *addresses, rows, ending, None if runs is None else runs.address)
-        return result
-
-    def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending, runs: "AdapterRuns | None") -> Tensor:
-        weight = self.panels.unpack().float() if self.widens else self.panels.unpack()
-        y = functional.linear(x.to(weight.dtype), weight).float()
-        if self.panels.bias is not None:
-            y += self.panels.bias[: self.panels.outputs]
-        if runs is not None:
-            runs.add(self.number, x, y)
-        if ending in GATES.values():
-            gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
-            opened = functional.silu(gates) if ending == Ending.GATED else functional.gelu(gates, approximate="tanh")
-            y = (opened * values).flatten(1)
-        if result is None:
-            return y
-        return result.add_(y) if ending == Ending.ADD else result.copy_(y)
 
 
 def has_dots(kind: int) -> bool:

@@ -11,7 +11,8 @@ from torch.nn import functional
 from specinfer.kernels import float8, layer_ops, quantization
 from specinfer.kernels.float8 import Float8Weight
 from specinfer.kernels.library import library
-from specinfer.kernels.panels import LinearCall, Panels
+from specinfer.kernels.linear_call import LinearCall
+from specinfer.kernels.panels import Panels
 from specinfer.kernels.quantization import Bits, QuantizedWeight
 
 

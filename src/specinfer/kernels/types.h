@@ -30,7 +30,7 @@ enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 }
 enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS, FP32_SCALES };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
 
-struct Linear {  // as in panels.py
+struct Linear {  // as in linear_call.py
     const void *packed;
     const uint8_t *scales;  // of quantized weights: [panels][bytes], see panels.h
     const float *bias;       // [panels * WIDTH], or null
