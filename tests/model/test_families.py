@@ -17,6 +17,7 @@ from specinfer import LLM
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
 from specinfer.model import layer_kind
+from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.heads.load import shows_hidden_states
@@ -275,6 +276,13 @@ def test_what_layers_without_attention_do_not_support_is_refused_with_the_remedy
 def test_heads_are_refused_where_a_definition_is_replaced(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     model: Any = runner_of(family).loaded.model
     assert shows_hidden_states(model.config) == hasattr(model, "get_decoder")
+
+
+def test_adapters_change_only_what_is_computed_for_the_rows_of_a_pass(tmp_path: Path) -> None:
+    sites = connect(load_runner(tiny.save_model(tmp_path, "jamba"), 64).loaded.model)
+    names = {part.rpartition(".")[2] for site in sites for part in site.parts}
+    assert {"in_proj", "x_proj", "out_proj", "q_proj"} <= names
+    assert "dt_proj" not in names  # of the scan, which may be more
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper", "vit", "clip"])
