@@ -193,6 +193,7 @@ def throughput(
         list[int] | None,
         flag("Sampling", "Batch size. May be repeated. (default: 1, 2, 4, 8, 16 and 32)"),
     ] = None,
+    prompt_chars: PROMPT_CHARS = 600,
     max_tokens: MAX_TOKENS = 64,
 ) -> None:
     """Compare the throughput of token trees with that of plain decoding, by batch size."""
@@ -204,6 +205,7 @@ def throughput(
             **models.settings(),
             **report.settings(),
             batch_sizes=sizes,
+            prompt_chars=prompt_chars,
             max_tokens=max_tokens,
         )
         check_inputs(config)
