@@ -193,6 +193,21 @@ def test_18_many_names_of_which_one_is_repeated(server: Attacked) -> None:
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize(
+    ("path", "field"), [(TEXT, None), (CHAT, "stream_options"), ("/v1/messages", None), ("/api/chat", "options")]
+)
+def test_18_names_that_are_not_known_are_compared_with_few_known_ones(
+    server: Attacked, path: str, field: str | None
+) -> None:
+    """Each is compared with every known one, in the event loop; 330,000 fit into a body."""
+    names = {f"k{i}": 1 for i in range(20_000)}
+    body: dict[str, Any] = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+    body |= {"model": "demo", "max_tokens": 4, "stream": True} | (names if field is None else {field: names})
+    start = time.monotonic()
+    server.beside(Attack(body, 400, "more than 64 names are not known", path))
+    assert time.monotonic() - start < 2
+
+
 # 19
 def test_19_control_tokens_in_texts_stay_texts(server: Attacked) -> None:
     (end,) = server.llm.target.loaded.eos_token_ids

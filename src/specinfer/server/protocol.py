@@ -20,6 +20,7 @@ from specinfer.server.errors import ApiError
 logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
+_MAX_UNKNOWN = 64  # each takes a tenth of a millisecond to compare
 _SIMILARITY = 0.81  # the least at which an unknown name is a misspelt one: refuses max_new_tokens, but not top_a
 
 Text = Annotated[str, Field(max_length=1024)]
@@ -105,10 +106,13 @@ def check_spelling(unknown: Iterable[str], known: Iterable[str], prefix: str = "
     """Refuse the first unknown name that resembles a known one.
 
     Raises:
-        ApiError: A name is misspelt; the message has the likely one.
+        ApiError: A name is misspelt, and the message has the likely one; or there are too many names to compare.
     """
     names = set(known)
-    for name in unknown:
+    for i, name in enumerate(unknown):
+        if i == _MAX_UNKNOWN:
+            message = f"{prefix.rstrip('.') or 'body'}: more than {i} names are not known, {name!r:.64} among them; leave them out"
+            raise ApiError(400, message, param=prefix + name[:64], code="unknown_field")
         plain = name[:64].lower().replace("-", "_")
         if likely := difflib.get_close_matches(plain, names, 1, _SIMILARITY):
             field = prefix + name[:64]
