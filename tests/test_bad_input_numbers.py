@@ -109,7 +109,7 @@ def test_04_biases(server: Attacked) -> None:
     )
     server.beside(
         *(asks({"logit_bias": {key: 1}}) for key in keys),
-        asks({"logit_bias": {str(i): 1 for i in range(100_000)}}),
+        asks({"logit_bias": {str(i): 1 for i in range(20_000)}}),
         asks({"logit_bias": [1]}),
         asks({"logit_bias": {"1": "1"}}),
         asks({"logit_bias": {"1": 1e30}}),

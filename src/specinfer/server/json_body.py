@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from specinfer.server.errors import ApiError
 
 MAX_DEPTH = 100
+MAX_NAMES = 20_000  # of one object: each unknown one may become an error of its own
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -57,6 +58,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         (repeated, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {repeated!r:.60} is repeated; give it once")
+    if len(fields) > MAX_NAMES:
+        raise ValueError(f"{len(fields)} names in one object; send at most {MAX_NAMES}")
     return fields
 
 

@@ -111,7 +111,8 @@ def check_spelling(unknown: Iterable[str], known: Iterable[str], prefix: str = "
     names = set(known)
     for i, name in enumerate(unknown):
         if i == _MAX_UNKNOWN:
-            message = f"{prefix.rstrip('.') or 'body'}: more than {i} names are not known, {name!r:.64} among them; leave them out"
+            place = prefix.rstrip(".") or "body"
+            message = f"{place}: more than {i} names are not known, {name!r:.64} among them; leave them out"
             raise ApiError(400, message, param=prefix + name[:64], code="unknown_field")
         plain = name[:64].lower().replace("-", "_")
         if likely := difflib.get_close_matches(plain, names, 1, _SIMILARITY):
