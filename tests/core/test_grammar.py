@@ -406,6 +406,23 @@ def test_an_output_whose_masks_take_too_long_ends_and_guesses_of_it_end_before()
         compiler.close()
 
 
+def test_all_outputs_of_a_request_share_the_time_of_masks() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED, (EOS,), has_trials=True)
+    try:
+        grammar = compiler.compile(StructuredOutputsParams(grammar=AMBIGUOUS))
+        outputs = [grammar.clone(shares_time=True) for _ in range(5)]
+        begun, num_tokens = time.thread_time(), 0
+        while not all(output.is_lost for output in outputs):
+            for output in outputs:
+                if not output.is_lost:
+                    _legal(output)
+                    output.advance(A)
+                    num_tokens += 1
+            assert time.thread_time() - begun < 1.0 + 0.002 * num_tokens
+    finally:
+        compiler.close()
+
+
 def test_constraints_of_a_program_may_take_any_time() -> None:
     grammar = _compile(grammar=AMBIGUOUS)
     for _ in range(60):

@@ -92,7 +92,7 @@ class PromptReader:
                 max_model_len=self._max_model_len,
                 text=self.text_buffer(params),
                 decode=self.decode_token,
-                grammar=None if grammar is None else grammar.clone(),
+                grammar=None if grammar is None else grammar.clone(shares_time=True),
                 bad_words_ids=bad_words,
                 prediction_ids=prediction,
                 adapter=adapter,

@@ -1,6 +1,5 @@
 """Compilation of a request's constraint to a grammar that some text fits, or the reason why none does."""
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from specinfer.core.errors import RequestError
 from specinfer.core.grammar.matcher import fault, make_matcher, make_tokenizer
 from specinfer.core.grammar.refusals import shortened
-from specinfer.core.grammar.state import Grammar
+from specinfer.core.grammar.state import Grammar, MaskTime
 from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
@@ -79,12 +78,12 @@ class GrammarCompiler:
             self._vocab_size,
             self._end_bit,
             () if ignore_eos else self._eos_token_ids,
-            math.inf if self._trials is None else CPU_SECONDS,
+            None if self._trials is None else MaskTime(CPU_SECONDS),
         )
         if grammar.is_finished:
             return "only the empty text fits, and no end-of-text token can end it; allow some text"
         for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
-            probe = grammar.clone()
+            probe = grammar.clone(shares_time=True)
             probe.mask(())  # compute the mask as in generation: it counts against the limits on work
             probe.advance(token)
             if probe.mask(()).any():

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +14,34 @@ from torch import Tensor
 
 Bits = npt.NDArray[np.uint8]
 _MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
-_SECONDS_PER_TOKEN = 0.004  # of processor time that each token adds; masks of real schemas take a tenth of it
+_SECONDS_PER_TOKEN = 0.002  # of processor time that each token adds; masks of real schemas take a fifth of it
+
+
+@dataclass(slots=True)
+class MaskTime:
+    """Processor time that the masks of all outputs of a request take, in seconds.
+
+    Attributes:
+        most: Limit before what each token adds.
+        own, guesses: Spent on the outputs, and because of proposed tokens.
+    """
+
+    most: float = math.inf
+    num_tokens: int = 0
+    own: float = 0.0
+    guesses: float = 0.0
+
+    @property
+    def allowed(self) -> float:
+        return self.most + _SECONDS_PER_TOKEN * self.num_tokens
 
 
 class Grammar:
     """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it.
 
     Args:
-        max_seconds: Processor time that the masks of the output may take, before what each token adds. Those of
-            proposed tokens may take as much again; after that, all proposed tokens are illegal.
+        mask_time: Limit of the time of masks. When outputs have spent it, they are lost; those of proposed tokens may
+            take as much again, and after that all proposed tokens are illegal.
     """
 
     def __init__(
@@ -30,7 +50,7 @@ class Grammar:
         vocab_size: int,
         end_bit: int,
         eos_token_ids: Sequence[int],
-        max_seconds: float = math.inf,
+        mask_time: MaskTime | None = None,
     ) -> None:
         # The matcher is never copied: copies share limited tables, so proposed tokens of one output could end another.
         self._make_matcher = make_matcher
@@ -39,8 +59,7 @@ class Grammar:
         self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._matcher = make_matcher()
         self._num_restarts = 0
-        self._max_seconds = max_seconds
-        self._own_seconds = self._guess_seconds = 0.0  # spent on the output, and because of proposed tokens
+        self._time = mask_time or MaskTime()
         self._said: list[int] = []
         self._ahead: list[int] = []  # proposed tokens that the matcher has consumed after the output
         self._has_ended = False
@@ -48,9 +67,10 @@ class Grammar:
         self._bits: dict[tuple[int, ...], Bits] = {}  # legal tokens after a path, one bit each
         self._ends: set[tuple[int, ...]] = set()  # paths that end the output
 
-    def clone(self) -> "Grammar":
-        """Return the same grammar at its start."""
-        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, self._max_seconds)
+    def clone(self, *, shares_time: bool = False) -> "Grammar":
+        """Return the same grammar at its start, for another output of the same request if it `shares_time`."""
+        mask_time = self._time if shares_time else MaskTime(self._time.most)
+        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, mask_time)
 
     @property
     def is_finished(self) -> bool:
@@ -85,6 +105,7 @@ class Grammar:
                 self.is_lost = self.is_lost or not self._go((token,))
             self._ahead = []
             self._said.append(token)
+            self._time.num_tokens += 1
         self._bits.clear()
         self._ends.clear()
 
@@ -115,7 +136,7 @@ class Grammar:
     def _compute(self, path: tuple[int, ...]) -> Bits:
         """Return llguidance's mask of legal tokens, 1 if legal; all 0 if the path is illegal or too much work."""
         bits = None
-        if not path or (self._num_restarts < _MAX_RESTARTS and self._guess_seconds <= self._allowed_seconds):
+        if not path or (self._num_restarts < _MAX_RESTARTS and self._time.guesses <= self._time.allowed):
             bits = self._try(path)
             if bits is None:  # perhaps because of the work for earlier paths
                 self._start_again()
@@ -125,6 +146,7 @@ class Grammar:
         return np.zeros(max(self._vocab_size, self._end_bit + 1), dtype=np.uint8) if bits is None else bits
 
     def _try(self, path: tuple[int, ...]) -> Bits | None:
+        self.is_lost = self.is_lost or self._time.own > self._time.allowed
         if self.is_lost:
             return None
         with self._timed(is_guess=bool(path)):
@@ -169,10 +191,6 @@ class Grammar:
                     return
                 self._matcher.compute_bitmask()
 
-    @property
-    def _allowed_seconds(self) -> float:
-        return self._max_seconds + _SECONDS_PER_TOKEN * len(self._said)
-
     @contextmanager
     def _timed(self, *, is_guess: bool) -> Iterator[None]:
         """Count the processor time of a block; an output that takes too much is lost, but not for its guesses."""
@@ -182,7 +200,7 @@ class Grammar:
         finally:
             spent = time.thread_time() - begun
             if is_guess:
-                self._guess_seconds += spent
+                self._time.guesses += spent
             else:
-                self._own_seconds += spent
-                self.is_lost = self.is_lost or self._own_seconds > self._allowed_seconds
+                self._time.own += spent
+                self.is_lost = self.is_lost or self._time.own > self._time.allowed
