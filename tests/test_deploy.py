@@ -4,6 +4,8 @@ import configparser
 import importlib
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from specinfer.llm import LLM
 from specinfer.server import metrics
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
+from specinfer.server.keys import read_key_file
 from specinfer.server.metrics import Metrics
 from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.replicas import numbers
@@ -136,13 +139,26 @@ def test_the_composition_mounts_files_that_there_are_and_gives_little_away() -> 
         assert float(grace.removesuffix("s")) > float(drain)
 
 
-def test_prometheus_asks_the_server_with_its_key() -> None:
+def test_prometheus_asks_the_server_with_a_key_that_can_do_nothing_else() -> None:
     (job,) = load("prometheus.yml")["scrape_configs"]
     assert job["static_configs"][0]["targets"] == ["server:8000"]
     services = load("compose.yaml")["services"]
     assert services["specinfer"]["networks"]["default"]["aliases"] == ["server"]
-    assert job["authorization"]["credentials_file"] == services["specinfer"]["environment"]["SPECINFER_API_KEY_FILE"]
-    assert services["prometheus"]["secrets"] == ["api_key"]
+    assert job["authorization"]["credentials_file"] == "/run/secrets/metrics_key"
+    assert services["prometheus"]["secrets"] == ["metrics_key"]
+    assert services["specinfer"]["secrets"] == ["api_keys"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_keys_that_are_made_as_the_files_say_are_one_for_requests_and_one_for_metrics(tmp_path: Path) -> None:
+    lines = [line[1:].strip() for line in (DEPLOY / "compose.yaml").read_text().splitlines() if line.startswith("#")]
+    made = "\n".join(line for line in lines if "openssl" in line)
+    assert made in (ROOT / "docs/deploy.md").read_text()
+    (tmp_path / "deploy").mkdir()
+    subprocess.run(["bash", "-c", made], cwd=tmp_path, check=True)
+    found = read_key_file("api_keys.txt", (tmp_path / "deploy/api_keys.txt").read_text())
+    assert [sorted(one.roles) for one in found.values()] == [["admin", "generate", "metrics"], ["metrics"]]
+    assert list(found)[1] == (tmp_path / "deploy/metrics_key.txt").read_text().strip()
 
 
 # ------------------------------------------------------------------------------- metrics by name
