@@ -121,8 +121,10 @@ class ChoicesResponse:
         for outputs, last in zip(self.outputs, chunks, strict=True):
             for output, chunk in zip(outputs, last, strict=True):
                 choices.append(output.whole(chunk) | self._trace(chunk))
-        end = {"usage": self._usage(), "metrics": metrics_of(self.generations)}
-        return to_json(self._head(self.kinds[0]) | {"choices": choices} | end | self.once())
+        end = {"usage": self._usage(), "metrics": metrics_of(self.generations)} | self.once()
+        # One by one: encoding many large ones in a single call would keep Python's lock for seconds.
+        encoded = b",".join(map(to_json, choices))
+        return to_json(self._head(self.kinds[0]))[:-1] + b',"choices":[' + encoded + b"]," + to_json(end)[1:]
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
         """Yield the response in pieces as they come, or None when nothing has come for a while."""
