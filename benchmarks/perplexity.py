@@ -114,18 +114,19 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
         models, dtype = at_size(models, config.grow, config.dtype, device)
         with _load(config, models, dtype, texts, None) as exact:
 
-            def score_of(name: str, num_bytes: int, read: Read) -> Score:
+            def score_of(name: str, num_bytes: int, read: Read | None = None) -> Score:
                 progress.stage(name)
                 score = Score(name, num_bytes)
                 for text in texts:
-                    score = score.plus(*_compare(_logits(exact.target, text[:-1]), read(text[:-1]), text))
+                    wanted = _logits(exact.target, text[:-1])
+                    score = score.plus(*_compare(wanted, wanted if read is None else read(text[:-1]), text))
                     progress.advance()
                 return score
 
             def read_with(llm: LLM) -> Read:
                 return lambda tokens: _logits(llm.target, tokens)
 
-            scores = [score_of(exact_name, exact.target.loaded.num_bytes, read_with(exact))]
+            scores = [score_of(exact_name, exact.target.loaded.num_bytes)]
             for quantization in config.compared:
                 # One quantized model at a time, since all of them together might not fit into memory.
                 llm = _load(config, models, dtype, texts, quantization)

@@ -24,16 +24,6 @@ from tiny import make_model, paths_of, random_prompts, save_model, save_tokenize
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama")
-
-
 def _texts(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
 

@@ -15,20 +15,10 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
 from specinfer.drafters import self_drafter
 from specinfer.drafters.self_drafter import SelfDrafter
-from tiny import make_model, random_prompts, save_model
+from tiny import random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = random_prompts([5, 40, 1, 17])
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama")
 
 
 def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:

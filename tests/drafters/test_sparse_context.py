@@ -21,16 +21,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = random_prompts([5, 60, 1, 33])
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama")
-
-
 @pytest.fixture
 def small_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out much of contexts that tiny models can have."""

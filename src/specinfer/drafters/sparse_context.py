@@ -1,9 +1,9 @@
 """The part of a long context that drafts attend to: its first tokens, its last ones, and pages between them.
 
 The first tokens take the attention that finds nothing better (attention sinks, arXiv 2309.17453), and the last ones
-most of the rest. Pages at even distances stand for what lies between: on the embedded target they are worth a little
-more than a longer window. What the target attended to most would be a better choice still, but its kernels do not
-return the weights of keys, and writing them for every layer and head would slow every pass down.
+most of the rest. Pages at even distances represent what lies between: on the embedded target more drafts are accepted
+with them than with a longer window. What the target attended to most would be a better choice still, but its kernels do
+not return the weights of keys, and writing them for every layer and head would slow every pass down.
 """
 
 import numpy as np

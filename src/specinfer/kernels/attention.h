@@ -17,22 +17,6 @@ struct Item {  // tokens [from, to) of a piece, and so many query heads, which s
     int64_t piece, from, to, kv_head, first_head, heads;
 };
 
-// A thread's own memory, which grows. No containers of the standard library: which instruction set's would be linked?
-template <class T>
-struct Grown {
-    T *data = nullptr;
-    int64_t size = 0;
-    T *hold(int64_t wanted) {
-        if (wanted > size) {
-            delete_aligned(data);
-            size = wanted + wanted / 2;
-            data = (T *)new_aligned(size * sizeof(T));
-        }
-        return data;
-    }
-    ~Grown() { delete_aligned(data); }
-};
-
 // Of what a row makes of a part [dim sums of values times weights][the largest score][sum of weights].
 static INLINE int64_t partial_size(const Attention *layer) { return layer->dim + 2; }
 

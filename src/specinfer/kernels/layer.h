@@ -61,3 +61,19 @@ template <bool ADDS = false>
 static void norm(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads) {
     in_parallel(rows, FEW, threads, [&](int64_t r) { norm_row<ADDS>(x + r * size, weight, y + r * size, size, eps); });
 }
+
+// A thread's own memory, which grows. No containers of the standard library: which instruction set's would be linked?
+template <class T>
+struct Grown {
+    T *data = nullptr;
+    int64_t size = 0;
+    T *hold(int64_t wanted) {
+        if (wanted > size) {
+            delete_aligned(data);
+            size = wanted + wanted / 2;
+            data = (T *)new_aligned(size * sizeof(T));
+        }
+        return data;
+    }
+    ~Grown() { delete_aligned(data); }
+};

@@ -113,21 +113,13 @@ static void finish(const float *sums, const float *bias, float *y, int64_t rows,
     }
 }
 
-// A thread's sums [rows][WIDTH] of the panel it is at.
-struct Totals {
-    float *sums = nullptr;
-    int64_t rows = 0;
-    float *of(int64_t wanted) {
-        if (wanted > rows) {
-            delete_aligned(sums);
-            rows = wanted + wanted / 2;
-            sums = (float *)new_aligned(rows * WIDTH * sizeof(float));
-        }
-        memset(sums, 0, wanted * WIDTH * sizeof(float));
-        return sums;
-    }
-    ~Totals() { delete_aligned(sums); }
-};
+// A thread's sums [rows][WIDTH] of the panel it is at, all zero.
+static float *zero_sums(int64_t rows) {
+    static thread_local Grown<float> room;
+    float *sums = room.hold(rows * WIDTH);
+    memset(sums, 0, rows * WIDTH * sizeof(float));
+    return sums;
+}
 
 #include "low_rank.h"
 
@@ -159,11 +151,10 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
         }
     };
     const auto panel = [&](int64_t p) {
-        static thread_local Totals totals;
         const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
         const uint8_t *weight_scales = layer->scales;  // null where weights are no codes
         if (weight_scales) weight_scales += p * scale_bytes(layer->scaling, shape.group, depth);
-        float *sums = totals.of(rows);
+        float *sums = zero_sums(rows);
         const int64_t column = layer->first + p * WIDTH;
         if (runs) fetch_up(layer, column / WIDTH, runs);
         for (int64_t k = 0; k < depth; k += part) {

@@ -127,8 +127,7 @@ static void add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const 
     const int64_t panels = (outputs + WIDTH - 1) / WIDTH;
     all_down(&layer, x, runs, threads);
     in_parallel(panels, shares(panels, threads), threads, [&](int64_t p) {
-        static thread_local Totals totals;
-        float *sums = totals.of(rows);
+        float *sums = zero_sums(rows);
         panel_up(&layer, p, runs, sums);
         finish(sums, nullptr, y, rows, p * WIDTH, outputs, outputs, ADD);
     });

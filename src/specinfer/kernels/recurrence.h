@@ -101,21 +101,6 @@ static INLINE void prepare(const Recurrence *layer, int64_t slot, float *mixed, 
     }
 }
 
-// A thread's own memory: the columns of an item, for each of the states that are needed at a time.
-struct States {
-    Floats *states = nullptr;
-    int64_t size = 0;
-    Floats *of(int64_t wanted) {
-        if (wanted > size) {
-            delete_aligned(states);
-            states = (Floats *)new_aligned(wanted * sizeof(Floats));
-            size = wanted;
-        }
-        return states;
-    }
-    ~States() { delete_aligned(states); }
-};
-
 // result [2] = query . state after a token, whose value is in `change` [2]. `to` may be `from`; both are [keys][2].
 template <bool DELTA>
 static INLINE void step(const Floats *from, Floats *to, int64_t keys, const float *key, const float *query, float kept,
@@ -165,8 +150,8 @@ static void recur_columns(const Recurrence *layer, const Scan *scan, const float
     const int64_t columns = values - first < COLUMNS ? values - first : COLUMNS;
     const int64_t key_head = head / (heads / layer->key_heads), whole = heads * keys * values;
     float *pool = layer->pool ? layer->pool + head * keys * values + first : nullptr;
-    static thread_local States room;
-    Floats *states = room.of(scan->places * keys * 2);
+    static thread_local Grown<Floats> room;  // an item's columns of each state that is needed at a time
+    Floats *states = room.hold(scan->places * keys * 2);
     // All are read before any is written: a row of the pool may be read for one request and written for another.
     for (int64_t i = 0; i < scan->count; i++) {
         const int64_t row = scan->first_rows[i];

@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from specinfer.bench.loop import write_files
-from specinfer.bench.models import dtype_of, find_models, plan_growth
+from specinfer.bench.models import Models, dtype_of, find_models, plan_growth
 from specinfer.bench.shape import Shape, head_dim_of
 from specinfer.core.lookups import reserved_names
 from specinfer.model.definition import load_config
@@ -89,8 +89,9 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
         RuntimeError: A request failed.
     """
     check_files(config.json, config.plot)
-    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config), config.context)
-    acceptance = find_acceptance(replace(config, device="auto", grow=None), console)
+    models = find_models(config.model, config.drafters)
+    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config, models), config.context)
+    acceptance = find_acceptance(replace(config, device="auto", grow=None), models, console)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
         name: np.array(
@@ -106,9 +107,8 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
     return report
 
 
-def _shapes(config: PlanConfig) -> tuple[TargetShape, TargetShape | None]:
+def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShape | None]:
     """Return the shapes of the target and of the largest small model among the drafters, grown as for a measurement."""
-    models = find_models(config.model, config.drafters)
     dtype = "bfloat16" if config.grow is not None and config.dtype == "auto" else config.dtype
     growths = plan_growth(models, config.grow, dtype).growths if config.grow is not None else {}
 

@@ -73,7 +73,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     return report
 
 
-def find_acceptance(config: PlanConfig, console: Console | None = None) -> AcceptanceModel:
+def find_acceptance(config: PlanConfig, models: Models, console: Console | None = None) -> AcceptanceModel:
     """Return the given acceptance, or measure it with the models on this machine.
 
     Raises:
@@ -83,7 +83,6 @@ def find_acceptance(config: PlanConfig, console: Console | None = None) -> Accep
     """
     if config.acceptance is not None:
         return AcceptanceModel.assumed(config.acceptance)
-    models = find_models(config.model, config.drafters)
     prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
     with stage_bar(console) as progress:
         progress.stage("loading")
