@@ -249,6 +249,33 @@ def test_prompt_logprobs_are_of_every_token(runner_of: Runners) -> None:
     assert len(asked.prompt_logprobs) == len(COMMON)
 
 
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 16}, {"num_slots": 150}], ids=str)
+def test_several_outputs_compute_the_logprobs_of_their_prompt_once(
+    runner_of: Runners, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], keeps_prefixes: bool
+) -> None:
+    num_rows, num_slots = [], limits.get("num_slots", 600)
+    limits = {name: value for name, value in limits.items() if name != "num_slots"}
+    target = resized(runner_of("llama"), num_slots, keeps_prefixes=keeps_prefixes)
+    begin = target.begin
+    monkeypatch.setattr(
+        target, "begin", lambda pieces: num_rows.append(sum(one.num_logits for one in pieces)) or begin(pieces)
+    )
+    params = SamplingParams(max_tokens=6, prompt_logprobs=2)
+    alone = [make_request(f"a{i}", COMMON, params, seed=i) for i in range(8)]
+    wanted = [run(make_engine(resized(runner_of("llama"), 600)), [request])[0] for request in alone]
+    shared: list[Any] = []
+    requests = [make_request(f"r{i}", COMMON, params, seed=i, prompt_logprobs=shared) for i in range(8)]
+    assert run(make_engine(target, **limits), requests) == wanted
+    assert len(shared) == len(COMMON)
+    for known, exact in zip(shared[1:], alone[0].prompt_logprobs[1:], strict=True):
+        assert {kind: one.logprob for kind, one in known.items()} == pytest.approx(
+            {kind: one.logprob for kind, one in exact.items()}, abs=2e-4
+        )
+    # A prompt's last tokens may be computed by all, as they are for other requests.
+    assert sum(num_rows) < len(COMMON) + 8 * (32 + 2 * params.max_tokens)
+
+
 def test_a_request_that_was_put_back_goes_on_from_what_it_computed(runner_of: Runners) -> None:
     wanted = [run(make_engine(resized(runner_of("llama"), 600)), [request])[0] for request in _requests()]
     for num_slots in (85, 100, 140):

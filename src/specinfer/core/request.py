@@ -177,6 +177,7 @@ class Request:
         token_ids: Token ids of the prompt, then of the output.
         num_computed: Number of tokens from the start whose keys and values are in the target's cache. While the
             request runs it is below `len(token_ids)`: the last known token is always still to be computed.
+        prompt_logprobs: One list for all outputs of a prompt; whichever computes a token first adds to it.
         seed: Seed of the noise. Together with the position it determines every sampled token.
     """
 
@@ -237,6 +238,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """True if log-probabilities of prompt tokens were asked for and are not all known."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
 
     @property
     def is_finished(self) -> bool:

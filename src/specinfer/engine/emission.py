@@ -42,8 +42,7 @@ def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tens
 def reads_prompt(span: Span) -> bool:
     """Return whether the rows of this span give log-probabilities of prompt tokens that the request asked for."""
     request = span.request
-    wanted = request.params.prompt_logprobs is not None
-    return wanted and span.start < len(request.prompt_ids) and len(request.prompt_logprobs) < len(request.prompt_ids)
+    return request.lacks_prompt_logprobs and len(request.prompt_logprobs) <= span.end
 
 
 def note_prompt(span: Span, logits: Tensor) -> None:
@@ -52,7 +51,7 @@ def note_prompt(span: Span, logits: Tensor) -> None:
     assert count is not None
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)  # the first token has no prediction
-    # After a preemption some of them are known already.
+    # Some of them are known already after a preemption, or from another output of the prompt.
     for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
         row, token = logits[place - 1 - span.start], request.prompt_ids[place]
         request.prompt_logprobs.append(top_logprobs(row, token, count, (), request.decode))

@@ -91,7 +91,7 @@ class HostExecutor:
         self._steps.append(batch)
         self._scheduler.mark_in_flight(batch.spans)
         try:
-            batch.target_pass = self.target.begin(self._pieces(batch.spans, batch.trees))
+            batch.target_pass = self.target.begin(self._pieces(batch))
         except Exception as error:  # in the result of this step, since those before it come first
             batch.error = error
 
@@ -100,7 +100,7 @@ class HostExecutor:
         clock = step.clock
         clock.skip_to(self._last_pass_end)
         try:
-            logits = self._by_tree(step.spans, step.trees, step.wait())
+            logits = self._by_tree(step, step.wait())
             clock.lap("target")
             waited = self.target.loaded.seconds_waiting - max(step.waited, self._waited)
             self._last_pass_end, self._waited = clock.last, self.target.loaded.seconds_waiting
@@ -189,29 +189,29 @@ class HostExecutor:
         num_prompt_logprobs = sum(span.end - span.start for span in spans if reads_prompt(span))
         return min(num_slots, self.target.capacity.max_guesses(num_known, num_prompt_logprobs))
 
-    def _pieces(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Piece]:
+    def _pieces(self, step: InFlightStep) -> list[Piece]:
         cache, pieces = self.target.cache, []
-        for span, tree in zip(spans, trees, strict=True):
+        for span, tree, reads in zip(step.spans, step.trees, step.reads_prompt, strict=True):
             request_id = span.request.request_id
             num_new = span.end - span.start + (tree.num_guessed if tree else 0)
             slots = cache.reserve(request_id, num_new)
             piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
-            if reads_prompt(span):
+            if reads:
                 piece = replace(piece, num_logits=num_new)
             if span.request.adapter is not None:
                 piece = replace(piece, adapter=span.request.adapter.table)
             pieces.append(piece)
         return pieces
 
-    def _by_tree(self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Tensor) -> list[Tensor]:
+    def _by_tree(self, step: InFlightStep, logits: Tensor) -> list[Tensor]:
         """Return the logits of each tree: [nodes, vocab]. Rows for prompt log-probabilities go to their requests.
 
         Requests that ended while the pass was in flight are left out.
         """
         rows, start = [], 0
-        for span, tree in zip(spans, trees, strict=True):
+        for span, tree, reads in zip(step.spans, step.trees, step.reads_prompt, strict=True):
             num_tree = len(tree) if tree else 0
-            if reads_prompt(span):
+            if reads:
                 num_before = span.end - span.start - (1 if tree else 0)
                 if not span.request.is_finished:
                     note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])

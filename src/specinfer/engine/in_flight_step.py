@@ -1,12 +1,13 @@
 """A step on the host that was scheduled and is not finished, with everything needed to finish it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
+from specinfer.engine.emission import reads_prompt
 from specinfer.engine.timer import StageClock
 from specinfer.model.runner import Pass
 
@@ -22,6 +23,8 @@ class InFlightStep:
         clock: Clock of the time spent on this group alone.
         waited: Seconds that passes had waited for weights when this one began.
         num_programs: Passes that had been captured before it was drafted.
+        reads_prompt: For each span, whether the pass has logits for log-probabilities of its prompt. Another output of
+            the prompt may add these first.
         target_pass: The pass, or None if it could not begin; then `error` is raised when it is to be finished.
     """
 
@@ -34,6 +37,10 @@ class InFlightStep:
     num_programs: int = 0
     target_pass: Pass | None = None
     error: Exception | None = None
+    reads_prompt: Sequence[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads_prompt = [reads_prompt(span) for span in self.spans]
 
     def wait(self) -> Tensor:
         """Wait for the pass and return its logits: [rows, vocab].

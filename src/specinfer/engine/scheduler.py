@@ -247,19 +247,20 @@ class Scheduler:
 
     def _attach(self, request: Request) -> None:
         """Start a request with the part of its tokens that is cached."""
-        if request.params.prompt_logprobs is not None and not request.num_output:
-            return  # the logits of every prompt token are needed
-        # The last token is always computed, because its logits are needed.
-        known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[:-1])
+        # The last token is always computed, because its logits are needed, and so is what has no log-probabilities yet.
+        end = len(request.prompt_logprobs) - 1 if request.lacks_prompt_logprobs else len(request.token_ids) - 1
+        known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[: max(end, 0)])
         request.num_computed = known
         if request.scheduled_time is None:  # otherwise it finds what it computed itself
             request.num_cached = known
 
     def _is_being_read(self, request: Request) -> bool:
-        """Return whether a running request is computing a prefix that this one could share."""
-        if not self._cache.keeps_prefixes or request.params.prompt_logprobs is not None:
-            return False
-        return any(_computes_beginning(other, request) for other in self.running)
+        """Return whether a running request is computing a prefix, or log-probabilities, that this one could share."""
+        if request.lacks_prompt_logprobs:
+            sharers = [other for other in self.running if other.prompt_logprobs is request.prompt_logprobs]
+        else:
+            sharers = self.running if self._cache.keeps_prefixes else []
+        return any(_computes_beginning(other, request) for other in sharers)
 
     def _is_leaving(self, request_id: str) -> bool:
         """Return whether an ended request with this id is still in a pass, which writes to its slots."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 from specinfer.core.errors import ContextLengthError, RequestError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
 from specinfer.core.outputs import RequestOutput
 from specinfer.core.request import Request
@@ -82,6 +83,7 @@ class PromptReader:
         ids, grammar = self.read(prompt, params), self.grammar(params)
         bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
         salt = self.cache_salt(prompt) + ("" if adapter is None else f"\0{adapter.salt}")
+        prompt_logprobs: list[dict[int, Logprob] | None] = []  # computed once
         requests = [
             Request(
                 request_id=f"{request_id}.{i}",
@@ -97,6 +99,7 @@ class PromptReader:
                 prediction_ids=prediction,
                 adapter=adapter,
                 cache_salt=salt,
+                prompt_logprobs=prompt_logprobs,
             )
             for i in range(params.n)
         ]
