@@ -22,11 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.attention import attend
 from specinfer.kernels.triton.blocks import Device, choose_blocks
+from specinfer.kernels.triton.candidates import add_candidates
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
+from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, next_frontier
 from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.walk import walk
@@ -126,6 +129,43 @@ def step_cases() -> Iterator[Case]:
     yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))
 
 
+def draft_cases() -> Iterator[Case]:
+    """What goes on around the passes of a draft loop, for 8 requests."""
+    requests, levels = 8, 8
+    table = ChanceTable(_empty(15, dtype=_FULL), *_empty(2, 2, 8 * 16, dtype=_FULL))
+    long = partial(_empty, dtype=torch.int64)
+    sampling = Sampling(long(requests), _empty(requests, dtype=_FULL), _empty(requests))
+    limits = Limits(_empty(requests), long(requests), _empty(requests, dtype=_FULL), _empty(requests, levels))
+
+    def candidates(count: int) -> Candidates:
+        return Candidates.empty(requests, count, torch.device("meta"))
+
+    def frontier(width: int) -> Frontier:
+        ints = (_empty(requests, width, 2), _empty(requests, width), _empty(requests, width, dtype=_FULL))
+        return Frontier(1, long(requests, width), *ints)
+
+    for dtype, nodes, vocab in ((_HALF, 8, 128256), (_FULL, 1, 50257), (_HALF, 16, 262144)):
+        logits, whole = _empty(requests * nodes, vocab, dtype=dtype), candidates(8 * nodes)
+        call = partial(add_candidates, logits, frontier(nodes), 0, 8, sampling, table, limits, whole)
+        yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}", call
+    for width in (4, 16):
+        whole, level_probs = candidates(64 * width), _empty(requests, levels, dtype=_FULL)
+        probs, above = whole.path_prob[:, : 8 * width], frontier(width)
+        yield f"frontier {width}", partial(next_frontier, probs, above, 0, 2, whole, level_probs, frontier(width))
+    for nodes in (16, 64, 256):
+        whole = candidates(16 * nodes)
+        ints = [_empty(requests, nodes + 1) for _ in range(3)]
+        rest = (_empty(requests), _empty(requests, nodes + 1, dtype=_FULL), ints[2], _empty(requests, levels))
+        out = Grown(ints[0], ints[1], *rest)
+        roots, has_two = long(requests), _empty(requests, dtype=torch.bool)
+        yield f"tree {nodes}", partial(best_tree, whole.path_prob, whole, roots, has_two, limits, out)
+        yield f"ancestors {nodes}", partial(mark_ancestors, ints[0], _empty(requests), max_depth=levels, last=_CONTEXT)
+    path, of_requests = _empty(requests, levels), (_empty(requests), _empty(requests, 65), _empty(requests, 65))
+    state = (_empty(requests), long(requests), _empty(requests, dtype=torch.bool))
+    kept = (_empty(requests, levels + 1), _empty(requests))
+    yield "kept", partial(keep_drafted, path, *of_requests, *state, kept)
+
+
 class _AbsentDevice:
     """What Triton asks of a driver before it launches."""
 
@@ -183,7 +223,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, choices=DEVICES, help="compute capability")
     parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
     options = parser.parse_args()
-    cases = [*attention_cases(options.arch), *step_cases(), *layer_cases(options.arch)]
+    cases = [*attention_cases(options.arch), *step_cases(), *draft_cases(), *layer_cases(options.arch)]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
     if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
         sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")

@@ -11,6 +11,7 @@ import pytest
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "programs.py"
 # One form of every kernel; all that there are take minutes.
 SOME = ["attend 128 bfloat16, 8", "attend all", "store bf", "choose float32, 64", "walk 64", "multi-step 128", "commit"]
+OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "frontier 4", "tree 64", "ancestors 64", "kept"]
 
 
 def compiled(folder: Path, *words: str) -> str:
@@ -31,6 +32,15 @@ def test_kernels_compile(tmp_path: Path) -> None:
     usual = [line for line in output.splitlines() if line.startswith("attend 128")]
     assert usual
     assert all(" 0 bytes of stack" in line for line in usual), "its numbers do not all fit into registers:\n" + output
+
+
+def test_kernels_of_draft_loops_compile(tmp_path: Path) -> None:
+    output = compiled(tmp_path, *OF_DRAFTS)
+    kernels = {name for line in output.splitlines() for name in re.findall(r"\b(\w+_program)\b", line)}
+    assert kernels == {
+        *("chunk_program", "candidates_program", "frontier_program"),
+        *("tree_program", "ancestors_program", "kept_program"),
+    }
 
 
 def test_kernels_of_layers_compile(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_the_rough_noise_has_its_stated_accuracy() -> None:
         tl.store(out + at, rough(values))
         tl.store(out + 256 + at, precise(values))
 
-    both[(1,)](given_bits, found, choosing._rough_noise, choosing._noise)
+    both[(1,)](given_bits, found, choosing.rough_noise, choosing.precise_noise)
     wanted = [-math.log(-math.log((x + 0.5) * 2.0**-52)) for x in given_bits.tolist()]
     np.testing.assert_allclose(found[1].numpy(), wanted, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(found[0].numpy(), wanted, atol=2e-4, rtol=0)

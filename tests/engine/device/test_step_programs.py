@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
-from specinfer.kernels.tree_layout import TreeLayout
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
@@ -40,7 +41,8 @@ class Kernels:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
-        for name in ("attend", "store", "choose", "walk", "commit"):
+        of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
+        for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
             patch.setattr(device_decoder, name, self._counted(name))
@@ -93,6 +95,46 @@ class Kernels:
         assert {one.dtype for one in (lens, node_slots, path, lengths)} == {torch.int32}
 
     @staticmethod
+    def add_candidates(
+        logits: Tensor, frontier: Frontier, first: int, width: int, sampling: Sampling, table: ChanceTable,
+        limits: Limits, candidates: Candidates,
+    ) -> None:  # fmt: skip
+        of_launch = (sampling.seeds, sampling.temperatures, sampling.positions, *_fields(limits), *_fields(table))
+        _on_device(*of_launch, *_fields(candidates), frontier.path_prob, frontier.numbers, contiguous=True)
+        _on_device(logits)
+        assert len(logits) == frontier.tokens.numel()
+        assert logits.stride(1) == 1
+        assert first + frontier.tokens.shape[1] * width <= candidates.tokens.shape[1]
+
+    @staticmethod
+    def next_frontier(
+        path_prob: Tensor, frontier: Frontier, first: int, first_column: int, candidates: Candidates,
+        level_probs: Tensor, out: Frontier,
+    ) -> None:  # fmt: skip
+        _on_device(path_prob)
+        _on_device(*_fields(frontier), *_fields(candidates), level_probs, *_fields(out), contiguous=True)
+        assert path_prob.stride() == (candidates.tokens.shape[1], 1)
+        assert first_column + out.tokens.shape[1] <= 32 * out.sees.shape[2]
+        assert first + path_prob.shape[1] <= candidates.tokens.shape[1]
+
+    @staticmethod
+    def best_tree(
+        path_prob: Tensor, candidates: Candidates, roots: Tensor, has_two: Tensor, limits: Limits, out: Grown
+    ) -> None:
+        _on_device(path_prob, roots, has_two, *_fields(candidates), *_fields(limits), *_fields(out), contiguous=True)
+
+    @staticmethod
+    def mark_ancestors(parents: Tensor, first: Tensor, *, max_depth: int, last: int) -> Any:
+        _on_device(parents, first, contiguous=True)
+        assert max_depth >= 1
+        assert last > 0
+        return parents.new_empty((parents.numel(), num_words(parents.shape[1]))), torch.empty_like(parents)
+
+    @staticmethod
+    def keep_drafted(path: Tensor, lengths: Tensor, *others: Any) -> None:
+        _on_device(path, lengths, *others[:-1], *others[-1], contiguous=True)
+
+    @staticmethod
     def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, _eps: float) -> Tensor:
         _on_device(hidden, weight, *([] if added is None else [added]), contiguous=True)
         return torch.empty_like(hidden)
@@ -108,6 +150,10 @@ class Kernels:
     def gate(both: Tensor) -> Tensor:
         _on_device(both, contiguous=True)
         return both.new_empty((len(both), both.shape[1] // 2))
+
+
+def _fields(several: Any) -> list[Tensor]:
+    return [value for one in fields(several) if isinstance(value := getattr(several, one.name), Tensor)]
 
 
 def _on_device(*tensors: Tensor, contiguous: bool = False) -> None:
@@ -167,11 +213,12 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (2, 2, 3)
 
 
-# Kernels of PyTorch beside those of this project, which are one each; `specinfer plan` predicts with the same numbers,
-# so lower them there when a step becomes leaner. Six kernels of a layer are this project's: two norms, the rotation,
-# the attention with the sum of its parts, and the gate.
+# `specinfer plan` predicts with the same numbers, so lower them there when a step becomes leaner. These are the kernels
+# of PyTorch alone. The others are this project's: of a draft level two for its candidates and one for its frontier; of
+# a draft loop one for its trees; of a verification two for the tokens chosen and one each for mask, walk, columns kept
+# and two commits; of a layer two norms, the rotation, the attention with the sum of its parts, and the gate.
 DESIGN = StepDesign()
-PER_DRAFT, PER_LEVEL, PER_VERIFICATION = DESIGN.draft_kernels, DESIGN.level_kernels, DESIGN.verify_kernels
+PER_DRAFT, PER_LEVEL, PER_VERIFICATION = DESIGN.draft_kernels - 1, DESIGN.level_kernels - 3, DESIGN.verify_kernels - 7
 PER_LAYER = DESIGN.layer_kernels - 6
 
 
@@ -188,8 +235,12 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         with torch.inference_mode(), Launches() as launches:
             program()
         counts.append(launches.count)
-    assert counts[0] <= PER_DRAFT + shape.num_levels * (PER_LEVEL + PER_LAYER * layers)
+    levels = shape.num_levels
+    assert counts[0] <= PER_DRAFT + levels * (PER_LEVEL + PER_LAYER * layers)
     assert counts[1] <= PER_VERIFICATION + PER_LAYER * layers
+    calls = {name: kernels.calls[name] for name in ("add_candidates", "next_frontier", "best_tree", "mark_ancestors")}
+    assert calls == {"add_candidates": levels, "next_frontier": levels - 1, "best_tree": 1, "mark_ancestors": 1}
+    assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (1, 1, 2)
     passes = shape.num_levels + 1
     assert kernels.calls["attend"] == kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes * layers
     assert kernels.calls["add_norm"] == passes * (2 * layers + 1)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specinfer.engine.device.growth import DraftShape, Frontier, Grown, Limits, Sampling, grow
+from specinfer.engine.device.columns import DraftColumns
+from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
-from specinfer.kernels.tree_layout import TreeLayout, pack_bits
+from specinfer.kernels.plain_draft import Frontier, Grown, Limits, Sampling
+from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
@@ -81,35 +83,6 @@ class LaunchSize:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Trees:
-    """The trees of a launch, passed from the first program to the second."""
-
-    grown: Grown
-
-    @classmethod
-    def empty(cls, size: LaunchSize, device: torch.device) -> "_Trees":
-        rows, nodes, levels = size.num_rows, size.num_nodes, size.shape.num_levels if size.shape else 0
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        with torch.inference_mode(mode=False):
-            grown = Grown(
-                zeros(rows, nodes), zeros(rows, nodes), zeros(rows) + 1, zeros(rows, nodes, dtype=torch.float32),
-                zeros(rows, nodes), zeros(rows, levels, dtype=torch.float32),
-            )  # fmt: skip
-        return cls(grown)
-
-    def take(self, grown: Grown) -> None:
-        mine = self.grown
-        for place, value in (
-            (mine.tokens, grown.tokens), (mine.parents, grown.parents), (mine.sizes, grown.sizes),
-            (mine.confidence, grown.confidence), (mine.columns, grown.columns), (mine.path_prob, grown.path_prob),
-        ):  # fmt: skip
-            place.copy_(value)
-
-
 class Programs:
     """The two programs of one size, and their inputs and results.
 
@@ -134,17 +107,21 @@ class Programs:
         device = target.loaded.device
         self.inputs, self.results = size.inputs(device), size.results(device)
         self._state, self._target, self._drafter, self._to_target = state, target, drafter, to_target
-        self._trees = _Trees.empty(size, device)
-        self._numbers = torch.arange(size.num_rows + 1, device=device)
+        self._numbers = torch.arange(size.num_rows + 1, dtype=torch.int32, device=device)
+        self._logit_rows = torch.arange(size.num_rows * size.num_nodes, device=device)
+        self._columns = None if size.shape is None else DraftColumns(size.shape, size.num_rows, device)
+        results = self.results.there
+        with torch.inference_mode(mode=False):
+            columns = torch.zeros_like(results["tokens"])
+        self._trees = Grown(  # in what is sent to the host, from the first program to the second
+            results["tokens"], results["parents"], results["sizes"], results["confidence_float32"], columns,
+            results["worth_float32"],
+        )  # fmt: skip
 
     @property
     def _is_row(self) -> Tensor:
         """[rows], True for rows that have a request."""
         return self._numbers[:-1] < self.inputs.there["num"]
-
-    def _starts(self, each: int) -> Tensor:
-        """Return the start of each request's tokens, [rows + 1] int32, with this many tokens for each."""
-        return torch.minimum(self._numbers, self.inputs.there["num"]).mul(each).int()
 
     # ------------------------------------------------------------------------------------- draft loop
 
@@ -153,97 +130,79 @@ class Programs:
         shape, drafter, state, rows = self.size.shape, self._drafter, self._state, self.size.num_rows
         assert shape is not None
         assert drafter is not None
-        inputs = self.inputs.there
-        known, num_left, has_two = state.known[:rows].long(), state.num_left[:rows], state.has_two[:rows]
+        assert self._columns is not None
+        inputs, roots = self.inputs.there, state.roots[:rows]
+        known, num_left, has_two = state.known[:rows], state.num_left[:rows], state.has_two[:rows]
         drafts = self._is_row & (num_left > 0) & (inputs["drafts"] > 0)
         last = drafter.loaded.max_position - 1
         limits = Limits(
-            torch.where(drafts, inputs["max_nodes"], 0).long(),
+            torch.where(drafts, inputs["max_nodes"], 0),
             # The token after the path needs no draft token.
-            torch.minimum(torch.minimum(inputs["max_depth"].long(), num_left - 1), last - known),
+            torch.minimum(torch.minimum(inputs["max_depth"], num_left - 1), last - known),
             inputs["least_float32"],
-            inputs["widths"].long(),
+            inputs["widths"],
         )
-        distribution = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
-        slots = torch.where(drafts.unsqueeze(1), inputs["draft_slots"], -1)
-        first_two = state.draft_known[:rows].long().unsqueeze(1) + torch.arange(2, device=known.device)
-        below = [(known + i).unsqueeze(1).expand(-1, width) for i, width in enumerate(shape.frontiers) if i]
-        places = torch.cat([first_two, *below], dim=1).clamp(max=last)  # [rows, columns] positions
+        layouts = self._columns.lay_out(
+            inputs["draft_slots"], drafts, state.draft_known[:rows], known, inputs["num"], last
+        )
+        pair = torch.stack([torch.where(has_two, state.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1)
+        wanted = self._numbers[:-1] * 2 + has_two
 
         def score(frontier: Frontier) -> Tensor:
-            level, width = frontier.level, frontier.tokens.shape[1]
-            first = shape.first_columns[level]
-            if level == 0:
-                root, before = state.roots[:rows], state.before[:rows]
-                pair = [torch.where(has_two, before, root), torch.where(has_two, root, 0)]
-                tokens, width = torch.stack(pair, dim=1), 2
-                wanted = self._numbers[:-1] * 2 + has_two
-            else:
-                tokens = frontier.tokens
-                wanted = torch.arange(rows * width, device=tokens.device)
-            end = first + width
-            layout = TreeLayout(
-                slot_table=state.draft_slots[:rows],
-                prefix_lens=state.draft_known[:rows],
-                starts=self._starts(width),
-                node_slots=slots[:, :end].clamp(min=0),
-                node_positions=places[:, :end].int(),
-                node_lens=drafts.int() * end,
-                visible=pack_bits(frontier.sees.flatten(0, 1)) if level else self._chain_bits(rows * width),
-                positions=places[:, first:end].flatten().int(),
-                max_new=width,
-                is_chain=level == 0,
-            )
+            is_first = frontier.level == 0
+            tokens = pair if is_first else frontier.tokens
+            if drafter.loaded.vocab_size < self._target.loaded.vocab_size:
+                tokens = tokens.clamp(max=drafter.loaded.vocab_size - 1)
+            layout, positions, slots = layouts[frontier.level]
             batch = ForwardBatch(
-                token_ids=tokens.clamp(max=drafter.loaded.vocab_size - 1).flatten(),
-                positions=places[:, first:end].flatten(),
-                slots=slots[:, first:end].flatten().long(),
-                logit_rows=wanted,
+                token_ids=tokens.flatten(),
+                positions=positions,
+                slots=slots,
+                logit_rows=wanted if is_first else self._logit_rows[: tokens.numel()],
                 pieces=(),
                 store=drafter.tensors,
                 allows_native=False,
-                layout=layout,
+                layout=layout.over(state.draft_slots[:rows], None if is_first else frontier.sees.flatten(0, 1)),
             )
-            logits: Tensor = self._to_target(forward(drafter.loaded.model, batch)).unflatten(0, (rows, -1))
+            logits: Tensor = self._to_target(forward(drafter.loaded.model, batch))
             return logits
 
-        self._trees.take(grow(shape, state.roots[:rows], has_two, score, distribution, state.chances, limits))
-
-    def _chain_bits(self, num_tokens: int) -> Tensor:
-        return torch.zeros((num_tokens, 1), dtype=torch.int32, device=self._numbers.device)
+        sampling = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
+        grow(shape, roots, has_two, score, sampling, state.chances, limits, self._trees)
 
     # ----------------------------------------------------------------------------------- verification
 
     def verify(self) -> None:
         """Run one target pass over all trees, walk down each, and list the slots of accepted tokens."""
-        state, rows, nodes = self._state, self.size.num_rows, self.size.num_nodes
-        trees, inputs, loaded = self._trees.grown, self.inputs.there, self._target.loaded
-        num_left = state.num_left[:rows]
-        is_live = self._is_row & (num_left > 0)
-        tokens = torch.cat([state.roots[:rows].unsqueeze(1), trees.tokens[:, 1:]], dim=1)
-        ancestry = self._ancestry(trees.parents)
-        positions = state.known[:rows].long().unsqueeze(1) + ancestry.sum(dim=2) - 1
-        # Nodes of a request that may emit no more may lie beyond the model's last position, for which it has no values.
-        positions = positions.clamp(max=loaded.max_position - 1)
-        slots = torch.where(self._is_row.unsqueeze(1), inputs["slots"], -1)
-        starts = self._starts(nodes)
+        state, rows, nodes, results = self._state, self.size.num_rows, self.size.num_nodes, self.results.there
+        trees, inputs, loaded = self._trees, self.inputs.there, self._target.loaded
+        num_left, is_row = state.num_left[:rows], self._is_row
+        is_live = is_row & (num_left > 0)
+        if self.size.shape is None:
+            trees.tokens[:, 0] = state.roots[:rows]
+        trees.sizes.copy_(torch.where(is_live, 1 if self.size.shape is None else trees.sizes, 0))
+        visible, positions = tree_ops.mark_ancestors(
+            trees.parents, state.known[:rows], max_depth=self.size.max_depth, last=loaded.max_position - 1
+        )
+        slots = torch.where(is_row.unsqueeze(1), inputs["slots"], -1)
+        starts = torch.minimum(self._numbers, inputs["num"]) * nodes
         layout = TreeLayout(
             slot_table=state.slots[:rows],
             prefix_lens=state.known[:rows],
             starts=starts,
             node_slots=slots.clamp(min=0),
-            node_positions=positions.int(),
-            node_lens=self._is_row.int() * nodes,
-            visible=pack_bits(ancestry.flatten(0, 1)),
-            positions=positions.flatten().int(),
+            node_positions=positions,
+            node_lens=is_row.int() * nodes,
+            visible=visible,
+            positions=positions.flatten(),
             max_new=nodes,
             is_chain=nodes == 1,
         )
         batch = ForwardBatch(
-            token_ids=tokens.flatten(),
-            positions=positions.flatten(),
+            token_ids=trees.tokens.flatten(),
+            positions=positions.flatten().long(),
             slots=slots.flatten().long(),
-            logit_rows=torch.arange(rows * nodes, device=tokens.device),
+            logit_rows=self._logit_rows,
             pieces=(),
             store=self._target.tensors,
             allows_native=False,
@@ -256,49 +215,19 @@ class Programs:
             positions.flatten() + 1,
             state.temperatures[:rows].repeat_interleave(nodes),
         )
-        sizes = torch.where(is_live, trees.sizes, 0)
         path, lengths, following = tree_ops.walk(
-            choices, starts[:-1], tokens, trees.parents, sizes, max_depth=self.size.max_depth
+            choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
-        self._write_results(tokens, sizes, path, lengths, following)
+        for name, values in (("path", path), ("lengths", lengths), ("next", following)):
+            results[name].copy_(values)
         if self.size.shape is not None:
-            self._keep_drafted(tokens, is_live, path, lengths)
+            kept = results["draft_path"], results["draft_lengths"]
+            tree_ops.keep_drafted(
+                path, lengths, trees.tokens, trees.columns, inputs["drafts"], state.before[:rows], state.has_two[:rows],
+                kept,
+            )  # fmt: skip
+            tree_ops.commit(state.draft_slots[:rows], state.draft_known[:rows], inputs["draft_slots"], *kept)
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
         left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
         state.num_left[:rows].copy_(torch.where(is_live, left, num_left))
-
-    def _ancestry(self, parents: Tensor) -> Tensor:
-        """Return the ancestor mask: [rows, nodes, nodes] bool, True if the second node is the first or its ancestor."""
-        own = torch.eye(self.size.num_nodes, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-        found, above = own, parents.unsqueeze(2).expand(-1, -1, own.shape[2])
-        for _ in range(self.size.num_nodes > 1 and self.size.max_depth):
-            found = own | found.gather(1, above)
-        return found
-
-    def _write_results(self, tokens: Tensor, sizes: Tensor, path: Tensor, lengths: Tensor, following: Tensor) -> None:
-        results, trees = self.results.there, self._trees.grown
-        for name, values in (
-            ("lengths", lengths), ("next", following), ("path", path), ("sizes", sizes), ("tokens", tokens),
-            ("parents", trees.parents), ("confidence_float32", trees.confidence), ("worth_float32", trees.path_prob),
-        ):  # fmt: skip
-            results[name].copy_(values)
-
-    def _keep_drafted(self, tokens: Tensor, is_live: Tensor, path: Tensor, lengths: Tensor) -> None:
-        """Commit what the drafter computed of the accepted path: all of it, or all but the last node."""
-        state, rows, inputs = self._state, self.size.num_rows, self.inputs.there
-        drafts = is_live & (inputs["drafts"] > 0)
-        has_two = state.has_two[:rows]
-        nodes = path.clamp(min=0).long()
-        columns = torch.where(path >= 0, self._trees.grown.columns.gather(1, nodes), -1)
-        num_computed = (columns >= 0).sum(dim=1)
-        one = torch.ones_like(columns[:, :1])
-        two, alone = torch.cat([one, columns], dim=1), torch.cat([columns, -one], dim=1)
-        kept = torch.where(has_two.unsqueeze(1), two, alone).int()
-        num_kept = torch.where(drafts, num_computed + has_two, -1).int()
-        tree_ops.commit(state.draft_slots[:rows], state.draft_known[:rows], inputs["draft_slots"], kept, num_kept)
-        self.results.there["draft_path"].copy_(kept)
-        self.results.there["draft_lengths"].copy_(num_kept)
-        last = nodes.gather(1, (lengths.long() - 1).clamp(min=0).unsqueeze(1))
-        state.before[:rows].copy_(torch.where(drafts, tokens.gather(1, last).squeeze(1), state.before[:rows]))
-        state.has_two[:rows].copy_(torch.where(drafts, num_computed < lengths, has_two))

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.engine.device.growth import ChanceTable
+from specinfer.engine.device.growth import empty_table
+from specinfer.kernels.plain_draft import ChanceTable
 
 Ints = npt.NDArray[np.int32]
 
@@ -51,7 +52,7 @@ class DeviceState:
                 draft_known=zeros(num_rows, dtype=torch.int32),
                 before=zeros(num_rows),
                 has_two=zeros(num_rows, dtype=torch.bool),
-                chances=ChanceTable.empty(device),
+                chances=empty_table(device),
             )
 
     def move(self, source: int, row: int) -> None:

@@ -32,7 +32,7 @@ def mix(x):
 
 
 @triton.jit
-def _bits(seed, position, tokens):
+def noise_bits(seed, position, tokens):
     """Return 52 random bits for each token."""
     gamma = tl.full((), GAMMA, tl.uint64)
     key = mix(mix(seed.to(tl.uint64) + gamma) ^ (position.to(tl.int64).to(tl.uint64) * gamma))
@@ -40,14 +40,14 @@ def _bits(seed, position, tokens):
 
 
 @triton.jit
-def _noise(bits):
+def precise_noise(bits):
     """Return the noise of noise.py."""
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
-def _rough_noise(bits):
+def rough_noise(bits):
     """Return the noise within 2e-4; near 1, the logarithm is a series in the distance of the uniform number from 1."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.220446049250313e-16
     gap = ((4503599627370495 - bits.to(tl.int64)).to(tl.float32) + 0.5) * 2.220446049250313e-16
@@ -68,8 +68,8 @@ def rough_program(
     has_nan = tl.max((scores != scores).to(tl.int32), 0) > 0
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
-        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _rough_noise(bits)
+        bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + rough_noise(bits)
     highest = tl.where(has_nan, float("nan"), tl.max(scores, 0))
     tl.store(best + row * num_chunks + chunk, highest)
 
@@ -102,8 +102,8 @@ def choose_program(
             tokens = chunk * CHUNK + tl.arange(0, CHUNK)
             scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
             if temperature > 0:
-                bits = _bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
-                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _noise(bits)
+                bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
+                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + precise_noise(bits)
             score = tl.max(scores, 0)
             token = tl.min(tl.where(scores == score, tokens, vocab), 0)
             if score > best_score:  # the first of equal ones

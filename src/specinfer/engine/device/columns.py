@@ -1,0 +1,94 @@
+"""DraftColumns: positions and slots of the tokens that a drafter computes in a draft loop, laid out for its passes."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.engine.device.growth import DraftShape
+from specinfer.kernels.tree_layout import TreeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LevelLayout:
+    """The layout of a level's pass but for its attention mask; fields are those of `TreeLayout`."""
+
+    prefix_lens: Tensor
+    starts: Tensor
+    node_slots: Tensor
+    node_positions: Tensor
+    node_lens: Tensor
+    positions: Tensor
+    width: int
+
+    def over(self, slot_table: Tensor, visible: Tensor | None) -> TreeLayout:
+        """Return the layout with a mask [tokens, words], or None for a chain."""
+        return TreeLayout(
+            slot_table, self.prefix_lens, self.starts, self.node_slots, self.node_positions, self.node_lens,
+            self.positions.unsqueeze(1) if visible is None else visible,  # of a chain, never read
+            self.positions, self.width, is_chain=visible is None,
+        )  # fmt: skip
+
+
+class Level(NamedTuple):
+    """The inputs of a level's pass, but for its tokens and mask."""
+
+    layout: LevelLayout
+    positions: Tensor  # [requests * width] int64
+    slots: Tensor  # [requests * width] int64
+
+
+class DraftColumns:
+    """The columns of a draft shape: two known tokens, the second only for some requests, then each level's frontier.
+
+    Args:
+        shape: The draft loop.
+        num_rows: Number of requests.
+    """
+
+    def __init__(self, shape: DraftShape, num_rows: int, device: torch.device) -> None:
+        self._widths = (2, *shape.frontiers[1:])
+        self._ends = tuple(first + width for first, width in zip(shape.first_columns, self._widths, strict=True))
+        columns = torch.arange(num_rows * self._ends[-1], dtype=torch.int32).view(num_rows, -1)
+        in_order = [
+            columns[:, end - width : end].flatten() for end, width in zip(self._ends, self._widths, strict=True)
+        ]
+        depths = [0, 1] + [level for level, width in enumerate(self._widths) if level for _ in range(width)]
+        with torch.inference_mode(mode=False):
+            self._order = torch.cat(in_order).long().to(device)  # of columns, level by level instead of row by row
+            self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
+            self._is_known = torch.arange(len(depths), device=device) < 2
+            self._numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+            self._each = torch.tensor([self._widths, self._ends], dtype=torch.int32, device=device).unsqueeze(2)
+
+    def lay_out(
+        self, slots: Tensor, drafts: Tensor, draft_known: Tensor, known: Tensor, num: Tensor, last: int
+    ) -> list[Level]:
+        """Return the inputs of each level's pass.
+
+        Args:
+            slots: [requests, columns] int32 reserved for a request.
+            drafts: [requests] bool, True if there are drafts for the request.
+            draft_known: [requests] int32 tokens that the drafter has computed.
+            known: [requests] int32 position of the root.
+            num: [1] int32 number of requests.
+            last: The drafter's highest position.
+        """
+        slots = torch.where(drafts.unsqueeze(1), slots, -1)
+        node_slots, flat_slots = slots.clamp(min=0), slots.flatten()[self._order].long()
+        places = torch.where(self._is_known, draft_known.unsqueeze(1), known.unsqueeze(1)) + self._depths
+        places = places.clamp(max=last)
+        flat_places = places.flatten()[self._order]
+        wide_places = flat_places.long()
+        starts = torch.minimum(self._numbers, num) * self._each[0]
+        lens = drafts * self._each[1]
+        levels, first = list[Level](), 0
+        for level, (width, end) in enumerate(zip(self._widths, self._ends, strict=True)):
+            part = slice(first, first + len(drafts) * width)
+            first = part.stop
+            layout = LevelLayout(
+                draft_known, starts[level], node_slots[:, :end], places[:, :end], lens[level], flat_places[part], width
+            )
+            levels.append(Level(layout, wide_places[part], flat_slots[part]))
+        return levels
