@@ -25,9 +25,10 @@ INSTALL_CHAT_MODEL := $(PIP_INSTALL) $(if $(LOCKED),$(ONLY_LOCKED) locks/chat-mo
 demo: $(STAMP)
 	@$(BIN)/specinfer demo
 
-# Side by side, but a file's tests together: they share what they make. Compiled tests are kept, which saves 10 seconds.
+# Side by side, but a file's tests together: they share what they make. One worker more than two cores would have, because
+# tests wait for processes and ports. Compiled tests are kept, which saves 10 seconds.
 test: check
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist loadfile
 
 check: $(STAMP) docs
 	$(BIN)/ruff check .

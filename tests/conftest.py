@@ -39,6 +39,7 @@ settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,
+    max_examples=50,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("suite")

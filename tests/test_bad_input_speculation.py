@@ -11,6 +11,7 @@ from attacked import CHAT, TEXT, Attack, Attacked
 from specinfer import LLM
 from specinfer.engine.commit import Committer
 from specinfer.engine.host_executor import HostExecutor
+from specinfer.engine.in_flight_step import InFlightStep
 from specinfer.model.kv_cache import OutOfSlotsError
 
 CODE = "def read(self, size):\n    "
@@ -143,10 +144,11 @@ def test_53_clients_that_leave_in_the_middle_of_a_step(
 def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = HostExecutor._by_tree
 
-    def spoilt(self: HostExecutor, spans: Any, trees: Any, logits: torch.Tensor) -> list[torch.Tensor]:
-        rows = kept(self, spans, trees, logits)
-        saying = [span for span, tree in zip(spans, trees, strict=True) if tree is not None]
-        is_bad = [span.request.params.max_tokens == 77 for span in saying]
+    def spoilt(self: HostExecutor, step: InFlightStep, logits: torch.Tensor) -> list[torch.Tensor]:
+        rows = kept(self, step, logits)
+        pairs = zip(step.spans, step.trees, strict=True)
+        saying = [span.request for span, tree in pairs if tree is not None and not span.request.is_finished]
+        is_bad = [request.params.max_tokens == 77 for request in saying]
         return [torch.full_like(row, torch.nan) if bad else row for row, bad in zip(rows, is_bad, strict=True)]
 
     monkeypatch.setattr(HostExecutor, "_by_tree", spoilt)

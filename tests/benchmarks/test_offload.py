@@ -101,6 +101,7 @@ def report(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -
         yield run_offload(make_config(folders, peers=peers, check_resident=True, repeats=2))
 
 
+@pytest.mark.slow
 def test_every_arm_runs_every_batch_at_every_temperature(report: OffloadReport) -> None:
     situations = [(result.size, result.situation["temperature"]) for result in report.results]
     assert situations == [(1, 0.0), (1, 0.8), (3, 0.0), (3, 0.8)]
@@ -118,6 +119,7 @@ def test_every_arm_runs_every_batch_at_every_temperature(report: OffloadReport) 
     assert (report.resident.num_outputs, report.resident.partings) == (12, ())
 
 
+@pytest.mark.slow
 def test_a_perfect_drafter_is_always_right(report: OffloadReport) -> None:
     for result in report.results:
         arm = result.trees[0]
@@ -125,6 +127,7 @@ def test_a_perfect_drafter_is_always_right(report: OffloadReport) -> None:
         assert arm.tokens_per_pass == 3.5  # 4 and the last 3, of 7
 
 
+@pytest.mark.slow
 def test_peers_take_turns_one_request_at_a_time(report: OffloadReport) -> None:
     assert [(peer.name, peer.details["temperature"]) for peer in report.peers] == [
         (name, temperature)
@@ -153,6 +156,7 @@ def test_peers_take_turns_one_request_at_a_time(report: OffloadReport) -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_is_written_and_shown(report: OffloadReport, tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(report.as_dict()))
     assert numbers["memory_budget"] == 3 * 2**30
@@ -185,6 +189,7 @@ def shown(report: OffloadReport) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_out_and_the_run_goes_on(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -545,6 +550,7 @@ def test_a_full_disk_is_refused_by_the_option_that_needs_space(tmp_path: Path, m
         check_room([Need("grow", tmp_path / "a", 4 * 10**9), Need("peers", tmp_path / "c", 2 * 10**9)])
 
 
+@pytest.mark.slow
 def test_threads_are_as_many_as_here(report: OffloadReport) -> None:
     assert report.environment.num_threads == torch.get_num_threads()
     assert report.environment.peak_memory == report.peak_resident  # not what this process holds

@@ -64,6 +64,7 @@ def test_sequences_have_the_logits_and_the_cache_of_the_tree(runner_of) -> None:
     runner.cache.free("r")
 
 
+@pytest.mark.slow
 def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_split = []
     monkeypatch.setattr(sequences, "split", lambda *given: num_split.append(1) or split(*given))

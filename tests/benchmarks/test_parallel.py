@@ -249,6 +249,7 @@ def report(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return made
 
 
+@pytest.mark.slow
 def test_every_arm_runs_every_batch_in_every_setting(report: ParallelReport) -> None:
     situations = [(setting_of(result).name, result.size, result.situation["temperature"]) for result in report.results]
     assert situations == [
@@ -266,6 +267,7 @@ def test_every_arm_runs_every_batch_in_every_setting(report: ParallelReport) -> 
     assert len(report.errors) == 2 * 4 * 3
 
 
+@pytest.mark.slow
 def test_numbers_follow_from_what_was_counted(report: ParallelReport) -> None:
     result = report.split_results[0]
     arm = result.trees[0]
@@ -285,6 +287,7 @@ def test_numbers_follow_from_what_was_counted(report: ParallelReport) -> None:
     )
 
 
+@pytest.mark.slow
 def test_outputs_that_differ_are_reported(report: ParallelReport) -> None:
     result = report.split_results[0]
     run = result.plain.runs[0]
@@ -302,6 +305,7 @@ def shown(report: ParallelReport) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_what_is_shown(report: ParallelReport, tmp_path: Path) -> None:
     text = shown(report)
     assert max(map(len, text.splitlines())) <= 80

@@ -42,7 +42,8 @@ def _run(demo: LLM, tree: str, temperature: float, num_prompts: int, max_tokens:
     return tokens / passes
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_alone_gets_trees_up_to_the_bend(demo: LLM, temperature: float) -> None:
     fixed = _run(demo, f"best-first:{BEND - 8}:24", temperature, 2, 48)
     chosen = _run(demo, "auto", temperature, 2, 48)

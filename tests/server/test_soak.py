@@ -19,7 +19,7 @@ def _free_port() -> int:
 
 
 def test_a_short_soak() -> None:
-    report = soak(4.0, 8, port=_free_port(), num_each=1)
+    report = soak(2.0, 8, port=_free_port(), num_each=1)
     assert not report.failed
     assert not report.wrong
     assert report.num_responses > 10

@@ -301,6 +301,7 @@ def check_same(out: Path, reference: Path) -> None:
     assert not list(out.rglob(".*"))  # no litter of what was cut off
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path
 ) -> None:

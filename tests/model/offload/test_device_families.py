@@ -84,7 +84,10 @@ _SOME = ("gemma3_text", "gpt2", "llama", "mixtral")
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [(family, None) for family in sorted(FAMILIES)] + list(itertools.product(_SOME, ("int8", "int4"))),
+    [
+        *itertools.product(_SOME, (None, "int8", "int4")),
+        *(pytest.param(family, None, marks=pytest.mark.slow) for family in sorted(set(FAMILIES) - set(_SOME))),
+    ],
 )
 def test_from_host_memory(tmp_path: Path, device: Device, family: str, quantization: str | None) -> None:
     folder = save(tmp_path, family)
