@@ -10,10 +10,8 @@ from adapters import save_adapter
 from heads import llm_of
 from references_of_text import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, LoRARequest, SamplingParams
-from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
-from specinfer.drafters import self_drafter
 from specinfer.drafters.self_drafter import SelfDrafter
 from tiny import random_prompts, save_model
 
@@ -85,20 +83,10 @@ def test_a_streamed_target_drafts_with_a_copy_that_stays_in_memory(target: Path,
 def test_a_streamed_target_without_a_drafter_gets_a_copy_if_it_fits(target: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"drafters": "auto", "dtype": "float32", "offload": "disk", "tree": "2,1"}
     with LLM(target, offload_folder=tmp_path, **options) as llm:
-        assert llm.drafter_choice == "self:int4 and suffix: a copy in 4 bits fits into the memory budget"
-    for others in ({}, {"offload_folder": tmp_path, "quantization": "int4"}):
-        with LLM(target, **options | others) as llm:
-            assert llm.drafter_choice is not None
-            assert llm.drafter_choice.startswith("ngram: ")
-
-
-@pytest.mark.parametrize(("budget", "fits"), [(1_000_000, False), (16_000_000, True)])
-def test_a_copy_fits_if_half_of_the_budget_is_left(
-    budget: int, fits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(self_drafter, "used_bytes", lambda: 500_000)
-    monkeypatch.setattr(self_drafter, "count_parameters", lambda _: 10_000_000)
-    assert self_drafter.copy_fits(tmp_path, OffloadConfig("disk", budget, tmp_path), None) == fits
+        assert llm.drafter_choice == "self:int4 and suffix: this copy should gain most within the memory budget"
+    with LLM(target, **options) as llm:
+        assert llm.drafter_choice is not None
+        assert llm.drafter_choice.startswith("ngram: ")
 
 
 def test_a_copy_drafts_with_the_adapter_of_the_request(target: Path, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def test_remeasuring(folders: tuple[str, str]) -> None:
 def test_assumed_acceptance_has_bounds() -> None:
     assert AcceptanceModel.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
     assert AcceptanceModel.assumed((1.0,)).by_rank().tolist() == [0.98]
+    assert AcceptanceModel.assumed((0.0,)).by_rank().tolist() == [0.0]
 
 
 def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> None:
@@ -291,6 +292,35 @@ def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
     said = " ".join(console.export_text().split())
     assert "0 of 5 layers stay; a pass reads" in said
     assert f"computing takes longer from {curve.bend:.0f} rows on" in said
+    given = next(one for one in report.offload_choices if one.candidate.drafters == (folders[1],))
+    assert given.candidate.is_measured
+    assert given.candidate.num_bytes > 0
+    assert (given.num_resident, given.tokens_per_second) == (0, pytest.approx(alone.tokens_per_second))
+    choices = json.loads((tmp_path / "plan.json").read_text())["offload_choices"]
+    assert [one["drafters"] for one in choices] == [[], [folders[1]], ["self:int8"], ["self:int4"]]
+    assert [one["is_best"] for one in choices].count(True) == 1
+    assert report.command is not None
+    assert report.command in " ".join(said.split())
+
+
+def test_a_budget_that_streams_the_embedded_target_shows_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 3_000_000))
+    words = ["plan", "demo", "--offload", "disk", "--offload-folder", str(tmp_path / "packed"), "--acceptance", "0.6"]
+    with pytest.raises(SystemExit) as ended:
+        app([*words, "--json", str(tmp_path / "plan.json")])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "Drafters within the memory budget" in said
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    plain, given, *copies = plan["offload_choices"]
+    assert plain["speedup"] == 1.0
+    assert given["is_measured"]
+    assert [one["drafters"] for one in copies] == [["self:int8"], ["self:int4"]]
+    assert plan["command"].startswith("specinfer serve demo --offload disk")
+    assert plan["command"] in said
+    assert max(len(line) for line in said.splitlines() if not line.startswith("specinfer ")) <= 80
 
 
 def test_a_budget_without_offloading_is_refused(folders: tuple[str, str]) -> None:

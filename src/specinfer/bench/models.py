@@ -17,13 +17,14 @@ import torch
 from specinfer.bench.grow import grow_folder
 from specinfer.bench.grow_head import grow_head, grown_parameters, head_shape
 from specinfer.bench.shape import Shape, shape_for, shape_of
-from specinfer.core.config import parse_drafters
+from specinfer.core.config import OffloadConfig, parse_drafters
 from specinfer.core.lookups import reserved_names
 from specinfer.core.places import cache_folder
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES
 from specinfer.model.folder import TOKEN_MAP, count_parameters
 from specinfer.model.heads.load import find_format
+from specinfer.policy.offload_choice import usual_copy
 from specinfer.setup.model_names import find_drafter, find_target, usual_drafters
 
 _DRAFTER_FRACTION = 0.01
@@ -84,8 +85,17 @@ class GrowthPlan:
         return Models(Path(made.get(target, target)), tuple(made.get(name, name) for name in self.models.drafters))
 
 
-def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
+def find_models(
+    model: str,
+    drafters: str | tuple[str, ...],
+    offload: OffloadConfig | None = None,
+    quantization: str | None = None,
+) -> Models:
     """Return the folders of the target and its drafters. "auto" chooses the same drafters as `LLM`.
+
+    Args:
+        offload: Settings of a streamed target, or None.
+        quantization: What the target's weights are rounded to, or None.
 
     Raises:
         ModelError: A model cannot be found.
@@ -95,7 +105,10 @@ def find_models(model: str, drafters: str | tuple[str, ...]) -> Models:
     if names == ():
         raise ValueError('drafters: empty, and trees need at least one; use "auto", "ngram" or a model')
     target = find_target(model)
-    names = usual_drafters(model, target).names if names is None else names
+    if names is None:
+        offload = offload or OffloadConfig()
+        copy = usual_copy(target, offload, quantization)
+        names = usual_drafters(model, target, small_models=offload.offload is None, copy=copy).names
     folders = tuple(name if name in reserved_names() else str(find_drafter(name)) for name in names)
     return Models(target, folders)
 

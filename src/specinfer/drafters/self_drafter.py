@@ -8,7 +8,6 @@ and accepted paths need no care here.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -24,18 +23,16 @@ from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
-from specinfer.model.folder import count_parameters
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_cache import Slots
 from specinfer.model.load import LoadedModel, load_model, num_bytes_of
-from specinfer.model.offload.budget import Budget, used_bytes, usual_budget
+from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 
 USUAL_COPY = "self:int4"
-_BYTES_PER_WEIGHT = 0.5625  # a code of 4 bits, and a scale of 16 for each 32 of them
 
 
 class SelfRunner(ModelRunner):
@@ -145,19 +142,6 @@ class SelfDrafter(SmallModelDrafter):
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         self._growing_trees.pop(request.request_id, None)
-
-
-def copy_fits(target: Path, offload: OffloadConfig, quantization: str | None) -> bool:
-    """Return whether the usual copy of a streamed target takes at most a half of what the memory budget leaves.
-
-    It is False for a target that is not streamed, or streamed without a folder for packed copies.
-    """
-    if offload.offload != "disk" or offload.offload_folder is None:
-        return False
-    if quantization == SELF_DRAFTERS[USUAL_COPY].quantization:
-        return False
-    spare = (offload.budget_bytes or usual_budget()) - used_bytes()
-    return _BYTES_PER_WEIGHT * count_parameters(target) <= spare / 2
 
 
 def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedModel:

@@ -5,7 +5,9 @@ serving, the engine updates costs and acceptance with each step, and gives more 
 predict.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from torch import Tensor
@@ -13,14 +15,13 @@ from torch import Tensor
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.prompts import token_prompts
-from specinfer.core.config import SpeculativeConfig, parse_tree
-from specinfer.core.progress import ProgressCallback
+from specinfer.core.config import OffloadConfig, SpeculativeConfig, parse_tree
 from specinfer.core.request import Request, Span
-from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
+from specinfer.planning.offload_plan import command_of, offload_choices
 from specinfer.planning.options import PlanConfig
 from specinfer.planning.plan_report import Choice, PlanReport, Streaming
 from specinfer.planning.plan_table import plot_plan
@@ -28,15 +29,16 @@ from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.base import FixedPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.offload_choice import best_of
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar, stage_bar
 from specinfer.verify import Acceptance
 
 # Every node that verification reaches has children of all ranks, so that each rank is tried equally often.
-_SURVEY = "4,4"
+_TREE = "4,4"
 
 
 def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
@@ -49,26 +51,21 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     """
     check_files(config.json, config.plot)
     find_device(config.device)
-    models = find_models(config.model, config.drafters)
-    prompts = []
-    if config.acceptance is None:
-        prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
-    with stage_bar(console) as progress:
-        progress.stage("loading")
-        with _load(config, models, progress.report_bytes) as llm:
-            progress.stage("timing passes")
-            assert llm.drafter is not None
-            costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure, progress=progress.report_bytes)
-            progress.stage("measuring acceptance")
-            if config.acceptance is None:
-                acceptance = _survey(llm, prompts, config.sampling_params())
-            else:
-                acceptance = AcceptanceModel.assumed(config.acceptance)
-            environment = Environment.of(llm, models.drafter_parameters)
-            streaming = _streaming(llm, costs)
+    offload = OffloadConfig(config.offload, config.memory_budget, config.offload_folder)
+    models = find_models(config.model, config.drafters, offload, config.quantization)
+    with _survey(config, models, console) as survey:
+        llm = survey.llm
+        survey.progress.stage("timing passes")
+        assert llm.drafter is not None
+        costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure, progress=survey.progress.report_bytes)
+        acceptance = survey.acceptance()
+        by_rank = tuple(acceptance.by_rank().tolist())
+        environment = Environment.of(llm, models.drafter_parameters)
+        streaming = _streaming(llm, costs)
+        offloaded = offload_choices(llm, models, costs, by_rank)
     choices = tuple(choose(costs, acceptance, size) for size in config.batch_sizes)
-    by_rank = tuple(acceptance.by_rank().tolist())
-    report = PlanReport(costs, by_rank, choices, options_of(config), environment, streaming)
+    command = command_of(config, best_of(offloaded)) if offloaded else None
+    report = PlanReport(costs, by_rank, choices, options_of(config), environment, streaming, offloaded, command)
     write_files(report, config.json, config.plot, plot_plan)
     return report
 
@@ -83,28 +80,62 @@ def find_acceptance(config: PlanConfig, models: Models, console: Console | None 
     """
     if config.acceptance is not None:
         return AcceptanceModel.assumed(config.acceptance)
-    prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
+    with _survey(config, models, console) as survey:
+        return survey.acceptance()
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """Loaded models, and the prompts that acceptance is measured on."""
+
+    llm: LLM
+    config: PlanConfig
+    prompts: Sequence[list[int]]
+    progress: StageBar
+
+    def acceptance(self) -> AcceptanceModel:
+        """Return the given acceptance, or measure it.
+
+        Raises:
+            RuntimeError: A request failed.
+        """
+        if self.config.acceptance is not None:
+            return AcceptanceModel.assumed(self.config.acceptance)
+        self.progress.stage("measuring acceptance")
+        self.llm.speculate(SpeculativeConfig(tree=_TREE))
+        assert self.llm.drafter is not None
+        counting = _Counting(budget_of(parse_tree(_TREE), self.llm.drafter.num_drafters))
+        self.llm.engine.policy = counting
+        prompts = [{"prompt_token_ids": ids} for ids in self.prompts]
+        outputs = self.llm.generate(prompts, self.config.sampling_params(), use_tqdm=False)
+        for number, output in enumerate(outputs):
+            if output.error is not None:
+                raise RuntimeError(f"prompt {number}: {output.error}")
+        return counting.acceptance
+
+
+@contextmanager
+def _survey(config: PlanConfig, models: Models, console: Console | None) -> Iterator[_Survey]:
+    """Load the models, after the prompts are checked."""
+    prompts = []
+    if config.acceptance is None:
+        prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
     with stage_bar(console) as progress:
         progress.stage("loading")
-        with _load(config, models, progress.report_bytes) as llm:
-            progress.stage("measuring acceptance")
-            return _survey(llm, prompts, config.sampling_params())
-
-
-def _load(config: PlanConfig, models: Models, progress: ProgressCallback) -> LLM:
-    return LLM(
-        models.target,
-        drafters=models.drafters,
-        tree="1",
-        dtype=config.dtype,
-        quantization=config.quantization,
-        drafter_quantization=config.drafter_quantization,
-        device=config.device,
-        offload=config.offload,
-        memory_budget=config.memory_budget,
-        offload_folder=config.offload_folder,
-        progress=progress,
-    )
+        with LLM(
+            models.target,
+            drafters=models.drafters,
+            tree="1",
+            dtype=config.dtype,
+            quantization=config.quantization,
+            drafter_quantization=config.drafter_quantization,
+            device=config.device,
+            offload=config.offload,
+            memory_budget=config.memory_budget,
+            offload_folder=config.offload_folder,
+            progress=progress.report_bytes,
+        ) as llm:
+            yield _Survey(llm, config, prompts, progress)
 
 
 def _streaming(llm: LLM, costs: CostModel) -> Streaming | None:
@@ -116,7 +147,7 @@ def _streaming(llm: LLM, costs: CostModel) -> Streaming | None:
     return Streaming(stream.num_layers, stream.num_resident, stream.bytes_per_pass, seconds, bend)
 
 
-class _Survey:
+class _Counting:
     """A policy that gives all requests the same wide tree and counts the ranks of accepted tokens."""
 
     reads_logits = False
@@ -140,17 +171,6 @@ class _Survey:
 
     def reason(self, request: Request) -> str | None:
         return None
-
-
-def _survey(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> AcceptanceModel:
-    llm.speculate(SpeculativeConfig(tree=_SURVEY))
-    assert llm.drafter is not None
-    survey = llm.engine.policy = _Survey(budget_of(parse_tree(_SURVEY), llm.drafter.num_drafters))
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    for number, output in enumerate(outputs):
-        if output.error is not None:
-            raise RuntimeError(f"prompt {number}: {output.error}")
-    return survey.acceptance
 
 
 def choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:

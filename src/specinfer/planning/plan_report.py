@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.offload_choice import OffloadChoice, best_of
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
 
@@ -72,6 +73,8 @@ class PlanReport:
 
     Attributes:
         by_rank: Probability that the first, second, ... proposed token at a node is the target's.
+        offload_choices: What drafters give a streamed target: none first, then those of the plan, then copies.
+        command: The command line that serves with the best of them, or None for a target that is not streamed.
     """
 
     costs: CostModel
@@ -80,6 +83,8 @@ class PlanReport:
     options: Mapping[str, object]
     environment: Environment
     streaming: Streaming | None = None
+    offload_choices: tuple[OffloadChoice, ...] = ()
+    command: str | None = None
 
     @property
     def target_ms(self) -> list[tuple[int, float]]:
@@ -102,6 +107,10 @@ class PlanReport:
             "draft_start_ms": 1000 * self.costs.draft_start,
             "read_token_ms": 1000 * self.costs.read_token,
             "streaming": None if self.streaming is None else self.streaming.as_dict(),
+            "offload_choices": [
+                one.as_dict() | {"is_best": one is best_of(self.offload_choices)} for one in self.offload_choices
+            ],
+            "command": self.command,
             "options": dict(self.options),
             "environment": self.environment.as_dict(),
         }

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from specinfer.planning.offload_plan import label_of
 from specinfer.planning.plan_report import Choice, PlanReport, Streaming
+from specinfer.policy.offload_choice import OffloadChoice, best_of
 from specinfer.reporting.plots import Panel, Series, draw_plot
 from specinfer.reporting.tables import Column, make_table, millions, print_table
 
@@ -40,6 +42,35 @@ def print_plan(report: PlanReport, console: Console) -> None:
         Column[Choice]("", lambda choice: bar(choice.speedup / most, _SHORT_BAR), label=True),
     )
     print_table(console, "Trees that auto chooses: expected, over plain decoding", make_table(columns, report.choices))
+    if report.offload_choices:
+        _print_offload_choices(report, console)
+
+
+def _print_offload_choices(report: PlanReport, console: Console) -> None:
+    """Print what each drafter gives a streamed target, and the command line of the best."""
+    best = best_of(report.offload_choices)
+    assert report.streaming is not None
+    num_layers = report.streaming.num_layers
+
+    def text(one: OffloadChoice, value: str) -> str:
+        return "" if one.num_resident is None else value
+
+    columns = (
+        Column[OffloadChoice]("drafter", lambda one: label_of(one.candidate.drafters), label=True),
+        Column[OffloadChoice]("MiB", lambda one: f"{one.candidate.num_bytes / 2**20:.0f}"),
+        Column[OffloadChoice]("layers kept", lambda one: text(one, f"{one.num_resident}/{num_layers}") or "no room"),
+        Column[OffloadChoice]("s/pass", lambda one: text(one, f"{one.pass_seconds:.3g}")),
+        Column[OffloadChoice]("tree", lambda one: text(one, f"{one.num_nodes}:{one.num_levels}")),
+        Column[OffloadChoice]("tokens/s", lambda one: text(one, f"{one.tokens_per_second:.3g}")),
+        Column[OffloadChoice]("speedup", lambda one: text(one, f"{one.speedup:.2f}")),
+        Column[OffloadChoice]("", lambda one: "best" if one is best else "", label=True),
+    )
+    title = "Drafters within the memory budget: expected for one request, over no drafter"
+    print_table(console, title, make_table(columns, report.offload_choices))
+    if not all(one.candidate.is_measured for one in report.offload_choices):
+        console.print("The acceptance of copies is assumed; name one with --drafter to measure it.")
+    assert report.command is not None
+    console.print(f"\n{report.command}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _streaming(streaming: Streaming) -> str:

@@ -12,9 +12,10 @@ from specinfer.planning.plan import run_plan
 from specinfer.planning.simulation_plans import SimulationConfig, plan_machines
 from specinfer.planning.simulation_report import SimulationReport
 from specinfer.planning.simulation_table import plot_simulation
+from specinfer.policy.offload_choice import BYTES_PER_WEIGHT
 from specinfer.reporting.files import check_files
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.06, "int4": 0.56, "fp8": 1.0}  # per weight
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, **BYTES_PER_WEIGHT}
 
 
 def run_simulation(plan: PlanConfig, machines: SimulationConfig, console: Console | None = None) -> SimulationReport:

@@ -48,7 +48,7 @@ class AcceptanceModel:
     def by_rank(self) -> Floats:
         """Return the probability of each rank, [ranks]; together at most 0.98."""
         probs = np.asarray(self._accepted) / np.asarray(self._tried)
-        return np.asarray(probs * min(1.0, 0.98 / probs.sum()))
+        return np.asarray(probs * 0.98 / max(probs.sum(), 0.98))
 
     def expected_tokens(self, num_nodes: Ints, num_levels: Ints) -> Floats:
         """Return the tokens that a pass yields on average with each best-first tree, as `expected_tokens`."""

@@ -5,6 +5,7 @@ and its whole time, if it waited, is the cost of reading. So the bend is known f
 disk that is slow for a while does not change the price of a row.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -81,6 +82,12 @@ class StreamedCurve:
             self.reading = min(self.reading, seconds)  # reading took no longer than this
         self._seen = _KEPT * self._seen + _sums(one)
         self._fit()
+
+    def reading_for(self, seconds: float) -> "StreamedCurve":
+        """Return the curve of passes with other weights to read, for this many seconds."""
+        changed = copy.copy(self)
+        changed.reading = seconds
+        return changed
 
     @property
     def bend(self) -> float:

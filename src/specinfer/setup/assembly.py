@@ -18,7 +18,7 @@ from specinfer.drafters.loading import load_small, reads_target
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
-from specinfer.drafters.self_drafter import SelfRunner, copy_fits
+from specinfer.drafters.self_drafter import SelfRunner
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
@@ -37,6 +37,7 @@ from specinfer.model.sharding.runner import DistributedRunner, load_first_shard,
 from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig, num_sharing, settle_shard
 from specinfer.parallel.ranks import Ranks
+from specinfer.policy.offload_choice import usual_copy
 from specinfer.setup.drafter_setup import Speculator, check_drafters, find_drafters
 from specinfer.setup.model_names import find_target, find_tokenizer, usual_drafters
 
@@ -115,7 +116,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         # Machines may have different models in their caches; what is chosen must be the same on all.
         chosen = usual_drafters(
             args.model, folder, small_models=args.nnodes == 1 and args.offload is None,
-            fits_copy=parallel.world_size == 1 and copy_fits(folder, args.offload_config, args.quantization),
+            copy=usual_copy(folder, args.offload_config, args.quantization) if parallel.world_size == 1 else None,
         )  # fmt: skip
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)

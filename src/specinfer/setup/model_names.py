@@ -8,7 +8,6 @@ from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
-from specinfer.drafters.self_drafter import USUAL_COPY
 from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_config, load_tokenizer
@@ -74,14 +73,14 @@ def find_tokenizer(name: str | Path, target: LoadedModel) -> Any:
 
 
 def usual_drafters(
-    model: str | Path, folder: Path, *, small_models: bool = True, fits_copy: bool = False
+    model: str | Path, folder: Path, *, small_models: bool = True, copy: str | None = None
 ) -> DrafterChoice:
     """Return the drafters of a target for which none are chosen.
 
     Args:
         folder: Folder of the target.
         small_models: Whether a model that this machine happens to have, or can download, may be among them.
-        fits_copy: Whether a copy of the target in 4 bits fits into memory, which drafts where no small model may.
+        copy: A copy of the target in fewer bits that should pay, which drafts where no small model may, or None.
     """
     if str(model) == CHAT:
         return DrafterChoice((CHAT, LOOKUP_WITH_MODEL), "its own drafter")
@@ -92,6 +91,6 @@ def usual_drafters(
         return auto_drafters(model, has_mtp=True)
     if small_models:
         return auto_drafters(model, uses_heads=uses_heads)
-    if fits_copy:
-        return DrafterChoice((USUAL_COPY, LOOKUP_WITH_MODEL), "a copy in 4 bits fits into the memory budget")
+    if copy is not None:
+        return DrafterChoice((copy, LOOKUP_WITH_MODEL), "this copy should gain most within the memory budget")
     return DrafterChoice((LOOKUP,), "models are not chosen for streamed targets and for several machines")

@@ -90,7 +90,7 @@ def test_guesses_keep_to_what_memory_is_counted_for(
 def test_where_prompts_are_read_trees_have_what_these_leave(
     streamed: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_module, "_GUESS_SHARE", 0.0)
+    monkeypatch.setattr(budget_module, "GUESS_SHARE", 0.0)
     monkeypatch.setattr(budget_module, "_LEAST_GUESSES", 50)
     options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 250, "max_num_batched_tokens": 100}
     with streamed(drafters=["ngram"], tree="best-first:256:32", **options) as llm:
@@ -107,7 +107,7 @@ def test_where_prompts_are_read_trees_have_what_these_leave(
 def test_logits_of_prompts_keep_to_what_memory_is_counted_for(
     streamed: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_module, "_GUESS_SHARE", 0.0)
+    monkeypatch.setattr(budget_module, "GUESS_SHARE", 0.0)
     monkeypatch.setattr(budget_module, "_LEAST_GUESSES", 20)
     prompts: list[Any] = [{"prompt_token_ids": [3, 4, 5, 6] * (25 + i)} for i in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=1)

@@ -11,9 +11,9 @@ from specinfer.model.offload.layer_stream import LayerStream
 
 _ALL = "two layers, the cache, embeddings and head"
 _SHARE = 0.8  # of the available memory
-_CACHE_SHARE = 0.15  # of the budget, for keys and values
+CACHE_SHARE = 0.15  # of the budget, for keys and values
 WIDTHS = 6  # default for the numbers per token of a pass, in multiples of the widest matrix
-_GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # for guesses: share of budget; minimum; per request
+GUESS_SHARE, _LEAST_GUESSES, _MOST_NODES = 0.05, 512, 256  # for guesses: share of budget; minimum; per request
 _KEPT_BYTES = 16 * 2**20  # freed memory that the C library may keep
 _TRIM_THRESHOLD = -1  # of mallopt(3)
 _UNKNOWN = 4 * 2**30  # bytes that a machine is taken to have if the system does not report it
@@ -56,7 +56,7 @@ class Budget:
     @property
     def cache_bytes(self) -> int:
         """Bytes for keys and values, unless the caller sets another number."""
-        return int(_CACHE_SHARE * self.num_bytes)
+        return int(CACHE_SHARE * self.num_bytes)
 
     def spare(self, planned: int, cache_bytes: int, what: str = _ALL) -> int:
         """Return the bytes that are left after those in use, `planned` more, and the cache.
@@ -79,7 +79,7 @@ class Budget:
         Raises:
             ValueError: Always.
         """
-        enough = least / (1 - _CACHE_SHARE) if cache_bytes is None else least + cache_bytes
+        enough = least / (1 - CACHE_SHARE) if cache_bytes is None else least + cache_bytes
         raise ValueError(
             f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
             f"give at least {enough // 2**20 + 1:.0f}MiB"
@@ -111,7 +111,7 @@ class PassCapacity:
             num_requests: Largest number of requests at a time.
             row: Floats that a pass keeps in memory for each token.
         """
-        guesses = max(int(_GUESS_SHARE * budget / (4 * (row + vocab_size))), _LEAST_GUESSES)
+        guesses = max(int(GUESS_SHARE * budget / (4 * (row + vocab_size))), _LEAST_GUESSES)
         guesses = min(guesses, num_requests * _MOST_NODES)
         rows = max(num_known, num_requests + guesses)
         return cls(rows, guesses, 4 * (rows * row + (num_requests + guesses) * vocab_size) + _KEPT_BYTES)

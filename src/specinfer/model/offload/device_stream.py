@@ -57,7 +57,7 @@ class DeviceStream:
         self.num_layers = len(layers)
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
         self.widest = max(layer.widest for layer in layers)
-        self.bytes_read = 0
+        self.bytes_read = self.settled_bytes = 0
         self._own: dict[int, Tensor] = {}  # buffers of the layers that stay
         # Free buffers, and the event after which each may be filled.
         self._free: deque[tuple[Tensor, Event | None]] = deque(self._ring())
@@ -101,6 +101,7 @@ class DeviceStream:
             WeightsError: Layers cannot be read.
         """
         self._release_all()
+        self.settled_bytes = num_bytes
         self._own = {}
         self._free = deque(self._ring())
         resident = spread(num_bytes // self.buffer_bytes, self.num_layers, len(self._free))

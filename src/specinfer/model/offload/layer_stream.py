@@ -10,6 +10,7 @@ class LayerStream(Protocol):
     buffer_bytes: int  # of the largest layer
     widest: int  # inputs or outputs of any matrix
     bytes_read: int  # since the model was loaded
+    settled_bytes: int  # given to layers that stay, in addition to the ring
 
     @property
     def num_resident(self) -> int:

@@ -48,7 +48,7 @@ class Stream:
         self._layers, self._close = layers, close
         self._make_buffer = make_buffer
         self.num_layers = len(layers)
-        self.bytes_read = 0
+        self.bytes_read = self.settled_bytes = 0
         self._seconds_reading = 0.0  # up to the last time that no read was in progress
         self._seconds_waiting = 0.0  # without the current wait
         self._waits_since: float | None = None
@@ -96,6 +96,7 @@ class Stream:
         No pass may be running.
         """
         self._restart()
+        self.settled_bytes = num_bytes
         with self._changed:
             resident = spread(num_bytes // self.buffer_bytes, self.num_layers, NUM_BUFFERS)
             self._is_filled = set()
