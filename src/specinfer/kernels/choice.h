@@ -63,11 +63,9 @@ static int64_t count_above(const float *values, int64_t size, float least) {
     return count;
 }
 
-// The `count` greatest scores, descending, and their tokens; of equal ones the first. 0 if they are not found so: there
-// are NaN, hardly any that are finite, or too many equal ones. `room`: one for each block of 64.
-static int64_t most_probable(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
-                             float *room) {
-    enum { BLOCK = 64, MOST = 1024 };
+// The greatest score of each block of 64. Returns the greatest of all, or NaN if there is one.
+static float block_maxima(const float *scores, int64_t size, float *maxima) {
+    enum { BLOCK = 64 };
     const int64_t blocks = (size + BLOCK - 1) / BLOCK;
     Ints wrong = {};
     float best = -INFINITY;
@@ -85,26 +83,38 @@ static int64_t most_probable(const float *scores, int64_t size, int64_t count, f
             wrong |= part != part;
             most = part > most ? part : most;
         }
-        room[b] = most[0];
-        for (int64_t lane = 1; lane < LANES; lane++) room[b] = most[lane] > room[b] ? most[lane] : room[b];
-        best = room[b] > best ? room[b] : best;
+        maxima[b] = most[0];
+        for (int64_t lane = 1; lane < LANES; lane++) maxima[b] = most[lane] > maxima[b] ? most[lane] : maxima[b];
+        best = maxima[b] > best ? maxima[b] : best;
     }
     for (int64_t lane = 0; lane < LANES; lane++)
-        if (wrong[lane]) return 0;
+        if (wrong[lane]) return NAN;
+    return best;
+}
+
+// The `count` greatest scores, descending, and their tokens; of equal ones the first. 0 if they are not found so: there
+// are NaN, hardly any that are finite, or too many equal ones. `room`: one for each block of 64.
+static int64_t most_probable(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
+                             float *room) {
+    enum { MOST = 1024 };
+    // With fewer blocks than that, scores are counted themselves.
+    const int64_t width = 64 * count <= size ? 64 : 1, blocks = (size + width - 1) / width;
+    const float best = width == 1 ? greatest(scores, size, tokens) : block_maxima(scores, size, room);
     if (!(best < INFINITY && best > -INFINITY)) return 0;
+    const float *maxima = width == 1 ? scores : room;
     // As many blocks have a maximum above the limit: so many scores are above it at least, and hardly more.
     float limit = best, step = 1.0f;
-    while (count_above(room, blocks, limit) < count && step < 1e30f) limit = best - (step *= 2.0f);
+    while (count_above(maxima, blocks, limit) < count && step < 1e30f) limit = best - (step *= 2.0f);
     float above = best;
     for (int64_t i = 0; i < 10; i++) {
         const float middle = 0.5f * (limit + above);
-        (count_above(room, blocks, middle) < count ? above : limit) = middle;
+        (count_above(maxima, blocks, middle) < count ? above : limit) = middle;
     }
     float some[MOST];
     int64_t ids[MOST], found = 0;
     for (int64_t b = 0; b < blocks; b++) {
-        if (room[b] < limit) continue;
-        for (int64_t k = b * BLOCK; k < size && k < (b + 1) * BLOCK; k++) {
+        if (maxima[b] < limit) continue;
+        for (int64_t k = b * width; k < size && k < (b + 1) * width; k++) {
             if (scores[k] < limit) continue;
             if (found == MOST) return 0;
             some[found] = scores[k];

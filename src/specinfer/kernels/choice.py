@@ -9,7 +9,6 @@ from torch import Tensor
 from specinfer.core.noise import gumbel, noise_key
 from specinfer.kernels.library import library
 
-_BLOCK = 64  # tokens, as in choice.h
 _ROOM = 256  # most tokens that rounding could decide between; with more, all are checked
 
 
@@ -38,11 +37,11 @@ def chooses(scores: Tensor) -> bool:
 def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
     rows, vocab = scores.shape
-    if _BLOCK * count <= vocab and scores.dtype == torch.float32 and chooses(scores):
+    if scores.dtype == torch.float32 and chooses(scores):
         loaded, scores = library(), scores.contiguous()
         assert loaded is not None
         values, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
-        scratch = torch.empty(-(-vocab // _BLOCK))
+        scratch = torch.empty(vocab // 64 + 1)  # one for each block, as in choice.h
         addresses = (values.data_ptr(), tokens.data_ptr(), scratch.data_ptr())
         if loaded.specinfer_most_probable(scores.data_ptr(), rows, vocab, count, *addresses) == rows:
             return values, tokens
