@@ -128,7 +128,9 @@ def test_any_order_of_things_without_attention_in_some_layers(family: str, runne
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*_MIXED, "falcon_h1", "jamba", "mamba2"])
+@pytest.mark.parametrize(
+    "family", [*_MIXED, "falcon_h1", "jamba", "mamba2", "kimi_linear", "minimax", "recurrent_gemma"]
+)
 def test_any_order_of_things_without_attention_in_some_layers_for_long(family: str, runner_of: Runners) -> None:
     run_state_machine_as_test(_machine(runner_of, family=family), settings=_settings(30, 40))
 

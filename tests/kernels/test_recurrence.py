@@ -82,7 +82,7 @@ def _plain(layer: Layer, mixed: Tensor, stored: Tensor, states: Tensor) -> tuple
         if is_delta:
             query, key = (one / (one.pow(2).sum() + 1e-6).sqrt() for one in (query, key))
             query = query * sizes.key_dim**-0.5
-            change = (value - state.T @ key) * share.sigmoid()
+            change = (value - state.T @ key) * 2.0 * share.sigmoid()
         else:
             change = value * step
         after[head] = state + torch.outer(key, change)

@@ -12,11 +12,13 @@ from torch import nn
 import reference
 from specinfer.core.config import EngineConfig
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree
 from specinfer.drafters import SmallModelDrafter
+from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token, num_states, plan_capacity
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.layers import kept_states
-from specinfer.model.recurrent.scan import Scan
+from specinfer.model.recurrent.scan import Scan, parents_of
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run
@@ -104,6 +106,17 @@ def test_tokens_are_scanned_once_and_prefixes_continue_at_a_kept_state(
     # Of the 50 cached tokens, chunks ended after 16, 32 and 48.
     assert next(iter(scanned.values())) == 2 + 2
     assert sum(scanned.values()) == 4 + 12 - 1
+
+
+@pytest.mark.parametrize(("num_chain", "parents"), [(1, (-1,)), (5, (-1,)), (1, (-1, 0, 0, 1, 2)), (4, (-1, 0, 0, 2))])
+def test_parents_after_a_chain_are_those_of_a_search_from_its_start(num_chain: int, parents: tuple[int, ...]) -> None:
+    tree = TokenTree(tuple(range(len(parents))), parents)
+    new = num_chain + len(parents) - 1
+    piece = Piece.of_span([0] * num_chain, tree, np.arange(3), np.arange(3, 3 + new))
+    chain = list(range(-1, 3 + num_chain - 1))
+    wanted = [*chain, *(3 + num_chain - 1 + parent for parent in parents[1:])]
+    assert parents_of(piece).tolist() == wanted
+    assert parents_of(replace(piece, num_known=0)).tolist() == wanted
 
 
 def test_the_least_recently_used_state_makes_way() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specinfer.core.flags import settings_of
 from specinfer.core.request import Request
@@ -112,6 +112,15 @@ _DELTA = _HEAD | {
     "linear_value_head_dim": 6,
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+_MAMBA_1 = _NONE | {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
 _FACTORS = {
     "ssm_in_multiplier": 1.5, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 1.2, 0.7, 1.3],
     "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "key_multiplier": 0.8,
@@ -156,7 +165,25 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_h1-normed": _LLAMA | _HEAD | _MAMBA | {"mamba_d_ssm": 64, "mamba_rms_norm": True},
     "jamba": _LLAMA | _MOE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
     "qwen3_5_moe_text": _LLAMA | _MOE | _DELTA | {"shared_expert_intermediate_size": 24},
+    "lfm3": _LLAMA
+    | _HEAD
+    | _WINDOW
+    | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "sliding_attention"], "conv_L_cache": 3},
+    "olmo_hybrid": _LLAMA | _DELTA,
+    "olmo_hybrid-negative": _LLAMA | _DELTA | {"linear_allow_neg_eigval": True, "rope_parameters": None},
+    "kimi_linear": _LLAMA | _LATENT | {"linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": _LLAMA | _LATENT | {"head_dim": 8, "n_group": 1, "topk_group": 1},
+    "minimax": _LLAMA
+    | _HEAD
+    | _LOCAL_MOE
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    | {"block_size": 8, "linear_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.1},
+    "recurrent_gemma": _LLAMA | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8},
+    "mamba": _MAMBA_1,
+    "falcon_mamba": _MAMBA_1,
 }
+# An older transformers does not have all of them.
+HYBRIDS = {name: fields for name, fields in HYBRIDS.items() if name.split("-")[0] in CONFIG_MAPPING}
 
 
 def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -> Any:
@@ -167,7 +194,7 @@ def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -
     config = AutoConfig.for_model(family.split("-")[0], **((FAMILIES | HYBRIDS)[family] | changes))
     torch.manual_seed(seed)
     # Eager knows soft caps and sinks; but Falcon's adds its ALiBi twice.
-    config._attn_implementation = "sdpa" if family.startswith("falcon") else "eager"
+    config._attn_implementation = "sdpa" if family.split("-")[0] == "falcon" else "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -90,6 +90,7 @@ static INLINE void prepare(const Recurrence *layer, int64_t slot, float *mixed, 
         float share, step;
         if (layer->is_delta) {
             share = rounded_one(1.0f / (1.0f + expf(-number_at(layer->stored, type, slot * 2 * heads + h))), type);
+            share *= layer->most;
             step = softplus(number_at(layer->stored, type, (slot * 2 + 1) * heads + h) + layer->bias[h]);
         } else {
             step = rounded_one(number_at(layer->stored, type, slot * heads + h) + rounded_one(layer->bias[h], type), type);

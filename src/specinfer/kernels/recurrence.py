@@ -163,7 +163,8 @@ class RecurrenceCall:
         bias: [heads] what is added to steps.
         decay: [heads] what steps are multiplied by, to be the logarithm of what is kept of a state.
         skip: [heads] share of the values in the results. None for a delta rule.
-        limits: Least and greatest step of a recurrence that is no delta rule.
+        limits: Least and greatest step of a recurrence that is no delta rule; of a delta rule, the second is the
+            greatest beta.
     """
 
     def __init__(

@@ -8,6 +8,13 @@ from torch import Tensor, nn
 from specinfer.model.batch import ForwardBatch
 
 
+def adopt(module: nn.Module, layer: nn.Module) -> None:
+    """Give a module the submodules of the one that it replaces, by the same names, but for activations."""
+    for name, child in layer.named_children():
+        if name != "act":
+            module.add_module(name, child)
+
+
 class JambaMambaLayer(nn.Module):
     """A loaded decoder layer of Jamba without attention."""
 
@@ -18,8 +25,7 @@ class JambaMambaLayer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        for name, module in layer.named_children():
-            self.add_module(name, module)
+        adopt(self, layer)
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         mixed = self.mamba(self.input_layernorm(hidden_states), forward_batch=forward_batch)
@@ -39,8 +45,7 @@ class FalconH1Layer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        for name, module in layer.named_children():
-            self.add_module(name, module)
+        adopt(self, layer)
         self.in_factor: float = layer.attention_in_multiplier
         self.out_factor: float = layer.attn_out_multiplier
         self.recurrent_factor: float = layer.ssm_out_multiplier
@@ -74,8 +79,8 @@ class FalconH1Model(nn.Module):
         return SimpleNamespace(logits=self.lm_head(hidden) * self.model.lm_head_multiplier)
 
 
-class Mamba2Layer(nn.Module):
-    """A loaded layer of a `Mamba2ForCausalLM`."""
+class MambaLayer(nn.Module):
+    """A loaded layer of a model of Mamba, Falcon-Mamba or Mamba-2 layers alone."""
 
     norm: nn.Module
     mixer: nn.Module
@@ -92,8 +97,8 @@ class Mamba2Layer(nn.Module):
         return out
 
 
-class Mamba2Model(nn.Module):
-    """A loaded `Mamba2ForCausalLM`."""
+class MambaModel(nn.Module):
+    """A loaded model of Mamba, Falcon-Mamba or Mamba-2 layers alone."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

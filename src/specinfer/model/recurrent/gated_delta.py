@@ -1,4 +1,4 @@
-"""Gated delta rule layers (Qwen3-Next, Qwen3.5) on token trees: a short convolution, then a recurrence.
+"""Gated delta rule layers (Qwen3-Next, Qwen3.5, OLMo Hybrid) on token trees: a short convolution, then a recurrence.
 
 A head's state is a matrix. A token lets it decay, and moves what it returns for the token's key towards the token's
 value by the share beta. What a token adds is small next to a state: the inputs of its convolution and two numbers
@@ -17,6 +17,7 @@ from torch.nn import functional
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
@@ -34,6 +35,14 @@ class GatedDelta(nn.Module):
     conv1d: nn.Conv1d
     norm: nn.Module
     out_proj: nn.Linear
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    a_proj: nn.Linear
+    b_proj: nn.Linear
+    g_proj: nn.Linear
+    o_norm: nn.Module
+    o_proj: nn.Linear
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -42,9 +51,9 @@ class GatedDelta(nn.Module):
         self.layer_idx: int = layer.layer_idx
         self.num_k_heads, self.num_v_heads = layer.num_k_heads, layer.num_v_heads
         self.head_k_dim, self.head_v_dim = layer.head_k_dim, layer.head_v_dim
-        for name, module in layer.named_children():
-            self.add_module(name, module)
+        adopt(self, layer)
         self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
+        self.max_beta = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -58,12 +67,19 @@ class GatedDelta(nn.Module):
         else:
             out = self._recur(forward_batch)[forward_batch.scan.new]
         out = out.to(inputs.dtype)
-        normed = self.norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
-        mixed: Tensor = self.out_proj(normed.view(len(out), -1))
+        norm, project = (self.o_norm, self.o_proj) if hasattr(self, "o_proj") else (self.norm, self.out_proj)
+        normed = norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
+        mixed: Tensor = project(normed.view(len(out), -1))
         return mixed.unsqueeze(0)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution, the gate of the output, and beta and decay before activation."""
+        if hasattr(self, "q_proj"):  # OLMo
+            inputs, rates = (
+                torch.cat([project(hidden) for project in parts], dim=-1)
+                for parts in ((self.q_proj, self.k_proj, self.v_proj), (self.b_proj, self.a_proj))
+            )
+            return inputs, self.g_proj(hidden), rates
         if not hasattr(self, "in_proj_qkvz"):
             return self.in_proj_qkv(hidden), self.in_proj_z(hidden), torch.cat(
                 [self.in_proj_b(hidden), self.in_proj_a(hidden)], dim=-1
@@ -82,7 +98,7 @@ class GatedDelta(nn.Module):
         width = 2 * keys + self.num_v_heads * self.head_v_dim
         sizes = HeadSizes(*heads, self.head_k_dim, self.head_v_dim, width, query=0, key=keys, value=2 * keys)
         convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
-        return convolution, RecurrenceCall(sizes, self.dt_bias, -self.A_log.float().exp())
+        return convolution, RecurrenceCall(sizes, self.dt_bias, -self.A_log.float().exp(), limits=(0.0, self.max_beta))
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
         """Return [scanned, value heads, value_dim] float32 results of the recurrence for all tokens of the scan."""
@@ -94,10 +110,10 @@ class GatedDelta(nn.Module):
             mixed.split(widths, dim=-1), (self.num_k_heads, self.num_k_heads, self.num_v_heads), strict=True
         ))  # fmt: skip
         repeats = self.num_v_heads // self.num_k_heads
-        query, key = (_unit(one).repeat_interleave(repeats, dim=1) for one in (query, key))
+        query, key = (unit(one).repeat_interleave(repeats, dim=1) for one in (query, key))
         query = query * self.head_k_dim**-0.5
         beta, decay = store.values[layer][scan.slots, 0].chunk(2, dim=-1)
-        beta = beta.sigmoid().float()
+        beta = beta.sigmoid().float() * self.max_beta
         kept = (-self.A_log.float().exp() * functional.softplus(decay.float() + self.dt_bias)).exp()
 
         def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,5 +128,6 @@ class GatedDelta(nn.Module):
         return result
 
 
-def _unit(vectors: Tensor) -> Tensor:
+def unit(vectors: Tensor) -> Tensor:
+    """Return vectors of length 1, where they are not almost 0."""
     return vectors * torch.rsqrt(vectors.pow(2).sum(dim=-1, keepdim=True) + 1e-6)

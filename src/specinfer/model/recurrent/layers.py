@@ -1,7 +1,7 @@
 """Which layers of transformers' definitions are replaced by layers that follow token trees."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,38 +12,54 @@ from specinfer.model.recurrent.definitions import (
     FalconH1Layer,
     FalconH1Model,
     JambaMambaLayer,
-    Mamba2Layer,
-    Mamba2Model,
+    MambaLayer,
+    MambaModel,
 )
 from specinfer.model.recurrent.gated_delta import GatedDelta
+from specinfer.model.recurrent.kimi_delta import KimiDelta
+from specinfer.model.recurrent.lightning import Lightning
 from specinfer.model.recurrent.mamba import Mamba
 from specinfer.model.recurrent.mamba2 import Mamba2
+from specinfer.model.recurrent.rg_lru import RgLru
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.recurrent.states import RecurrentStates
 
 # By class name, because a definition is imported only when a model of its family is loaded.
-_REPLACED: dict[str, type[ShortConv | GatedDelta | Mamba | Mamba2]] = {
+_REPLACED: dict[str, type[nn.Module]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
+    "Lfm3ShortConv": ShortConv,
     "Qwen3NextGatedDeltaNet": GatedDelta,
     "Qwen3_5GatedDeltaNet": GatedDelta,
     "Qwen3_5MoeGatedDeltaNet": GatedDelta,
+    "OlmoHybridGatedDeltaNet": GatedDelta,
+    "KimiLinearDeltaAttention": KimiDelta,
+    "BailingHybridDeltaAttention": KimiDelta,
+    "MiniMaxLightningAttention": Lightning,
+    "RecurrentGemmaRecurrentBlock": RgLru,
     "BambaMixer": Mamba2,
     "NemotronHMamba2Mixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "Mamba2Mixer": Mamba2,
     "FalconH1Mixer": Mamba2,
     "JambaMambaMixer": Mamba,
+    "MambaMixer": Mamba,
+    "FalconMambaMixer": Mamba,
 }
 # What is around them, where it does not hand keywords on.
 _AROUND: dict[str, type[nn.Module]] = {
     "JambaMambaDecoderLayer": JambaMambaLayer,
     "FalconH1DecoderLayer": FalconH1Layer,
     "FalconH1ForCausalLM": FalconH1Model,
-    "Mamba2Block": Mamba2Layer,
-    "Mamba2ForCausalLM": Mamba2Model,
+    "MambaBlock": MambaLayer,
+    "MambaForCausalLM": MambaModel,
+    "FalconMambaBlock": MambaLayer,
+    "FalconMambaForCausalLM": MambaModel,
+    "Mamba2Block": MambaLayer,
+    "Mamba2ForCausalLM": MambaModel,
 }
-LOOP_REPLACED = frozenset({"falcon_h1", "mamba2"})  # families whose loop over layers is replaced, too
+# Families whose loop over layers is replaced, too.
+LOOP_REPLACED = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba"})
 _BOTH = "hybrid"  # attention and a recurrence side by side: what they store is numbered one after the other
 LAYER_TYPES = frozenset({"conv", "linear_attention", _BOTH})  # names in `layer_types` of what is replaced
 
@@ -82,13 +98,21 @@ def replace_layers(model: nn.Module) -> nn.Module:
         if name and (around := _kind(module, _AROUND)) is not None:
             model.set_submodule(name, around(module))
         if (kind := _kind(module, _REPLACED)) is not None:
-            is_both = kind is Mamba2 and _BOTH in types
-            model.set_submodule(name, Mamba2(module, len(types)) if is_both else kind(module))
+            model.set_submodule(name, _replaced(kind, name, module, types))
             num_left -= 1
     if num_left:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(_types(config))}")
     whole = _kind(model, _AROUND)
     return model if whole is None else whole(model)
+
+
+def _replaced(kind: Any, name: str, module: nn.Module, types: Sequence[str]) -> nn.Module:
+    if kind is Mamba2 and _BOTH in types:
+        return Mamba2(module, len(types))
+    if kind is RgLru:  # its block does not know which layer it is
+        return RgLru(module, int(name.split(".")[-2]))
+    layer: nn.Module = kind(module)
+    return layer
 
 
 def _kind(module: nn.Module, kinds: Mapping[str, type[nn.Module]]) -> Any:
@@ -131,7 +155,9 @@ def _types(config: Any) -> list[str]:
 
 
 def _state_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    return {one.layer_idx: one.state_shape for one in model.modules() if isinstance(one, GatedDelta | Mamba | Mamba2)}
+    kinds = tuple(set(_REPLACED.values()) - {ShortConv})
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, kinds)]
+    return {one.layer_idx: one.state_shape for one in layers}
 
 
 def kept_states(model: nn.Module, num_states: int, num_slots: int, device: torch.device) -> RecurrentStates:

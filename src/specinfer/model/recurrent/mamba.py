@@ -1,4 +1,4 @@
-"""Mamba layers of Jamba on token trees: a short convolution, then a linear recurrence with decays for each channel.
+"""Mamba layers (Mamba, Falcon-Mamba, Jamba) on token trees: a convolution, then a recurrence with a decay by channel.
 
 The inputs of the convolution are stored by slot, with what is projected from its results; states are kept as in
 `states`.
@@ -16,12 +16,13 @@ from torch.nn import functional
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
 
 class Mamba(nn.Module):
-    """A loaded Mamba layer with norms of what is projected, on token trees."""
+    """A loaded Mamba layer, on token trees."""
 
     conv1d: nn.Conv1d
     in_proj: nn.Linear
@@ -38,9 +39,7 @@ class Mamba(nn.Module):
             raise ModelError(f"model: the activation {layer.activation!r} of Mamba layers is not supported")
         self.layer_idx: int = layer.layer_idx
         self.rank, self.state_size, self.width = layer.time_step_rank, layer.ssm_state_size, layer.intermediate_size
-        for name, module in layer.named_children():
-            if name != "act":
-                self.add_module(name, module)
+        adopt(self, layer)
         self.A_log, self.D = layer.A_log, layer.D
 
     @property
@@ -54,8 +53,10 @@ class Mamba(nn.Module):
         mixed = self._convolve(batch)
         widths = [self.rank, self.state_size, self.state_size]
         parts = self.x_proj(mixed[batch.scan.new].to(inputs.dtype)).split(widths, dim=-1)
-        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
-        projected = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+        if hasattr(self, "dt_layernorm"):  # Mamba's first models have no norms
+            norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+            parts = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+        projected = torch.cat(parts, dim=-1)
         stored = batch.store.values[layer]
         stored[batch.slots, 0] = projected.to(stored.dtype)
         out = self._recur(batch, mixed.float())[batch.scan.new] * functional.silu(gate.float())

@@ -15,6 +15,7 @@ from torch.nn import functional
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
 
@@ -38,9 +39,7 @@ class Mamba2(nn.Module):
         self.layer_idx: int = layer.layer_idx
         self.num_heads, self.head_dim, self.num_groups = layer.num_heads, layer.head_dim, layer.n_groups
         self.state_size, self.step_limits = layer.ssm_state_size, layer.time_step_limit
-        for name, module in layer.named_children():
-            if name != "act":
-                self.add_module(name, module)
+        adopt(self, layer)
         self.dt_bias, self.A_log, self.D = layer.dt_bias, layer.A_log, layer.D
         # Falcon-H1: factors, a norm that may be left out, and attention in the same layer, which stores in its place.
         self.in_factor: float = getattr(layer, "ssm_in_multiplier", 1.0)

@@ -129,10 +129,11 @@ def parents_of(piece: Part) -> Ints:
     """Return [context] the index of each token's parent among prefix, earlier and new tokens; -1 for the first."""
     num_prefix, num_earlier, num_new = len(piece.prefix_slots), len(piece.earlier_slots), len(piece.slots)
     parents = np.arange(-1, num_prefix + num_earlier + num_new - 1)
-    rows, above = np.arange(num_new), piece.visible.copy()
-    above[rows, num_earlier + rows] = False
+    known = 0 if num_earlier else piece.num_known  # of a chain, which needs no search
+    rows, above = np.arange(num_new - known), piece.visible[known:].copy()
+    above[rows, num_earlier + known + rows] = False
     last = above.shape[1] - 1 - above[:, ::-1].argmax(axis=1)
-    parents[num_prefix + num_earlier :] = np.where(above[rows, last], num_prefix + last, num_prefix - 1)
+    parents[num_prefix + num_earlier + known :] = np.where(above[rows, last], num_prefix + last, num_prefix - 1)
     for row in piece.visible[:, :num_earlier]:
         path = num_prefix + np.flatnonzero(row)
         parents[path] = np.concatenate([[num_prefix - 1], path])[: len(path)]

@@ -1,0 +1,105 @@
+"""Delta rule layers with a decay for each key channel (Kimi Linear, Bailing Hybrid) on token trees.
+
+As `gated_delta`, but a token stores one number for the decay of each channel of each head.
+
+Source: Kimi Linear (Kimi Team, arXiv 2510.26692).
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specinfer.core.errors import ModelError
+from specinfer.kernels.recurrence import ConvolutionCall
+from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.definitions import adopt
+from specinfer.model.recurrent.gated_delta import unit
+from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.short_conv import convolve, store_inputs
+
+
+class KimiDelta(nn.Module):
+    """A loaded delta rule layer with a decay for each channel, on token trees."""
+
+    conv1d: nn.Conv1d
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    b_proj: nn.Linear
+    g_a_proj: nn.Linear
+    g_b_proj: nn.Linear
+    g_proj: nn.Linear
+    forget_gate: nn.Module
+    o_norm: nn.Module
+    o_proj: nn.Linear
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        if layer.activation != "silu":
+            raise ModelError(f"model: hidden_act {layer.activation!r} of layers with a delta rule is not supported")
+        self.layer_idx: int = layer.layer_idx
+        self.num_heads, self.head_dim = layer.num_heads, layer.head_dim
+        gate = layer.forget_gate
+        # Bailing: the logarithm of what is kept is limited by a sigmoid instead of growing as a softplus does.
+        self.least_decay: float | None = gate.lower_bound if getattr(gate, "safe_gate", False) else None
+        adopt(self, layer)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.head_dim, self.head_dim)
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
+        hidden: Tensor = hidden_states[0]
+        inputs = torch.cat([project(hidden) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        forget: Any = self.forget_gate
+        if hasattr(self, "g_proj"):
+            gate, decay = self.g_proj(hidden), forget.f_proj(hidden)
+        else:
+            gate, decay = self.g_b_proj(self.g_a_proj(hidden)), forget.f_b_proj(forget.f_a_proj(hidden))
+        store_inputs(forward_batch, self.layer_idx, inputs, torch.cat([self.b_proj(hidden), decay], dim=-1))
+        out = self._recur(forward_batch)[forward_batch.scan.new].to(inputs.dtype)
+        normed = self.o_norm(out.flatten(0, 1), gate.reshape(-1, self.head_dim))
+        mixed: Tensor = self.o_proj(normed.view(len(out), -1))
+        return mixed.unsqueeze(0)
+
+    @cached_property
+    def _native(self) -> ConvolutionCall:
+        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
+
+    def _convolve(self, batch: ForwardBatch) -> Tensor:
+        """Return [scanned, channels] results of the convolution for all tokens of the scan."""
+        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
+        if batch.uses_native:
+            return self._native(stored, paths)
+        return functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype))
+
+    def _recur(self, batch: ForwardBatch) -> Tensor:
+        """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
+        mixed = self._convolve(batch).float().unflatten(1, (3, self.num_heads, self.head_dim))
+        query, key, value = unit(mixed[:, 0]) * self.head_dim**-0.5, unit(mixed[:, 1]), mixed[:, 2]
+        stored = batch.store.values[self.layer_idx][batch.scan.slots, 0]
+        beta = stored[:, : self.num_heads].sigmoid().float()
+        kept = self._log_decay(stored[:, self.num_heads :].unflatten(1, (self.num_heads, -1)).float()).exp()
+
+        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+            states = states * kept[of].unsqueeze(-1)
+            found = torch.einsum("nhkv,nhk->nhv", states, key[of])
+            change = (value[of] - found) * beta[of].unsqueeze(-1)
+            states = states + key[of].unsqueeze(-1) * change.unsqueeze(-2)
+            return states, torch.einsum("nhkv,nhk->nhv", states, query[of])
+
+        result = torch.empty_like(value)
+        recur(batch, self.layer_idx, self.state_shape, step, result)
+        return result
+
+    def _log_decay(self, projected: Tensor) -> Tensor:
+        """Return [tokens, heads, channels] the logarithm of what a token keeps of each channel."""
+        gate: Any = self.forget_gate
+        rate: Tensor = gate.A_log.float().exp().view(-1, 1)
+        shifted: Tensor = projected + gate.dt_bias.float().view(self.num_heads, -1)
+        if self.least_decay is not None:
+            return (rate * shifted).sigmoid() * self.least_decay
+        return -rate * functional.softplus(shifted)
