@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from specinfer.planning.options import PlanConfig
 from specinfer.planning.plan import run_plan
 from specinfer.planning.plan_table import bar, plot_plan, print_plan
 from specinfer.policy import cost_cache
-from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_cache import MAX_AGE, cached_costs
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
@@ -168,6 +169,16 @@ def test_acceptance_is_measured_if_none_is_assumed(folders: tuple[str, str]) -> 
     report = run_plan(make_config(folders))
     assert report.by_rank[0] > 0.8  # the drafter is the target itself; the prior counts a little
     assert sum(report.by_rank) <= 1.0
+
+
+def test_passes_for_which_a_lookup_finds_nothing_count(folders: tuple[str, str]) -> None:
+    report = run_plan(make_config(folders, drafters=("ngram",), batch_sizes=(1,)))
+    (choice,) = report.choices
+    always = expected_tokens(
+        np.asarray(report.by_rank), np.asarray([choice.num_nodes]), np.asarray([choice.num_levels])
+    )
+    assert choice.num_nodes > 0
+    assert 1 < choice.tokens_per_pass < 0.95 * always[0]
 
 
 def test_remeasuring(folders: tuple[str, str]) -> None:

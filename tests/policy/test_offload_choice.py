@@ -66,6 +66,13 @@ def test_a_small_drafter_wins_where_it_is_as_good_as_a_copy() -> None:
     assert best_of(tuple(choices_of(1200, poor).values())).candidate.drafters != ("small",)
 
 
+def test_drafts_for_half_of_the_passes_gain_half_as_much() -> None:
+    costs = CostModel(COMPUTING, Curve((1, 64), (1e-9, 1e-9)))
+    often, seldom = (Candidate(("ngram",), 0, (0.7,), costs, share) for share in (1.0, 0.5))
+    gains = [choices_of(0, one)["ngram",].speedup - 1 for one in (often, seldom)]
+    assert gains[1] == pytest.approx(gains[0] / 2, rel=0.02)
+
+
 def test_the_last_layers_need_no_place_beside_the_ring() -> None:
     assert memory_of(1799).num_resident(0) == 17
     assert memory_of(1800).num_resident(0) == 20

@@ -9,16 +9,19 @@ from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.llm import LLM
 from specinfer.model.load import LoadedModel
 from specinfer.planning.options import PlanConfig
+from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.offload_choice import Candidate, LayerMemory, OffloadChoice, compare, copies_of, layer_weights
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 
 
-def offload_choices(llm: LLM, models: Models, costs: CostModel, by_rank: Sequence[float]) -> tuple[OffloadChoice, ...]:
+def offload_choices(
+    llm: LLM, models: Models, costs: CostModel, acceptance: AcceptanceModel
+) -> tuple[OffloadChoice, ...]:
     """Return what no drafter, the loaded drafters and copies of a streamed target give; nothing if it all fits.
 
     Args:
-        costs, by_rank: Costs and acceptance with the loaded drafters.
+        costs, acceptance: Costs and acceptance with the loaded drafters.
     """
     target = llm.target.loaded
     stream = target.stream
@@ -35,7 +38,9 @@ def offload_choices(llm: LLM, models: Models, costs: CostModel, by_rank: Sequenc
     memory = LayerMemory(
         stream.num_layers, stream.buffer_bytes, weights * stream.num_layers // num_layers, stream.settled_bytes + taken
     )
-    given = Candidate(models.drafters, taken, tuple(by_rank), costs, is_measured=True)
+    given = Candidate(
+        models.drafters, taken, tuple(acceptance.by_rank().tolist()), costs, acceptance.share, is_measured=True
+    )
     copies = copies_of(memory, computing, target.quantization, known=models.drafters)
     return compare(memory, computing, layer_seconds, [given, *copies])
 

@@ -62,7 +62,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
         by_rank = tuple(acceptance.by_rank().tolist())
         environment = Environment.of(llm, models.drafter_parameters)
         streaming = _streaming(llm, costs)
-        offloaded = offload_choices(llm, models, costs, by_rank)
+        offloaded = offload_choices(llm, models, costs, acceptance)
     choices = tuple(choose(costs, acceptance, size) for size in config.batch_sizes)
     command = command_of(config, best_of(offloaded)) if offloaded else None
     report = PlanReport(costs, by_rank, choices, options_of(config), environment, streaming, offloaded, command)
@@ -155,6 +155,7 @@ class _Counting:
     def __init__(self, budget: TreeBudget) -> None:
         self._fixed = FixedPolicy(budget)
         self.acceptance = AcceptanceModel()
+        self._num_passes = self._num_drafted = 0
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
         return self._fixed.budgets(spans)
@@ -163,6 +164,9 @@ class _Counting:
         for tree, acceptance in outcomes:
             if tree.num_guessed:
                 self.acceptance.observe(tree, acceptance)
+        self._num_passes += len(outcomes)
+        self._num_drafted += sum(tree.num_guessed > 0 for tree, _ in outcomes)
+        self.acceptance.share = self._num_drafted / max(self._num_passes, 1)
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int

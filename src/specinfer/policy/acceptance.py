@@ -19,7 +19,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class AcceptanceModel:
-    """Probability that the first, second, ... draft token at a node is the target's token."""
+    """Probability that the first, second, ... draft token at a node is the target's token.
+
+    Attributes:
+        share: Share of the passes for which there are draft tokens; a lookup often finds none.
+    """
 
     # Prior: a drafter of medium quality, counted as a few observations.
     _PRIOR = (0.6, 0.12, 0.06, 0.04)
@@ -29,12 +33,14 @@ class AcceptanceModel:
     def __init__(self) -> None:
         self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
         self._accepted = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
+        self.share = 1.0
 
     @classmethod
-    def assumed(cls, by_rank: Sequence[float]) -> "AcceptanceModel":
+    def assumed(cls, by_rank: Sequence[float], share: float = 1.0) -> "AcceptanceModel":
         """Make a model with these probabilities, as if they had been observed."""
         model = cls()
         model._tried, model._accepted = [1.0] * len(by_rank), list(by_rank)
+        model.share = share
         return model
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
@@ -52,7 +58,7 @@ class AcceptanceModel:
 
     def expected_tokens(self, num_nodes: Ints, num_levels: Ints) -> Floats:
         """Return the tokens that a pass yields on average with each best-first tree, as `expected_tokens`."""
-        return expected_tokens(self.by_rank(), num_nodes, num_levels)
+        return 1.0 + self.share * (expected_tokens(self.by_rank(), num_nodes, num_levels) - 1.0)
 
 
 def expected_tokens(by_rank: Floats, num_nodes: Ints, num_levels: Ints) -> Floats:

@@ -64,6 +64,7 @@ class Candidate:
     Attributes:
         by_rank: Probability that the first, second, ... draft token at a node is the target's.
         costs: Cost of drafting, in any cost model that has it.
+        share: Share of the passes for which there are draft tokens.
         is_measured: Whether these were measured.
     """
 
@@ -71,6 +72,7 @@ class Candidate:
     num_bytes: int = 0
     by_rank: tuple[float, ...] = (0.0,)
     costs: CostModel | None = None
+    share: float = 1.0
     is_measured: bool = False
 
 
@@ -100,6 +102,7 @@ class OffloadChoice:
             "drafters": list(self.candidate.drafters),
             "drafter_bytes": self.candidate.num_bytes,
             "acceptance_by_rank": list(self.candidate.by_rank) if self.candidate.drafters else [],
+            "drafted_share": self.candidate.share,
             "is_measured": self.candidate.is_measured,
             "fits": self.num_resident is not None,
             "num_resident_layers": self.num_resident,
@@ -149,7 +152,7 @@ def compare(
         costs = CostModel(curve, Curve((1,), (1.0,)))
         if (drafting := candidate.costs) is not None:
             costs = CostModel(curve, drafting.draft_level, drafting.read_token, drafting.draft_start)
-        optimizer = TreeOptimizer(costs, AcceptanceModel.assumed(candidate.by_rank))
+        optimizer = TreeOptimizer(costs, AcceptanceModel.assumed(candidate.by_rank, candidate.share))
         rates = optimizer.rates(1)
         best = int(rates.argmax()) if candidate.drafters else 0
         rate, nodes, levels = float(rates[best]), optimizer.sizes.num_nodes[best], optimizer.sizes.num_levels[best]
