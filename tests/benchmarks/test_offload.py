@@ -466,6 +466,7 @@ def test_bad_input_is_refused_before_the_long_work(
         run_offload(make_config(folders, **changes))
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_bad_input(folders: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="memory_budget: "):
         run_offload(make_config(folders, memory_budget="1MiB"))

@@ -214,6 +214,7 @@ def test_prompts_become_tasks_that_fit() -> None:
     assert all(len(task.prompt_ids) + task.max_tokens <= 50 for task in make_tasks([[1] * 10] * 6, (0.0,), [2], 20, 50))
 
 
+@pytest.mark.slow
 def test_a_speculation_policy_is_trained_from_prompts_and_from_logs(tmp_path: Path) -> None:
     target, small = save_model(tmp_path / "target"), save_model(tmp_path / "small", noise=0.2)
     save_tokenizer(target)

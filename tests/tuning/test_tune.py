@@ -486,7 +486,7 @@ def test_weights_that_are_no_numbers_are_met_before_any_work(
 
 @pytest.mark.parametrize(
     "stage",
-    ["checkpoint", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("examples", "marks", "model"))],
+    ["marks", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("examples", "checkpoint", "model"))],
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_it_resumes_when_there_is_space(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str

@@ -69,7 +69,12 @@ def _drafter(kind: str, runners: Runners, family: str) -> tuple[Drafter | None, 
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [*product(FAMILIES, ["plain", "tree", "ngram"]), *product(HYBRIDS, ["tree"])]
+    ("family", "kind"),
+    [
+        *product(FAMILIES, ["plain", "tree"]),
+        *product(["llama", "gemma2", "mpt"], ["ngram"]),
+        *product(HYBRIDS, ["tree"]),
+    ],
 )
 def test_greedy_is_transformers_generate(
     family: str, kind: str, runner_of: Runners, greedy_outputs: Callable[[str], list[list[int]]]

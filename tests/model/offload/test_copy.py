@@ -58,10 +58,10 @@ def close(runner: ModelRunner) -> None:
 
 
 def _copied() -> Iterator[Any]:
-    """Families and quantizations; of the quantized ones in every run those whose layers are made of other weights."""
+    """Families and quantizations; in every run those whose layers are made of other weights, and two others."""
     for family in sorted(FAMILIES):
         for quantization in (None, "int8", "int4"):
-            is_slow = quantization is not None and family not in (*NEED_COPY, "llama", "gemma3_text")
+            is_slow = family not in (*NEED_COPY, "llama", "gemma3_text")
             yield pytest.param(family, quantization, marks=[pytest.mark.slow] if is_slow else [])
 
 
