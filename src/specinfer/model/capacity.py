@@ -53,7 +53,7 @@ def plan_capacity(
     memory = cache_bytes(config, target.device, max_bytes, num_sharing, reserved)
     if max_slots is not None:
         memory = min(memory, max_slots * each)
-    if size := _bytes_per_state((target, *drafters)):
+    if size := bytes_per_state((target, *drafters)):
         num_kept = num_states(config, (target, *drafters), memory)
         memory -= num_kept * size
         if num_kept < config.max_num_seqs:
@@ -82,7 +82,7 @@ def num_states(config: EngineConfig, models: Sequence[LoadedModel], memory: int)
     Raises:
         ValueError: Not even one fits.
     """
-    each = _bytes_per_state(models)
+    each = bytes_per_state(models)
     if not each:
         return 0
     num_kept = min(ROWS_PER_REQUEST * config.max_num_seqs, memory // 2 // each)
@@ -94,7 +94,8 @@ def num_states(config: EngineConfig, models: Sequence[LoadedModel], memory: int)
     return num_kept
 
 
-def _bytes_per_state(models: Iterable[LoadedModel]) -> int:
+def bytes_per_state(models: Iterable[LoadedModel]) -> int:
+    """Return the bytes that a state of recurrent layers takes in the caches of all the models."""
     return sum(state_bytes(model.model) for model in models)
 
 

@@ -172,7 +172,7 @@ def load_model(
     check_architecture(config)
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
-    check_split(config, shard.tensor.size, shard.num_stages, offload.offload)
+    check_split(config, shard.tensor.size, shard.num_stages)
     job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map)
     if quantization is None and not job.keeps_codes:
         job = replace(job, quantization=kept_quantization(folder))

@@ -28,6 +28,7 @@ from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.probe import Probe, probe
+from specinfer.model.recurrent.layers import weights_in_memory
 from specinfer.model.shard_definition import (
     BuiltModel,
     ShardDefinition,
@@ -84,8 +85,12 @@ def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> tuple[Probe, 
     prepare_conversion(checkpoint, model, job)
     if job.is_direct:
         checkpoint.check_sources(model)
+    stay = weights_in_memory(model)
     checkpoint.fill(
-        model, lambda name, weight: weight.ndim < 2 or name.endswith("_bias") or checkpoint.layer_of(name) is None
+        model,
+        lambda name, weight: (
+            weight.ndim < 2 or name.endswith("_bias") or checkpoint.layer_of(name) is None or name in stay
+        ),
     )
     kinds = place_stored(model, checkpoint, is_placed=lambda layer: layer is None)
     model.eval().to(job.device)

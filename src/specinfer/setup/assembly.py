@@ -22,7 +22,7 @@ from specinfer.drafters.self_drafter import SelfRunner
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
-from specinfer.model.capacity import bytes_per_token, cache_bytes, num_states, plan_capacity
+from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_bytes, num_states, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
@@ -281,5 +281,6 @@ def _plan(
     kept = num_states(limits, (target, *drafters), memory)
     if budget is None:
         return max_model_len, num_slots, kept, None
-    taken = num_slots * bytes_per_token((target, *drafters))
+    models = (target, *drafters)
+    taken = num_slots * bytes_per_token(models) + kept * bytes_per_state(models)
     return max_model_len, num_slots, kept, settle_shard(target, budget, taken, limits)

@@ -25,7 +25,7 @@ from specinfer.model.load import load_model
 from specinfer.model.offload import stream as stream_module
 from specinfer.model.offload.direct import DirectFile, padded_size, pages
 from specinfer.model.runner import ModelRunner
-from tiny import load_runner, make_engine, make_request, random_prompts, run, save_model
+from tiny import HYBRIDS, load_runner, make_engine, make_request, random_prompts, run, save_model
 
 NUM_LAYERS = 5
 DISK = OffloadConfig("disk")
@@ -104,6 +104,19 @@ def test_speculation_with_a_streamed_target_changes_nothing(folder: Path, tree: 
             expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
         with LLM(folder, drafters=drafters, tree=tree, offload="disk", memory_budget="8GiB") as llm:
             assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_without_attention_are_streamed(family: str, tmp_path: Path) -> None:
+    """From a copy, because experts and some convolutions are made of several tensors of the files."""
+    model = save_model(tmp_path / "model", family)
+    prompts = [{"prompt_token_ids": p} for p in random_prompts([9, 33])]
+    texts: list[list[list[int]]] = []
+    copied: dict[str, Any] = {"offload": "disk", "offload_folder": tmp_path / "copy", "memory_budget": "8GiB"}
+    for options in ({}, copied):
+        with LLM(model, drafters=["ngram"], tree="1,2,1", max_num_batched_tokens=16, **options) as llm:
+            texts.append([out.outputs[0].token_ids for p in (GREEDY, SAMPLED) for out in llm.generate(prompts, p)])
+    assert texts[0] == texts[1]
 
 
 def test_a_pass_reads_what_does_not_stay(folder: Path) -> None:

@@ -127,16 +127,29 @@ def is_hybrid(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
+def weights_in_memory(model: nn.Module) -> set[str]:
+    """Return the names of weights that layers without attention read other than by calling a linear layer."""
+    kinds = tuple(set(_REPLACED.values()))
+    return {
+        f"{outer}.{name}.{weight}".replace("..", ".")
+        for outer, layer in model.named_modules()
+        if isinstance(layer, kinds)
+        for name, module in layer.named_modules()
+        if not isinstance(module, nn.Linear)
+        for weight in (*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False)))
+    }
+
+
 def can_split(config: Any) -> bool:
     """Return whether a model can be split over ranks."""
     return not _types(config)
 
 
-def check_split(config: Any, tensor_parallel_size: int, num_stages: int, offload: str | None = None) -> None:
+def check_split(config: Any, tensor_parallel_size: int, num_stages: int) -> None:
     """Refuse what layers that are replaced do not support.
 
     Raises:
-        ModelError: The model has such layers, and is to be split or streamed.
+        ModelError: The model has such layers, and is to be split.
     """
     kinds = _types(config)
     if not kinds:
@@ -146,8 +159,6 @@ def check_split(config: Any, tensor_parallel_size: int, num_stages: int, offload
         raise ModelError(f"tensor_parallel_size: {why} are not split; use 1")
     if num_stages > 1:
         raise ModelError(f"pipeline_parallel_size: {why} are not split into stages; use 1")
-    if offload is not None:
-        raise ModelError(f"offload: {why} are not streamed; leave offload out")
 
 
 def _types(config: Any) -> list[str]:
