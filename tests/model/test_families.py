@@ -23,6 +23,7 @@ from specinfer.model.fused import FusedDecoder
 from specinfer.model.heads.load import shows_hidden_states
 from specinfer.model.load import load_model
 from specinfer.model.recurrent import scan
+from specinfer.model.recurrent.layers import LOOP_REPLACED
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, HYBRIDS, VOCAB, load_runner, make_model, paths_of, random_prompts
 
@@ -262,7 +263,8 @@ def test_what_cannot_run_is_refused_by_name(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_what_layers_without_attention_do_not_support_is_refused_with_the_remedy(family: str, tmp_path: Path) -> None:
     tiny.save_model(tmp_path, family)
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+    is_whole = family.split("-")[0] in LOOP_REPLACED
+    for option in ("tensor_parallel_size", *(["pipeline_parallel_size"] if is_whole else [])):
         with pytest.raises(ModelError, match=rf"^{option}: .*; use 1"):  # before ranks are started
             LLM(tmp_path, drafters=[], **{option: 2})
 

@@ -126,7 +126,7 @@ _FACTORS = {
     "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "key_multiplier": 0.8,
     "embedding_multiplier": 1.5, "lm_head_multiplier": 0.7, "mlp_multipliers": [1.1, 0.9],
 }  # fmt: skip
-# Families with layers that mix tokens without attention; they run on one device, unsplit and without captured passes.
+# Families with layers that mix tokens without attention; their passes are not captured.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "lfm2-biased": _LLAMA | {"layer_types": ["conv", "full_attention"], "conv_bias": True, "conv_L_cache": 4},

@@ -99,11 +99,6 @@ def bytes_per_state(models: Iterable[LoadedModel]) -> int:
     return sum(state_bytes(model.model) for model in models)
 
 
-def fitting_slots(config: EngineConfig, models: Sequence[LoadedModel], max_bytes: int | None, num_sharing: int) -> int:
-    """Return the slots per cache that fit into the memory of a rank without an engine; see `plan_capacity`."""
-    return cache_bytes(config, models[0].device, max_bytes, num_sharing) // bytes_per_token(models)
-
-
 def cache_bytes(
     config: EngineConfig, device: torch.device, max_bytes: int | None, num_sharing: int, reserved: int = 0
 ) -> int:

@@ -180,7 +180,12 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             make_runner(target, capacity=capacity)
             if ranks is None
             else DistributedRunner(
-                target, num_slots, ranks, keeps_prefixes=args.enable_prefix_caching, capacity=capacity
+                target,
+                num_slots,
+                ranks,
+                keeps_prefixes=args.enable_prefix_caching,
+                capacity=capacity,
+                num_states=kept,
             )
         )
         here = {name: _drafter_runner(name, one.loaded, runner, args, make_runner) for name, one in small.items()}

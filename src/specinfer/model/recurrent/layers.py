@@ -157,7 +157,7 @@ def check_split(config: Any, tensor_parallel_size: int, num_stages: int) -> None
     why = f"family {config.model_type!r} has layers of type {', '.join(kinds)}, which"
     if tensor_parallel_size > 1:
         raise ModelError(f"tensor_parallel_size: {why} are not split; use 1")
-    if num_stages > 1:
+    if num_stages > 1 and config.model_type in LOOP_REPLACED:
         raise ModelError(f"pipeline_parallel_size: {why} are not split into stages; use 1")
 
 

@@ -54,12 +54,15 @@ class DistributedRunner:
         *,
         keeps_prefixes: bool = False,
         capacity: PassCapacity | None = None,
+        num_states: int = 0,
     ) -> None:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
         # Rank 0 sends no hidden states.
-        self.shard_runner = ShardRunner(loaded, num_slots, ranks.connections.stages, torch.float32, loaded.taps)
+        self.shard_runner = ShardRunner(
+            loaded, num_slots, ranks.connections.stages, torch.float32, loaded.taps, num_states
+        )
         taps = () if loaded.taps is None else (loaded.taps.width, *loaded.taps.layers)
         self._send(Command.SLOTS, torch.tensor([num_slots, *taps], dtype=torch.int32))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready

@@ -10,6 +10,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.definition import load_config
 from specinfer.model.kv_cache import KVTensors, Slots, TapShape
 from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.runner import compute
 from specinfer.model.sharding.stage import received
 from specinfer.parallel.group import Group
@@ -44,6 +45,7 @@ class ShardRunner:
         stages: The ranks that pass hidden states on to each other, from the last stage to the first.
         next_dtype: Type that the next stage takes, see `next_dtype`.
         taps: Hidden states to store, by layers of the whole target, or None. Each stage hands on those up to its end.
+        num_states: Number of states of recurrent layers to keep. Ranks may keep different ones.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ShardRunner:
         stages: Group,
         next_dtype: torch.dtype,
         taps: TapShape | None = None,
+        num_states: int = 0,
     ) -> None:
         self._loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
         layers, self._received = range(0), tuple[int, ...]()
@@ -60,7 +63,10 @@ class ShardRunner:
             layers = loaded.shard.layers(int(load_config(loaded.folder).get_text_config().num_hidden_layers))
             taps = TapShape(tuple(i for i in taps.layers if i <= layers.stop), taps.width)
             self._received = tuple(i for i in taps.layers if i <= layers.start and not loaded.shard.is_first)
-        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, taps)
+        self.tensors = KVTensors(
+            loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, taps,
+            kept_states(loaded.model, num_states, num_slots, loaded.device),
+        )  # fmt: skip
         # A pass counts the layers of its stage only.
         self._stored = self.tensors.taps
         self.tensors.taps = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}

@@ -17,7 +17,7 @@ from specinfer.model.kv_cache import NO_SLOTS, Slots
 
 Numbers = npt.NDArray[np.int32]
 NUM_LISTS = 64
-_HEADER = 7  # history, slots that stay, slots that follow, earlier, new, logits, whether `visible` is a chain
+_HEADER = 8  # history, slots that stay, slots that follow, earlier, new, logits, known, whether `visible` is a chain
 
 
 class _Histories:
@@ -60,7 +60,7 @@ class PieceWriter:
             num_new, num_earlier = len(piece.tokens), len(piece.earlier_slots)
             is_chain = not num_earlier and np.array_equal(piece.visible, _chain(num_new))
             tail = piece.prefix_slots[known:]
-            header = (history, known, len(tail), num_earlier, num_new, piece.num_logits, is_chain)
+            header = (history, known, len(tail), num_earlier, num_new, piece.num_logits, piece.num_known, is_chain)
             numbers = (header, tail, piece.earlier_slots, piece.earlier_positions, piece.slots, piece.tokens)
             parts += [np.asarray(part, dtype=np.int32) for part in (*numbers, piece.positions)]
             if not is_chain:
@@ -79,7 +79,7 @@ class PieceReader:
         return [self._piece(rest) for _ in range(int(rest.take(1)[0]))]
 
     def _piece(self, rest: "_Rest") -> Piece:
-        history, known, num_tail, num_earlier, num_new, num_logits, is_chain = rest.take(_HEADER).tolist()
+        history, known, num_tail, num_earlier, num_new, num_logits, num_known, is_chain = rest.take(_HEADER).tolist()
         prefix_slots = np.concatenate([self._histories.lists[history][:known], rest.slots(num_tail)])
         self._histories.put(history, prefix_slots)
         earlier_slots, earlier_positions = rest.slots(num_earlier), rest.take(num_earlier).tolist()
@@ -90,7 +90,10 @@ class PieceReader:
             shape = (num_new, num_earlier + num_new)
             bits = rest.take(_num_packed(*shape)).view(np.uint8)
             visible = np.unpackbits(bits, count=shape[0] * shape[1]).astype(np.bool_).reshape(shape)
-        return Piece(tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions)
+        return Piece(
+            tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions,
+            num_known=num_known,
+        )  # fmt: skip
 
 
 class _Rest:

@@ -10,7 +10,7 @@ import torch
 
 from specinfer.core.errors import ModelError, RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place
-from specinfer.model.capacity import bytes_per_token, fitting_slots
+from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_bytes, num_states
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
@@ -101,17 +101,21 @@ class Worker:
         budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
         most = None if budget is None else budget.cache_bytes
         models = (loaded, *service_models)
-        fitting = fitting_slots(settings.limits, models, most, num_sharing(loaded.device, self._place))
+        memory = cache_bytes(settings.limits, loaded.device, most, num_sharing(loaded.device, self._place))
+        kept = num_states(settings.limits, models, memory)
+        fitting = (memory - kept * bytes_per_state(models)) // bytes_per_token(models)
         descriptions = connections.world.all_gather(describe_shard(loaded, fitting))
         command = connections.commands.receive(0).tolist()
         if command[0] == Command.STOP:
             return None
         assert command[0] == Command.SLOTS
         if budget is not None:
-            settle_shard(loaded, budget, command[1] * bytes_per_token(models), settings.limits)
+            settle_shard(
+                loaded, budget, command[1] * bytes_per_token(models) + kept * bytes_per_state(models), settings.limits
+            )
         taken = next_dtype(descriptions, self._place.rank, loaded.shard.tensor.size)
         taps = TapShape(tuple(command[3:]), command[2]) if command[2:] else None
-        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps)
+        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept)
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
