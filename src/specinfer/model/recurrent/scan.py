@@ -134,7 +134,7 @@ def parents_of(piece: Part) -> Ints:
     above[rows, num_earlier + known + rows] = False
     last = above.shape[1] - 1 - above[:, ::-1].argmax(axis=1)
     parents[num_prefix + num_earlier + known :] = np.where(above[rows, last], num_prefix + last, num_prefix - 1)
-    for row in piece.visible[:, :num_earlier]:
+    for row in piece.visible[:, :num_earlier] if num_earlier else ():
         path = num_prefix + np.flatnonzero(row)
         parents[path] = np.concatenate([[num_prefix - 1], path])[: len(path)]
     return parents
