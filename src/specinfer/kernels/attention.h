@@ -59,7 +59,8 @@ static INLINE void places_of(const Attention *layer, const Keys &keys, int64_t k
             if (any >> i & 1) places[i] = place(keys.slots[keys.number(start + i)]);
 }
 
-// Fetches what block `start` will read of a pool, if all of it is in the prefix.
+// Fetches what block `start` will read of a pool, if all of it is in the prefix, into the second-level cache: a core
+// waits for few lines of its first at a time.
 template <int WIDE>
 static INLINE void fetch_ahead(const Attention *layer, const Keys &keys, int64_t kv_head, int64_t start,
                                const void *pool) {
@@ -68,7 +69,7 @@ static INLINE void fetch_ahead(const Attention *layer, const Keys &keys, int64_t
     const int64_t bytes = layer->dim * (layer->type == FP32 ? 4 : 2);
     for (int64_t i = 0; i < BLOCK; i++) {
         const char *place = (const char *)pool + (keys.slots[keys.first + start + i] * layer->kv_heads + kv_head) * bytes;
-        each<(BYTES + 63) / 64>([&](auto line) ALWAYS { __builtin_prefetch(place + line * 64, 0, 3); });
+        each<(BYTES + 63) / 64>([&](auto line) ALWAYS { __builtin_prefetch(place + line * 64, 0, 2); });
     }
 }
 
