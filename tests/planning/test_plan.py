@@ -324,6 +324,7 @@ def test_a_budget_that_streams_the_embedded_target_shows_a_plan(
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "Drafters within the memory budget" in said
+    assert "Acceptance is assumed for self:int8 and self:int4" in said
     plan = json.loads((tmp_path / "plan.json").read_text())
     plain, given, *copies = plan["offload_choices"]
     assert plain["speedup"] == 1.0

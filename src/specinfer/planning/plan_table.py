@@ -67,8 +67,9 @@ def _print_offload_choices(report: PlanReport, console: Console) -> None:
     )
     title = "Drafters within the memory budget: expected for one request, over no drafter"
     print_table(console, title, make_table(columns, report.offload_choices))
-    if not all(one.candidate.is_measured for one in report.offload_choices):
-        console.print("The acceptance of copies is assumed; name one with --drafter to measure it.")
+    assumed = [label_of(one.candidate.drafters) for one in report.offload_choices if not one.candidate.is_measured]
+    if assumed:
+        console.print(f"Acceptance is assumed for {' and '.join(assumed)}; name one to measure it.")
     assert report.command is not None
     console.print(f"\n{report.command}", highlight=False, soft_wrap=True, markup=False)
 
