@@ -140,9 +140,10 @@ def weights_in_memory(model: nn.Module) -> set[str]:
     }
 
 
-def can_split(config: Any) -> bool:
-    """Return whether a model can be split over ranks."""
-    return not _types(config)
+def splits(config: Any) -> tuple[bool, bool]:
+    """Return whether a model's layers can be split over tensor-parallel ranks, and the model into stages."""
+    kinds = _types(config)
+    return not kinds, not kinds or config.model_type not in LOOP_REPLACED
 
 
 def check_split(config: Any, tensor_parallel_size: int, num_stages: int) -> None:
@@ -151,13 +152,11 @@ def check_split(config: Any, tensor_parallel_size: int, num_stages: int) -> None
     Raises:
         ModelError: The model has such layers, and is to be split.
     """
-    kinds = _types(config)
-    if not kinds:
-        return
-    why = f"family {config.model_type!r} has layers of type {', '.join(kinds)}, which"
-    if tensor_parallel_size > 1:
+    by_heads, by_layers = splits(config)
+    why = f"family {config.model_type!r} has layers of type {', '.join(_types(config))}, which"
+    if tensor_parallel_size > 1 and not by_heads:
         raise ModelError(f"tensor_parallel_size: {why} are not split; use 1")
-    if num_stages > 1 and config.model_type in LOOP_REPLACED:
+    if num_stages > 1 and not by_layers:
         raise ModelError(f"pipeline_parallel_size: {why} are not split into stages; use 1")
 
 
