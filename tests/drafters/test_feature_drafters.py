@@ -122,7 +122,7 @@ def test_tapped_states_are_those_of_transformers(
     num_layers = config.num_hidden_layers
     monkeypatch.setattr("specinfer.setup.assembly.taps_of", lambda *_: TapShape(tuple(range(num_layers + 1)), 32))
     dtype = options.get("dtype", "float32")
-    with LLM(folder, drafters=["ngram"], **({"dtype": "float32"} | options)) as llm:
+    with LLM(folder, drafters=["ngram"], tree="1,1,1", **({"dtype": "float32"} | options)) as llm:
         request = Request("one", random_prompts([30])[0], GREEDY, seed=0, cache_salt=None)
         llm.engine.add(request)
         while request.num_output < 12:
