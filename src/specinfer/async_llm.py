@@ -46,7 +46,7 @@ class AsyncLLM:
         self.limits = limits or QueueLimits()
         self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
         self._reads = ReadPools(self.capacity + _SPARE_READS)
-        llm.reader.has_grammar_trials = True  # callers need not be trusted
+        llm.reader.is_bounded = True  # callers need not be trusted
         self._generations: dict[str, Generation] = {}  # by the ids of their requests
         self._num_reading: Counter[str] = Counter()  # outputs of prompts that are still being read, by tenant
         self.quotas = Quotas()  # each tenant that it knows keeps a share of the queue

@@ -51,7 +51,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.Mon
     script = (
         "from specinfer.core.grammar import trial\n"
         "trial.fault = lambda *_: str(len(bytearray(1700 << 20)))\n"  # stands for a compiler without measure
-        "trial._serve()\n"
+        "trial.main()\n"
     )
     monkeypatch.setattr(trial, "COMMAND", ("-c", script))
     compiler = GrammarCompiler(make_tokenizer(), VOCAB, (EOS,), has_trials=True)
@@ -104,7 +104,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_trial_done_again(
 ) -> None:
     if moment != "start":
         compiler.compile(StructuredOutputsParams(regex="warm"))
-    (process,) = compiler._trials._idle  # type: ignore[union-attr]
+    (process,) = compiler._trials._processes._idle  # type: ignore[union-attr]
     kill = threading.Timer(0.1 if moment == "trial" else 0, process._child.send_signal, [getattr(signal, number)])
     kill.start()
     if moment == "trial":

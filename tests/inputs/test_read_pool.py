@@ -1,16 +1,24 @@
 """The pool of threads that read prompts: turns by tenant, callers that leave, and its end."""
 
 import asyncio
-import os
-import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from specinfer.core.bounded_process import BoundedProcesses
 from specinfer.core.errors import EngineDeadError, QueueFullError
-from specinfer.inputs import read_pool
 from specinfer.inputs.read_pool import ReadPool, ReadPools
+
+SLEEPER = """
+import time
+from specinfer.core.bounded_process import answer_questions
+def answer(question):
+    time.sleep(int(question))
+    return question
+answer_questions(lambda job: answer, lambda size: 20, 1 << 30)
+"""
 
 
 def hold(gate: threading.Event) -> Callable[[], None]:
@@ -80,6 +88,29 @@ def test_a_caller_that_leaves_loses_its_turn() -> None:
     asyncio.run(scenario())
 
 
+def test_the_work_for_a_caller_that_leaves_is_ended_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.inputs.read_pool._GRACE", 0.05)
+    processes = BoundedProcesses(("-c", SLEEPER), b"", 2)
+
+    async def scenario() -> None:
+        pool = ReadPool(max_waiting=100, num_threads=1)
+        assert await pool.run(lambda: processes.ask(b"0")) == b"0"
+        left = asyncio.ensure_future(pool.run(lambda: processes.ask(b"15")))
+        await until(lambda: pool.age > 0.02)
+        left.cancel()
+        assert await pool.run(lambda: processes.ask(b"0")) == b"0", "another process answers"
+        ended = asyncio.ensure_future(pool.run(lambda: processes.ask(b"15")))
+        await until(lambda: pool.age > 0.02)
+        assert await pool.close(5), "the end of the pool ends the work for all"
+        with pytest.raises(EngineDeadError):
+            await ended
+
+    start = time.monotonic()
+    asyncio.run(scenario())
+    processes.close()
+    assert time.monotonic() - start < 10
+
+
 def test_a_failing_action_raises_in_its_caller_and_frees_its_thread() -> None:
     async def scenario() -> None:
         pool = ReadPool(max_waiting=100, num_threads=2)
@@ -135,22 +166,3 @@ def test_long_texts_and_grammars_of_any_number_of_tenants_do_not_delay_short_tex
         assert await pools.close(10)
 
     asyncio.run(scenario())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are those of Linux")
-def test_long_texts_are_read_at_a_lower_priority_and_their_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    async def scenario() -> tuple[int, int]:
-        pools = ReadPools(max_waiting=100)
-        found = await pools.run(niceness), await pools.run(niceness, num_bytes=10**6)
-        assert await pools.close(10)
-        return found
-
-    called: list[tuple[str, int]] = []
-    monkeypatch.setattr(read_pool, "call_c", lambda *given: called.append(given))
-    short, long = asyncio.run(scenario())
-    assert short == niceness()
-    assert long == min(short + 5, 19)
-    assert called == [("malloc_trim", 0)]

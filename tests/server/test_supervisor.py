@@ -398,17 +398,19 @@ def test_service_is_back_after_any_end_at_any_moment(number: signal.Signals, mom
         failures: list[tuple[type[Exception], float]] = []
         busy = []
 
-        def ask(body: dict[str, Any]) -> None:
+        def ask(token: int, own: httpx.Client) -> None:
+            prompt = [token] * (230 if moment == "prefill" else 1)  # another for each: no hit in the prefix cache
+            body = BODY | {"prompt": prompt, "n": 1, "max_tokens": 240 - len(prompt), "stream": False}
             try:
-                with httpx.Client(base_url=client.base_url, timeout=LOAD_SECONDS) as own:
+                with own:
                     own.post("/v1/completions", json=body).raise_for_status()
             except httpx.HTTPError as error:
                 failures.append((type(error), time.monotonic()))
 
         if moment in ("prefill", "verify"):
-            prompt = [5] * 230 if moment == "prefill" else [5]
-            body = BODY | {"prompt": prompt, "n": 1, "max_tokens": 240 - len(prompt), "stream": False}
-            busy = [threading.Thread(target=ask, args=(body,)) for _ in range(8)]
+            # Made before: that takes as long as a request.
+            clients = [httpx.Client(base_url=client.base_url, timeout=LOAD_SECONDS) for _ in range(8)]
+            busy = [threading.Thread(target=ask, args=(5 + i, own)) for i, own in enumerate(clients)]
             for thread in busy:
                 thread.start()
             await_that(lambda: client.get("/load").json()["server_load"] == len(busy), 10)

@@ -4,12 +4,11 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from contextlib import suppress
+from pathlib import Path
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PR_SET_PDEATHSIG = 1
-_NICENESS = 5  # added for threads that others should not wait for
 _UNLIMITED = 1 << 20
 _MOST = 1 << 16  # more than any server needs; some programs walk through all of them
 
@@ -29,11 +28,10 @@ def call_c(name: str, *arguments: int) -> None:
     function(*arguments)
 
 
-def lower_thread_priority() -> None:
-    """Let the system prefer the other threads of this process to the calling one. Linux only."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)  # at most 19
+def child_environment() -> dict[str, str]:
+    """Return this process's environment for a Python process that uses the package that runs here, wherever it is."""
+    home = str(Path(__file__).parents[2])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))}
 
 
 def die_with_parent() -> None:

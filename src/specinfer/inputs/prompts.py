@@ -16,7 +16,8 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer, counted
-from specinfer.inputs.chat.template import ChatTemplate, SpecialToken
+from specinfer.inputs.chat.template import SpecialToken
+from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
 
 
 class TextPrompt(TypedDict):
@@ -59,7 +60,8 @@ class PromptReader:
         eos_token_ids: Tokens that end a text.
 
     Attributes:
-        has_grammar_trials: Whether grammars are compiled in another process first, with limits on time and memory.
+        is_bounded: Whether long texts are read and grammars are tried in other processes, with limits on time and
+            memory.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
@@ -67,10 +69,11 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
-        self.has_grammar_trials = False
+        self.is_bounded = False
+        self._local = LocalTextReader(tokenizer, max_model_len)
+        self._bounded = BoundedTextReader(self._local)
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()  # of the compiler's creation
-        self._chat = ChatTemplate(tokenizer, max_model_len)
 
     def job(
         self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int, adapter: Adapter | None = None
@@ -137,7 +140,7 @@ class PromptReader:
         Raises:
             RequestError: The model has no chat template, or a message does not fit it.
         """
-        return self._chat.read(
+        return self.texts.read_chat(
             messages,
             tools,
             add_generation_prompt=add_generation_prompt,
@@ -148,16 +151,17 @@ class PromptReader:
     @property
     def chat_template(self) -> str | None:
         """Text of the chat template; set it to replace the model's own."""
-        return self._chat.text()
+        return self._local.chat.text()
 
     @chat_template.setter
     def chat_template(self, text: str | None) -> None:
-        self._chat.replace(text)
+        self._local.chat.replace(text)
+        self._bounded.close()
 
     @property
     def special_tokens(self) -> dict[str, SpecialToken]:
         """Special tokens in addition to the vocabulary, by name: those of the chat template, and others."""
-        return self._chat.special_tokens
+        return self._local.chat.special_tokens
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, keeps: Literal["start", "end"] | None = None
@@ -176,7 +180,7 @@ class PromptReader:
         if keeps is not None:
             text = text[: self._max_characters] if keeps == "start" else text[-self._max_characters :]
         self._check_length(text, "prompt")
-        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+        return self.texts.encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
         """Return the text that separates this prompt's cached prefix from those of others, or "" for a shared one.
@@ -203,7 +207,7 @@ class PromptReader:
         for word in params.bad_words or ():
             bare = word.lstrip(" ")
             for text in (bare, " " + bare):
-                ids = self._encode(text, "bad_words", add_special_tokens=False)
+                ids = self.texts.encode(text, "bad_words", add_special_tokens=False)
                 if ids and max(ids) < self._vocab_size:
                     found[tuple(ids)] = None
         return tuple(found)
@@ -221,7 +225,7 @@ class PromptReader:
             if self._tokenizer is None and given:
                 raise RequestError("prediction: this model has no tokenizer; give token ids")
             self._check_length(given, "prediction")
-            given = self._encode(given, "prediction", add_special_tokens=False) if given else ()
+            given = self.texts.encode(given, "prediction", add_special_tokens=False) if given else ()
         if wrong := [i for i in given if i >= self._vocab_size]:
             raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
         if len(given) > self._max_model_len:
@@ -246,12 +250,18 @@ class PromptReader:
         with self._lock:
             if self._compiler is None:  # reading a large tokenizer takes about a second
                 self._compiler = GrammarCompiler(
-                    self._tokenizer, self._vocab_size, self._eos_token_ids, has_trials=self.has_grammar_trials
+                    self._tokenizer, self._vocab_size, self._eos_token_ids, has_trials=self.is_bounded
                 )
         return self._compiler.compile(asked, ignore_eos=params.ignore_eos)
 
+    @property
+    def texts(self) -> TextReader:
+        """Reader of texts of any length, which need not fit into the context; there must be a tokenizer."""
+        return self._bounded if self.is_bounded else self._local
+
     def close(self) -> None:
-        """End the processes that try grammars."""
+        """End the processes that read texts and try grammars."""
+        self._bounded.close()
         if self._compiler is not None:
             self._compiler.close()
 
@@ -285,21 +295,13 @@ class PromptReader:
             if self._tokenizer is None:
                 raise RequestError("prompt: this model has no tokenizer; give token ids")
             self._check_length(given, "prompt")
-            return self._encode(given, "prompt")
+            return self.texts.encode(given, "prompt")
         return self._ids(given)
 
     def _ids(self, given: Any) -> list[int]:
         if isinstance(given, (list, tuple, range)) and all(type(i) is int for i in given):
             return list(given)
         raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
-
-    def _encode(self, text: str, field: str, **options: bool) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, verbose=False, **options)  # type: ignore[no-any-return]
-        except (TypeError, UnicodeError) as error:
-            raise RequestError(
-                f"{field}: the text is not valid Unicode (a lone surrogate); mend its decoding"
-            ) from error
 
     def _check_length(self, text: str, field: str) -> None:
         if len(text) > self._max_characters:

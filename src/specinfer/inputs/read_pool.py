@@ -1,4 +1,4 @@
-"""Threads that read prompts for an event loop, shared evenly by tenants."""
+"""Threads that read prompts, or wait for processes that do, shared evenly by tenants."""
 
 import asyncio
 import time
@@ -7,21 +7,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from specinfer.core.bounded_process import Caller
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.errors import EngineDeadError, QueueFullError
-from specinfer.core.systems import call_c, lower_thread_priority
 
 T = TypeVar("T")
 
-_LONG = 2**17  # bytes of a request from which on it is read at a lower priority
-_NUM_WAITING = 4  # threads for grammars, which wait for the processes that try these first
+_LONG_BYTES = 1 << 17  # of a request from which on it is read apart from others
+_NUM_WAITING = 4  # threads for grammars
+_GRACE = 0.5  # seconds that the work for a caller who has left goes on: a process takes as long to start
 
 
 class ReadPools:
     """Threads for requests of usual length, and others for long texts and for grammars, so that nobody waits for these.
-
-    A megabyte of text takes a second and some 250 MiB to tokenize. So only few of these are read at once, at a lower
-    priority than the engine's, and their memory is returned to the system, which the allocator would keep.
 
     Args:
         max_waiting: Number of actions of one tenant that may wait in each pool.
@@ -30,7 +28,7 @@ class ReadPools:
     def __init__(self, max_waiting: int) -> None:
         cpus = usable_cpus()
         self._short = ReadPool(max_waiting, max(2, min(cpus, 4)))
-        self._long = ReadPool(max_waiting, max(1, min(cpus, 8) // 4), lower_thread_priority)
+        self._long = ReadPool(max_waiting, max(1, min(cpus, 8) // 4))
         self._grammars = ReadPool(max_waiting, _NUM_WAITING)
         self._pools = (self._short, self._long, self._grammars)
 
@@ -38,9 +36,8 @@ class ReadPools:
         self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0, has_grammar: bool = False
     ) -> T:
         """Run an action for a request of this many bytes, or one that compiles a grammar; see `ReadPool.run`."""
-        if num_bytes >= _LONG:
-            return await self._long.run(lambda: _run_and_trim(action), tenant)
-        return await (self._grammars if has_grammar else self._short).run(action, tenant)
+        pool = self._long if num_bytes >= _LONG_BYTES else self._grammars if has_grammar else self._short
+        return await pool.run(action, tenant)
 
     @property
     def age(self) -> float:
@@ -52,31 +49,22 @@ class ReadPools:
         return all(await asyncio.gather(*(pool.close(timeout) for pool in self._pools)))
 
 
-def _run_and_trim(action: Callable[[], T]) -> T:
-    try:
-        return action()
-    finally:
-        call_c("malloc_trim", 0)  # of glibc
-
-
 class ReadPool:
     """Threads that run actions with tokenizers, templates and grammars. All methods belong to one event loop.
 
     Tenants take turns, and one thread of several is left to the others: prompts of one tenant do not delay another's.
-    The tokenizers and grammar libraries release Python's lock while they work.
 
     Args:
         max_waiting: Number of actions of one tenant that may wait.
-        prepare: Function that each thread calls at its start.
     """
 
-    def __init__(self, max_waiting: int, num_threads: int, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, max_waiting: int, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, "specinfer-reader", initializer=prepare)
+        self._threads = ThreadPoolExecutor(num_threads, "specinfer-reader")
         self._max_waiting = max_waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next in turn first
         self._num_running: Counter[str] = Counter()  # by tenant
-        self._began: dict[Future[Any], float] = {}  # actions that run, and when they began
+        self._running: dict[Future[Any], tuple[float, Caller]] = {}  # actions, and when they began
         self._is_closed = False
 
     async def run(self, action: Callable[[], T], tenant: str = "") -> T:
@@ -102,16 +90,21 @@ class ReadPool:
             raise
         if self._is_closed:
             raise EngineDeadError("the engine has ended")
-        running = self._threads.submit(action)
-        self._began[running] = time.monotonic()
+        caller = Caller()
+        running = self._threads.submit(caller.run, action)
+        self._running[running] = time.monotonic(), caller
         result = asyncio.wrap_future(running)
         result.add_done_callback(lambda _: self._end(tenant, running))
-        return await asyncio.shield(result)  # the thread is taken until the action ends, whoever waits for it
+        try:
+            return await asyncio.shield(result)  # the thread is taken until the action ends, whoever waits for it
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(_GRACE, caller.leave)
+            raise
 
     @property
     def age(self) -> float:
         """Seconds since the oldest of the running actions began; 0 if there is none."""
-        return time.monotonic() - min(self._began.values()) if self._began else 0.0
+        return time.monotonic() - min(began for began, _ in self._running.values()) if self._running else 0.0
 
     async def close(self, timeout: float) -> bool:
         """Refuse all further actions, and return whether those that run ended in time."""
@@ -121,7 +114,9 @@ class ReadPool:
                 if not turn.done():
                     turn.set_result(None)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        _, left = await asyncio.to_thread(wait, list(self._began), timeout)
+        for _, caller in self._running.values():
+            caller.leave()
+        _, left = await asyncio.to_thread(wait, list(self._running), timeout)
         return not left
 
     def _give_turns(self) -> None:
@@ -149,7 +144,7 @@ class ReadPool:
     def _end(self, tenant: str, running: Future[Any] | None = None) -> None:
         """Note that an action has ended."""
         if running is not None:
-            self._began.pop(running, None)
+            self._running.pop(running, None)
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]

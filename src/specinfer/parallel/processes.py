@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import child_environment
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -44,15 +44,11 @@ class Processes:
     """
 
     def __init__(self, module: str, jobs: Sequence[str], num_local: int) -> None:
-        environment = dict(os.environ)
-        environment.setdefault(_THREADS, str(threads_each(num_local)))
-        # Use the package that runs here, wherever it was found, and nothing from the current folder.
-        home = str(Path(__file__).parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environment.get("PYTHONPATH", ""))))
+        environment = {_THREADS: str(threads_each(num_local))} | child_environment()
         self._children: list[subprocess.Popen[bytes]] = []
         try:
             for job in jobs:
-                command = [sys.executable, "-P", "-m", module]
+                command = [sys.executable, "-P", "-m", module]  # nothing from the current folder
                 child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
                 self._children.append(child)
                 assert child.stdin is not None

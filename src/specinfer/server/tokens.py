@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize, in vLLM's formats."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -18,7 +17,6 @@ T = TypeVar("T")
 router = APIRouter()
 
 MAX_CHARACTERS = 1_000_000  # some 250 MiB while they are tokenized
-_PIECE = 4096  # values of a list that become JSON at once; the engine then gets Python's lock
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 
@@ -80,7 +78,7 @@ async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeRe
             400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
         )
     return await _read(
-        request, state, lambda: DetokenizeResponse(prompt=str(state.engine.llm.tokenizer.decode(asked.tokens)))
+        request, state, lambda: DetokenizeResponse(prompt=state.engine.llm.reader.texts.decode(asked.tokens))
     )
 
 
@@ -103,23 +101,14 @@ def _state(request: Request, model: str | None) -> ServerState:
 
 def _tokenized(state: ServerState, asked: TokenizeRequest) -> str:
     """Return the response as JSON."""
-    llm = state.engine.llm
+    llm, with_strings = state.engine.llm, asked.return_token_strs
     if asked.messages is None:
-        special = True if asked.add_special_tokens is None else asked.add_special_tokens
-        ids = llm.tokenizer.encode(asked.prompt, add_special_tokens=special, verbose=False, return_attention_mask=False)
-        tokens = list(ids)
+        assert asked.prompt is not None
+        special = asked.add_special_tokens is not False
+        fields = llm.reader.texts.tokenized(asked.prompt, add_special_tokens=special, with_strings=with_strings)
     else:
-        tokens = _render(state, asked)
-    names = "null"
-    if asked.return_token_strs:
-        names = _json_list(list(map(str, llm.tokenizer.convert_ids_to_tokens(tokens))))
-    fields = f'"count":{len(tokens)},"max_model_len":{llm.max_model_len},"tokens":{_json_list(tokens)}'
-    return f'{{{fields},"token_strs":{names}}}'
-
-
-def _json_list(values: Sequence[int | str]) -> str:
-    pieces = (json.dumps(values[i : i + _PIECE])[1:-1] for i in range(0, len(values), _PIECE))
-    return f"[{','.join(pieces)}]"
+        fields = llm.reader.texts.described(_render(state, asked), with_strings)
+    return f'{{"max_model_len":{llm.max_model_len},{fields}}}'
 
 
 def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:

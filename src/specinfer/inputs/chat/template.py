@@ -59,12 +59,15 @@ class ChatTemplate:
     Args:
         tokenizer: The model's tokenizer with `apply_chat_template`, or None if there is none and no chat can be read.
         max_model_len: Conversations that cannot fit into this many tokens are refused before they are encoded.
+
+    Attributes:
+        override: Template in place of the model's, if there is one; see `replace`.
     """
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._override: str | None = None
+        self.override: str | None = None
         self._codes: dict[str, _Code] = {}
 
     def replace(self, text: str | None) -> None:
@@ -84,12 +87,12 @@ class ChatTemplate:
                 raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
             except Exception:  # errors about other messages are reported when they come
                 logger.info("the chat template refuses a first message of the user", exc_info=True)
-        self._override = text
+        self.override = text
 
     def text(self, *, with_tools: bool = True) -> str | None:
         """Return the template's text; if the model has several, the one for conversations with or without tools."""
-        if self._override is not None:
-            return self._override
+        if self.override is not None:
+            return self.override
         given = getattr(self._tokenizer, "chat_template", None)
         if isinstance(given, Mapping):
             given = (given.get("tool_use") if with_tools else None) or given.get("default")
