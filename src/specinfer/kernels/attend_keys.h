@@ -16,35 +16,36 @@ typedef uint32_t Quad __attribute__((vector_size(16)));
 
 // turned [depth][BLOCK] = words of [BLOCK] keys, whose depth is rounded up to 16.
 static INLINE void turn(const uint32_t *const *keys, int64_t depth, uint32_t *turned) {
-    for (int64_t d = 0; d < depth; d += WIDE_REGISTERS ? 16 : 4)
-        if constexpr (WIDE_REGISTERS) {
-            for (int64_t i = 0; i < BLOCK; i += LANES) {
-                Words words[LANES], next[LANES];
-                each<16>([&](auto j) ALWAYS { words[j] = read<Words>(keys[i + j] + d); });
-                each<4>([&](auto) ALWAYS {  // each brings one bit of a row's number to its column's, and one back
-                    each<8>([&](auto j) ALWAYS {
-                        next[2 * j] = SHUFFLE(Words, words[j], words[j + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-                        next[2 * j + 1] =
-                            SHUFFLE(Words, words[j], words[j + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-                    });
-                    each<16>([&](auto j) ALWAYS { words[j] = next[j]; });
+#if REGISTER_BYTES == 64
+    for (int64_t d = 0; d < depth; d += 16)
+        for (int64_t i = 0; i < BLOCK; i += LANES) {
+            Words words[LANES], next[LANES];
+            each<16>([&](auto j) ALWAYS { words[j] = read<Words>(keys[i + j] + d); });
+            each<4>([&](auto) ALWAYS {  // each brings one bit of a row's number to its column's, and one back
+                each<8>([&](auto j) ALWAYS {
+                    next[2 * j] = SHUFFLE(Words, words[j], words[j + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+                    next[2 * j + 1] =
+                        SHUFFLE(Words, words[j], words[j + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
                 });
-                each<16>([&](auto j) ALWAYS { write(turned + (d + j) * BLOCK + i, words[j]); });
-            }
-        } else {
-            for (int64_t i = 0; i < BLOCK; i += 4) {
-                Quad words[4], next[4];
-                each<4>([&](auto j) ALWAYS { words[j] = read<Quad>(keys[i + j] + d); });
-                each<2>([&](auto) ALWAYS {
-                    each<2>([&](auto j) ALWAYS {
-                        next[2 * j] = SHUFFLE(Quad, words[j], words[j + 2], 0, 4, 1, 5);
-                        next[2 * j + 1] = SHUFFLE(Quad, words[j], words[j + 2], 2, 6, 3, 7);
-                    });
-                    each<4>([&](auto j) ALWAYS { words[j] = next[j]; });
-                });
-                each<4>([&](auto j) ALWAYS { write(turned + (d + j) * BLOCK + i, words[j]); });
-            }
+                each<16>([&](auto j) ALWAYS { words[j] = next[j]; });
+            });
+            each<16>([&](auto j) ALWAYS { write(turned + (d + j) * BLOCK + i, words[j]); });
         }
+#else
+    for (int64_t d = 0; d < depth; d += 4)
+        for (int64_t i = 0; i < BLOCK; i += 4) {
+            Quad words[4], next[4];
+            each<4>([&](auto j) ALWAYS { words[j] = read<Quad>(keys[i + j] + d); });
+            each<2>([&](auto) ALWAYS {
+                each<2>([&](auto j) ALWAYS {
+                    next[2 * j] = SHUFFLE(Quad, words[j], words[j + 2], 0, 4, 1, 5);
+                    next[2 * j + 1] = SHUFFLE(Quad, words[j], words[j + 2], 2, 6, 3, 7);
+                });
+                each<4>([&](auto j) ALWAYS { words[j] = next[j]; });
+            });
+            each<4>([&](auto j) ALWAYS { write(turned + (d + j) * BLOCK + i, words[j]); });
+        }
+#endif
 }
 
 #ifdef DOTS
@@ -186,7 +187,7 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
                 if (!(masks[r / item.heads] >> i & 1)) here[i] = -INFINITY;
             for (int64_t i = 0; i < BLOCK; i += LANES) {
                 const Floats some = read<Floats>(here + i);
-                room.most[r] = some > room.most[r] ? some : room.most[r];
+                room.most[r] = select(some > room.most[r], some, room.most[r]);
             }
         }
     }

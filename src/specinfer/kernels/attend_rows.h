@@ -3,8 +3,6 @@
 // The numbers of a key are spread over all rows, so that nothing is ever added up within a vector. All scores come
 // first, then their largest is known, then values are added up in the order of keys.
 
-typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
-static const int64_t REGISTER = REGISTER_BYTES / 4;      // floats
 static const int64_t AT_ONCE = WIDE_REGISTERS ? 16 : 8;  // sums that are kept in registers
 
 // scores [BLOCK] = scale * queries [WIDE] . keys, a vector of rows each.
@@ -130,8 +128,8 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
 #endif
                 score<WIDE>(mine.queries, room.block, layer->scale, here);
             for (int64_t i = 0; i < BLOCK; i++) {
-                if (all != ~0u) here[i] = (bits[v] >> (int32_t)i & 1) != 0 ? here[i] : Floats{} - INFINITY;
-                mine.most = here[i] > mine.most ? here[i] : mine.most;
+                if (all != ~0u) here[i] = select((bits[v] >> (int32_t)i & 1) != 0, here[i], Floats{} - INFINITY);
+                mine.most = select(here[i] > mine.most, here[i], mine.most);
             }
         }
     }
@@ -144,7 +142,7 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
         for (int64_t v = 0; v < vectors; v++) {
             Rows<WIDE> &mine = room.rows[v];
             Floats *weights = scores + (b * vectors + v) * BLOCK;
-            const Floats least = mine.most == -INFINITY ? Floats{} : mine.most;  // of a row that sees no key
+            const Floats least = select(mine.most == -INFINITY, Floats{}, mine.most);  // of a row that sees no key
             for (int64_t i = 0; i < BLOCK; i++) {
                 for (int64_t r = 0; r < LANES; r += REGISTER) {
                     float *place = (float *)(weights + i) + r;

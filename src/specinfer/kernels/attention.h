@@ -10,7 +10,6 @@
 static const int64_t BLOCK = 32;         // keys
 static const int64_t MOST_VECTORS = 4;   // of rows, in an item
 static const int64_t PART = 512;         // positions
-static const bool WIDE_REGISTERS = REGISTER_BYTES == 64;  // and 32 of them
 static const int64_t MOST_SCRATCH = 1 << 20;           // floats of a piece's parts that are computed apart
 
 struct Item {  // tokens [from, to) of a piece, and so many query heads, which share a KV head
@@ -73,14 +72,6 @@ static INLINE void fetch_ahead(const Attention *layer, const Keys &keys, int64_t
     }
 }
 
-static INLINE Floats wide_bf16(const uint16_t *place) {
-#if REGISTER_BYTES == 64  // GCC takes four instructions for the generic one's first
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)place)), 16);
-#else
-    return vectors_from_bf16(place);
-#endif
-}
-
 template <int WIDE>
 static INLINE void widen(const uint16_t *place, int64_t dim, float *to, float from(uint16_t),
                          Floats vector(const uint16_t *)) {
@@ -96,7 +87,7 @@ static INLINE void fetch(const void *pool, int type, int64_t place, int64_t dim,
     if (type == FP32)
         memcpy(to, (const float *)pool + place, 4 * dim);
     else if (type == BF16)
-        widen<WIDE>((const uint16_t *)pool + place, dim, to, from_bf16, wide_bf16);
+        widen<WIDE>((const uint16_t *)pool + place, dim, to, from_bf16, vectors_from_bf16);
     else
         widen<WIDE>((const uint16_t *)pool + place, dim, to, from_fp16, vectors_from_fp16);
 }

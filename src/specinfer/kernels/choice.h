@@ -33,7 +33,7 @@ static float greatest(const float *scores, int64_t size, int64_t *token) {
         int64_t k = first;
         for (; k + LANES <= end; k += LANES) {
             const Floats part = read<Floats>(scores + k);
-            most = part > most ? part : most;
+            most = select(part > most, part, most);
             wrong |= part != part;
         }
         float here = -INFINITY;
@@ -81,7 +81,7 @@ static float block_maxima(const float *scores, int64_t size, float *maxima) {
         for (int64_t k = LANES; k < BLOCK; k += LANES) {
             const Floats part = read<Floats>(block + k);
             wrong |= part != part;
-            most = part > most ? part : most;
+            most = select(part > most, part, most);
         }
         maxima[b] = most[0];
         for (int64_t lane = 1; lane < LANES; lane++) maxima[b] = most[lane] > maxima[b] ? most[lane] : maxima[b];

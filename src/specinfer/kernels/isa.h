@@ -11,6 +11,7 @@
 #include "types.h"
 
 namespace ISA {
+#include "vectors.h"
 #include "layer.h"
 #include "multiply.h"
 #include "linear.h"

@@ -6,8 +6,9 @@
 #endif
 #define ISA_NAME "AVX2"
 #define ISA avx2
-#define ROWS_OF_BLOCK 3
+#define ROWS_OF_BLOCK 6  // whose sums of half a panel are 12 of 16 registers
 #define REGISTER_BYTES 32
+#define SHORT_DOTS
 #include "isa.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,19 +1,9 @@
 // What lies between the linear layers: exponentials and the norm.
 
-// body(0), ..., body(N - 1), spelled out: what it indexes can then lie in registers.
-template <int N, class Body>
-static INLINE void each(Body body) {
-    if constexpr (N > 0) {
-        each<N - 1>(body);
-        body(std::integral_constant<int, N - 1>{});
-    }
-}
-#define ALWAYS __attribute__((always_inline))
-
 // e^x to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
 template <class Vector>
 static INLINE Vector exponential(Vector x) {
-    const Vector limited = x > 88.0f ? Vector{} + 88.0f : x < -87.0f ? Vector{} - 87.0f : x;
+    const Vector limited = select(x > 88.0f, Vector{} + 88.0f, select(x < -87.0f, Vector{} - 87.0f, x));
     const float whole = 0x1.8p23f;
     const Vector n = limited * 0x1.715476p0f + whole - whole;  // of ln 2
     const Vector r = limited - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
@@ -24,9 +14,9 @@ static INLINE Vector exponential(Vector x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const auto exponent = (__builtin_convertvector(n, decltype(n < n)) + 127) << 23;
+    const auto exponent = (converted<decltype(n < n)>(n) + 127) << 23;
     const Vector result = p * (Vector)exponent;
-    return x < -87.0f ? Vector{} : x > 88.0f ? Vector{} + INFINITY : result;
+    return select(x < -87.0f, Vector{}, select(x > 88.0f, Vector{} + INFINITY, result));
 }
 
 static INLINE float sum_of(Floats x) {

@@ -18,7 +18,6 @@ struct Blocks {
 
 // One group of one row: its scale, whole numbers, and their sum. What is not finite makes the scale NaN.
 static INLINE float quantize(const float *x, int64_t size, int64_t group, int8_t *codes, int32_t &sum) {
-    typedef int8_t Bytes __attribute__((vector_size(16)));
     float padded[64];
     if (size < group) {
         memset(padded, 0, sizeof(padded));
@@ -28,7 +27,7 @@ static INLINE float quantize(const float *x, int64_t size, int64_t group, int8_t
     Ints most = {}, sums = {};
     for (int64_t k = 0; k < group; k += LANES) {  // as whole numbers, positive floats have the same order
         const Ints magnitude = read<Ints>(x + k) & 0x7fffffff;
-        most = magnitude > most ? magnitude : most;
+        most = select(magnitude > most, magnitude, most);
     }
     int32_t bits = 0;
     for (int64_t i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
@@ -37,9 +36,9 @@ static INLINE float quantize(const float *x, int64_t size, int64_t group, int8_t
     for (int64_t k = 0; k < group; k += LANES) {
         const float whole = 0x1.8p23f;  // added and taken away it rounds, halves to even
         const Floats rounded = read<Floats>(x + k) * factor + whole - whole;
-        const Ints values = __builtin_convertvector(rounded, Ints);
+        const Ints values = converted<Ints>(rounded);
         sums += values;
-        write(codes + k, __builtin_convertvector(values, Bytes));
+        write_bytes(codes + k, values);
     }
     sum = 0;
     for (int64_t i = 0; i < LANES; i++) sum += sums[i];

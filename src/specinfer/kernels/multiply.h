@@ -3,17 +3,11 @@
 // Sums run over k in order whatever the number of rows: a row's result does not depend on its neighbours.
 
 static INLINE Floats as_floats(Floats numbers) { return numbers; }
-static INLINE Floats as_floats(Ints numbers) { return __builtin_convertvector(numbers, Floats); }
+static INLINE Floats as_floats(Ints numbers) { return converted<Floats>(numbers); }
 
 struct GroupScales {  // of a panel's columns
     Floats low, high, low_added, high_added;
 };
-
-template <class Byte>
-static INLINE Floats vectors_from_bytes(const uint8_t *place) {
-    typedef Byte Bytes __attribute__((vector_size(16)));
-    return __builtin_convertvector(__builtin_convertvector(read<Bytes>(place), Ints), Floats);
-}
 
 static INLINE GroupScales scales_of(const uint8_t *scales, int scaling, int64_t g, int64_t group) {
     const int64_t in_nest = NEST / group, size = scale_bytes(scaling, group, NEST);
@@ -112,47 +106,80 @@ struct Sums {
 // Adds to `sums` [rows][WIDTH].
 typedef void (*Multiply)(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *sums);
 
-struct MultiplyFp32 {
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
-        Sums<ROWS> sums;
-        sums.load(result);
-        for (int64_t k = 0; k < depth; k++, panel += 128) {
-            fetch_ahead(ready);
-            sums.add(ready.x + k * ROWS, read<Floats>(panel), read<Floats>(panel + 64));
-        }
-        sums.store(result);
+// Weights of a register's columns, for some k's that lie together.
+struct OfFp32 {
+    static const int TOGETHER = 1, BYTES = 128;  // k's, and the bytes of all columns
+    template <int I>
+    static INLINE Register at(const uint8_t *panel, int number) {
+        return read<Register>(panel + number * REGISTER_BYTES);
     }
 };
 
-struct MultiplyFp16 {
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
-        Sums<ROWS> sums;
-        sums.load(result);
-        for (int64_t k = 0; k < depth; k += 2, panel += 128) {
-            fetch_ahead(ready);
-            for (int i = 0; i < 2; i++) {
-                const uint16_t *place = (const uint16_t *)panel + i * WIDTH;
-                sums.add(ready.x + (k + i) * ROWS, vectors_from_fp16(place), vectors_from_fp16(place + LANES));
-            }
-        }
-        sums.store(result);
+struct OfFp16 {
+    static const int TOGETHER = 1, BYTES = 64;
+    template <int I>
+    static INLINE Register at(const uint8_t *panel, int number) {
+        return register_from_fp16((const uint16_t *)panel + number * REGISTER);
     }
 };
 
-struct MultiplyBf16 {
+struct OfBf16 {
+    static const int TOGETHER = 2, BYTES = 128;
+    template <int I>
+    static INLINE Register at(const uint8_t *panel, int number) {
+        const RegisterWords words = read<RegisterWords>(panel + number * REGISTER_BYTES);
+        return (Register)(I ? words & 0xffff0000u : words << 16);
+    }
+};
+
+struct OfFp8 {  // e4m3, see `from_fp8`
+    static const int TOGETHER = 4, BYTES = 128;
+    template <int I>
+    static INLINE Register at(const uint8_t *panel, int number) {
+        const RegisterWords words = read<RegisterWords>(panel + number * REGISTER_BYTES);
+        return (Register)((RegisterWords)((RegisterInts)(words << (24 - 8 * I)) >> 4) & 0x87f00000u) * 0x1p120f;
+    }
+};
+
+// How many registers of each row's sums are kept at a time; the panel is gone through again for the others.
+static constexpr int registers_of(int rows) {
+    const int all = WIDTH / REGISTER;
+    return rows * all < REGISTERS * 3 / 4 ? all : rows * all <= REGISTERS * 3 / 2 ? all / 2 : all / 4;
+}
+
+static const int64_t AGAIN = 64;  // k's that are gone through again at a time: the nearest cache still has them
+
+template <class Weights>
+struct MultiplyFloats {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
-        Sums<ROWS> sums;
-        sums.load(result);
-        for (int64_t k = 0; k < depth; k += 2, panel += 128) {
-            fetch_ahead(ready);
-            const Words a = read<Words>(panel), b = read<Words>(panel + 64);
-            sums.add(ready.x + k * ROWS, (Floats)(a << 16), (Floats)(b << 16));
-            sums.add(ready.x + (k + 1) * ROWS, (Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u));
+        constexpr int ALL = WIDTH / REGISTER, COUNT = registers_of(ROWS);
+        constexpr bool IS_ONCE = COUNT == ALL;
+        const int64_t at_once = IS_ONCE ? depth : AGAIN;
+        for (int64_t from = 0; from < depth; from += at_once) {
+            const int64_t size = depth - from < at_once ? depth - from : at_once;
+            each<ALL / COUNT>([&](auto turn) ALWAYS {
+                Register sums[ROWS * COUNT];
+                const auto place = [&](int64_t r, int64_t j) ALWAYS { return result + r * WIDTH + (turn * COUNT + j) * REGISTER; };
+                each<ROWS>([&](auto r) ALWAYS {
+                    each<COUNT>([&](auto j) ALWAYS { sums[r * COUNT + j] = read<Register>(place(r, j)); });
+                });
+                const uint32_t *x = ready.x + from * ROWS;
+                const uint8_t *weights = panel + from / Weights::TOGETHER * Weights::BYTES;
+                for (int64_t k = 0; k < size; k += Weights::TOGETHER, weights += Weights::BYTES, x += Weights::TOGETHER * ROWS) {
+                    if (turn == 0 && k * Weights::BYTES / Weights::TOGETHER % 128 == 0) fetch_ahead(ready);
+                    each<Weights::TOGETHER>([&](auto i) ALWAYS {
+                        each<COUNT>([&](auto j) ALWAYS {
+                            const Register numbers = Weights::template at<i>(weights, turn * COUNT + j);
+                            each<ROWS>([&](auto r) ALWAYS { sums[r * COUNT + j] += numbers * as_float(x[i * ROWS + r]); });
+                        });
+                    });
+                }
+                each<ROWS>([&](auto r) ALWAYS {
+                    each<COUNT>([&](auto j) ALWAYS { write(place(r, j), sums[r * COUNT + j]); });
+                });
+            });
         }
-        sums.store(result);
     }
 };
 
@@ -167,23 +194,16 @@ static INLINE void add_whole(const uint8_t *scales, const Floats *low, const Flo
     });
 }
 
-// e4m3 in byte `i` of each word, see `from_fp8`.
-static INLINE Floats widened(Words words, int i) {
-    return (Floats)((Words)((Ints)(words << (24 - 8 * i)) >> 4) & 0x87f00000u) * 0x1p120f;
-}
-
 struct MultiplyFp8 {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
         const int64_t group = 128;
-        for (int64_t g = 0; g < depth / group; g++, scales += 4 * WIDTH) {
+        for (int64_t k = 0; k < depth; k += group, scales += 4 * WIDTH, panel += group * WIDTH, ready.x += group * ROWS) {
             Sums<ROWS> sums;
-            sums.clear();
-            for (int64_t k = g * group; k < (g + 1) * group; k += 4, panel += 128) {
-                fetch_ahead(ready);
-                const Words a = read<Words>(panel), b = read<Words>(panel + 64);
-                for (int i = 0; i < 4; i++) sums.add(ready.x + (k + i) * ROWS, widened(a, i), widened(b, i));
-            }
+            float own[ROWS * WIDTH] = {};
+            MultiplyFloats<OfFp8>::run<ROWS>(ready, panel, nullptr, group, own);
+            ready.ahead += ready.pace * group / 4;
+            sums.load(own);
             add_whole<ROWS>(scales, sums.low, sums.high, result);
         }
     }
@@ -242,178 +262,19 @@ struct MultiplyInt {
     }
 };
 
-#ifdef DOTS
-struct DotBf16 {
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *, int64_t depth, float *result) {
-        __m512 low[ROWS], high[ROWS];
-        each<ROWS>([&](auto r) ALWAYS {
-            low[r] = _mm512_loadu_ps(result + r * WIDTH);
-            high[r] = _mm512_loadu_ps(result + r * WIDTH + LANES);
-        });
-        for (int64_t k = 0; k < depth / 2; k++, panel += 128) {
-            fetch_ahead(ready);
-            const __m512bh a = (__m512bh)_mm512_loadu_si512(panel), b = (__m512bh)_mm512_loadu_si512(panel + 64);
-            each<ROWS>([&](auto r) ALWAYS {
-                const __m512bh x = (__m512bh)_mm512_set1_epi32(ready.x[k * ROWS + r]);
-                low[r] = _mm512_dpbf16_ps(low[r], x, a);
-                high[r] = _mm512_dpbf16_ps(high[r], x, b);
-            });
-        }
-        each<ROWS>([&](auto r) ALWAYS {
-            _mm512_storeu_ps(result + r * WIDTH, low[r]);
-            _mm512_storeu_ps(result + r * WIDTH + LANES, high[r]);
-        });
-    }
-};
-#endif
+#include "multiply_dots.h"
 
-#ifdef DOTS
-// bf16 of e4m3 in the upper byte of each half word: the exponent is put right by a sum. Subnormals are looked up.
-static INLINE __m512bh widened_pairs(__m512i words) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-    const __mmask32 is_subnormal = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x7800));
-    __m512i found = _mm512_and_si512(_mm512_srli_epi16(words, 4), _mm512_set1_epi16(0x07f0));
-    found = _mm512_add_epi16(found, _mm512_set1_epi16(0x3c00));
-    found = _mm512_mask_permutexvar_epi16(found, is_subnormal, _mm512_srli_epi16(words, 8), table);
-    return (__m512bh)_mm512_ternarylogic_epi32(found, words, _mm512_set1_epi16((short)0x8000), 0xf8);  // a | (b & c)
-}
-
-struct DotFp8 {
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
-        const uint32_t *x = ready.x;
-        for (int64_t left = depth / 128; left; left--, scales += 4 * WIDTH) {
-            __m512 low[ROWS], high[ROWS];
-            each<ROWS>([&](auto r) ALWAYS { low[r] = high[r] = _mm512_setzero_ps(); });
-            for (int64_t k = 0; k < 128; k += 4, panel += 128) {
-                fetch_ahead(ready);
-                const __m512i a = _mm512_loadu_si512(panel), b = _mm512_loadu_si512(panel + 64);
-#pragma GCC unroll 2
-                for (int odd = 0; odd < 2; odd++, x += ROWS) {
-                    const __m512bh first = widened_pairs(odd ? a : _mm512_slli_epi16(a, 8));
-                    const __m512bh second = widened_pairs(odd ? b : _mm512_slli_epi16(b, 8));
-                    each<ROWS>([&](auto r) ALWAYS {
-                        const __m512bh value = (__m512bh)_mm512_set1_epi32(x[r]);
-                        low[r] = _mm512_dpbf16_ps(low[r], value, first);
-                        high[r] = _mm512_dpbf16_ps(high[r], value, second);
-                    });
-                }
-            }
-            add_whole<ROWS>(scales, (const Floats *)low, (const Floats *)high, result);
-        }
-    }
-};
-#endif
-
-#ifdef INT_DOTS
-// Adds to each sum the products of four signed bytes of `values` with four unsigned bytes of `codes`.
-static INLINE void add_dots(Ints &sums, Ints values, Words codes) {
-#if defined(__x86_64__)
-    // Spelled out: compilers copy the sums around what they think the instruction is.
-    asm("vpdpbusd %1, %2, %0" : "+v"(sums) : "v"(values), "v"(codes));
-#else
-    for (int i = 0; i < 4; i++) {
-        const int32x4_t quarter = read<int32x4_t>((const char *)&sums + 16 * i);
-        const int8x16_t x = read<int8x16_t>((const char *)&values + 16 * i);
-#ifdef SIGNED_CODES
-        write((char *)&sums + 16 * i, vdotq_s32(quarter, x, read<int8x16_t>((const char *)&codes + 16 * i)));
-#else
-        write((char *)&sums + 16 * i, vusdotq_s32(quarter, read<uint8x16_t>((const char *)&codes + 16 * i), x));
-#endif
-    }
-#endif
-}
-
-// The levels of 64 codes below 16.
-static INLINE Words levels_of(const uint8_t *levels, Words codes) {
-#if defined(__x86_64__)
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)levels));
-    return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
-#else
-    const uint8x16_t table = read<uint8x16_t>(levels);
-    for (int i = 0; i < 4; i++) {
-        char *place = (char *)&codes + 16 * i;
-        write(place, vqtbl1q_u8(table, read<uint8x16_t>(place)));
-    }
-    return codes;
-#endif
-}
-
-template <int BITS, int GROUP, bool HAS_LEVELS = false>
-struct DotInt {
-#ifdef SIGNED_CODES
-    static const bool IS_SHIFTED = BITS == 8 || HAS_LEVELS;  // with their upper bit turned they are signed: zero is 0
-#else
-    static const bool IS_SHIFTED = false;
-#endif
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
-        const uint32_t mask = BITS == 8 ? 0xffffffffu : 0x0f0f0f0fu, turned = IS_SHIFTED ? 0x80808080u : 0;
-        const bool starts_at_zero = IS_SHIFTED || is_affine(ready.scaling);
-        const uint32_t *x = ready.x;
-        for (int64_t g = 0; g < depth / GROUP; g++) {
-            Ints low[ROWS], high[ROWS];
-            each<ROWS>([&](auto r) ALWAYS {
-                low[r] = high[r] = Ints{} + (starts_at_zero ? 0 : ready.zeros[g * ROWS + r]);
-            });
-            UpperBits<BITS> upper;
-            upper.load(ready, panel);
-            for (int64_t k = 0; k < GROUP; k += BITS == 8 ? 4 : 8, panel += 128) {
-                fetch_ahead(ready);
-                const Words a = read<Words>(panel), b = read<Words>(panel + 64);
-#pragma GCC unroll 2
-                for (int half = 0; half < (BITS == 8 ? 1 : 2); half++, x += ROWS) {
-                    Words c = a >> half * 4 & mask, d = b >> half * 4 & mask;
-                    upper.put(c, d);
-                    if (HAS_LEVELS) {
-                        c = levels_of(ready.levels, c);
-                        d = levels_of(ready.levels, d);
-                    }
-                    c ^= turned;
-                    d ^= turned;
-                    each<ROWS>([&](auto r) ALWAYS {
-                        const Ints value = Ints{} + (int32_t)x[r];
-                        add_dots(low[r], value, c);
-                        add_dots(high[r], value, d);
-                    });
-                }
-            }
-            __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, NEST) * g / (NEST / GROUP) + 1024);
-            asm volatile("" ::: "memory");  // the sums so far stay in memory: registers are for this group's
-            add_scaled<ROWS>(ready, scales_of(scales, ready.scaling, g, GROUP), g, low, high, result);
-        }
-    }
-};
-#endif
-
-template <class Kernel>
+template <class Kernel, int ROWS = 1>
 static Multiply of_rows(int64_t rows) {
-    switch (rows) {
-        case 1: return Kernel::template run<1>;
-        case 2: return Kernel::template run<2>;
-        case 3: return Kernel::template run<3>;
-#if ROWS_OF_BLOCK > 3
-        case 4: return Kernel::template run<4>;
-        case 5: return Kernel::template run<5>;
-        case 6: return Kernel::template run<6>;
-        case 7: return Kernel::template run<7>;
-        case 8: return Kernel::template run<8>;
-        case 9: return Kernel::template run<9>;
-        case 10: return Kernel::template run<10>;
-        case 11: return Kernel::template run<11>;
-        case 12: return Kernel::template run<12>;
-        case 13: return Kernel::template run<13>;
-        default: return Kernel::template run<14>;
-#else
-        default: return nullptr;
-#endif
-    }
+    if constexpr (ROWS < ROWS_OF_BLOCK)
+        return rows == ROWS ? Kernel::template run<ROWS> : of_rows<Kernel, ROWS + 1>(rows);
+    else
+        return Kernel::template run<ROWS>;
 }
 
 static Multiply kernel_of(int type, bool dots, int64_t rows) {
     (void)dots;
-#ifdef INT_DOTS
+#if defined(INT_DOTS) || defined(SHORT_DOTS)
     if (dots) switch (type) {
             case INT8: return of_rows<DotInt<8, 64>>(rows);
             case INT4: return of_rows<DotInt<4, 32>>(rows);
@@ -428,9 +289,9 @@ static Multiply kernel_of(int type, bool dots, int64_t rows) {
     if (dots && type == FP8) return of_rows<DotFp8>(rows);
 #endif
     switch (type) {
-        case FP32: return of_rows<MultiplyFp32>(rows);
-        case FP16: return of_rows<MultiplyFp16>(rows);
-        case BF16: return of_rows<MultiplyBf16>(rows);
+        case FP32: return of_rows<MultiplyFloats<OfFp32>>(rows);
+        case FP16: return of_rows<MultiplyFloats<OfFp16>>(rows);
+        case BF16: return of_rows<MultiplyFloats<OfBf16>>(rows);
         case FP8: return of_rows<MultiplyFp8>(rows);
         case INT8: return of_rows<MultiplyInt<8, 64>>(rows);
         case INT8_OF_32: return of_rows<MultiplyInt<8, 32>>(rows);

@@ -166,5 +166,5 @@ def _move(kind: int, packed: Tensor, weight: Tensor, depth: int, *, packs: bool)
 def has_dots(kind: int) -> bool:
     """Return whether the CPU multiplies and adds numbers of this type in one instruction."""
     widened = {TYPES[torch.bfloat16]: ("BF16",), FP8: ("BF16",)}
-    names = widened.get(kind, ("VNNI", "dotprod", "i8mm") if kind >= INT8 else ())
+    names = widened.get(kind, ("AVX2", "VNNI", "dotprod", "i8mm") if kind >= INT8 else ())
     return any(name in describe() for name in names)

@@ -12,7 +12,7 @@ static INLINE Floats rounded(Floats x, int type) {
     if (type == BF16) {
         const Words bits = (Words)x;
         const Floats nearest = (Floats)((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
-        return x == x ? nearest : x;
+        return select(x == x, nearest, x);
     }
     if (type == FP16)
         for (int64_t i = 0; i < LANES; i++) x[i] = from_fp16(to_fp16(x[i]));

@@ -1,8 +1,7 @@
-// Shared by all native code: vectors, number types, and what one instruction set offers.
+// Shared by all native code: number types, and what one instruction set offers.
 //
 // isa_*.cpp compile the same headers, each for one instruction set and in a namespace of its own; library.cpp
-// chooses among them at run time. Vectors are 16 floats wide everywhere: compilers split them where registers are
-// narrower.
+// chooses among them at run time. Vectors are 16 floats wide everywhere (vectors.h).
 
 #pragma once
 
@@ -15,15 +14,11 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-
 static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 18;
+static const int LAYOUT = 19;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 };  // as in panels.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -223,16 +218,4 @@ static INLINE uint16_t to_fp16(float value) {
     if (rest < 0x38800000u)                          // subnormal: adding 0.5 leaves them in the last bits, rounded
         return sign | (uint16_t)(read<uint32_t>(&(const float &)(as_float(rest) + 0.5f)) - 0x3f000000u);
     return sign | (uint16_t)((rest + 0xfffu + (rest >> 13 & 1u) - 0x38000000u) >> 13);
-}
-
-static INLINE Floats vectors_from_bf16(const uint16_t *place) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    return (Floats)(__builtin_convertvector(read<Halves>(place), Words) << 16);
-}
-
-static INLINE Floats vectors_from_fp16(const uint16_t *place) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    const Words bits = __builtin_convertvector(read<Halves>(place), Words), rest = bits & 0x7fffu;
-    const Words finite = (Words)((Floats)(rest << 13) * 0x1p112f), other = rest << 13 | 0x7f800000u;
-    return (Floats)((rest >= 0x7c00u ? other : finite) | (bits & 0x8000u) << 16);
 }
