@@ -6,7 +6,7 @@
 #endif
 #define ISA_NAME "AVX2"
 #define ISA avx2
-#define ROWS_OF_BLOCK 6  // whose sums of half a panel are 12 of 16 registers
+#define ROWS_OF_BLOCK 4  // whose sums of half a panel take 8 of 16 registers
 #define REGISTER_BYTES 32
 #define SHORT_DOTS
 #include "isa.h"

@@ -78,6 +78,26 @@ struct Wide {
     COMPARISON(==) COMPARISON(!=) COMPARISON(<) COMPARISON(>) COMPARISON(>=)
 #undef COMPARISON
 };
+
+// Register by register: copies of whole structs go through memory.
+template <class Vector>
+static INLINE Vector read(const void *place) {
+    if constexpr (std::is_class<Vector>::value)
+        return Vector::of([&](auto i) ALWAYS { return ::read<typename Vector::Part>((const char *)place + i * REGISTER_BYTES); });
+    else
+        return ::read<Vector>(place);
+}
+
+template <class T>
+static INLINE void write(void *place, T value) {
+    ::write(place, value);
+}
+
+template <class T>
+static INLINE void write(void *place, Wide<T> value) {
+    each<Wide<T>::PARTS>([&](auto i) ALWAYS { ::write((char *)place + i * REGISTER_BYTES, value.part[i]); });
+}
+
 typedef Wide<float> Floats;
 typedef Wide<int32_t> Ints;
 typedef Wide<uint32_t> Words;
