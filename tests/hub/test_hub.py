@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from assistants import save_assistant
 from fake_hub import FakeHub, fake_hub
 from heads import save_eagle3
 from pair_heads import save_mtp
@@ -23,6 +24,7 @@ from specinfer.hub.known_models import known_drafters, known_names, near_names
 from specinfer.hub.locate import hub_name, locate, locate_tokenizer, without_revision
 from specinfer.hub.store import cached_models, damaged_files, download, find_cached, remove
 from specinfer.llm import LLM
+from specinfer.setup.model_names import usual_drafters
 from tiny import save_model, save_tokenizer
 
 BIG, SMALL = "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"
@@ -186,12 +188,12 @@ def test_auto_chooses_a_known_drafter_from_the_cache_or_else_the_hub_or_else_a_l
     here.mkdir()
     assert auto_drafters("some/model").names == ("ngram",)
     assert "ngram: no head or small model is known for it" in caplog.text
-    assert auto_drafters(BIG, uses_heads=False).names == ("ngram",)
+    assert auto_drafters(BIG, heads=()).names == ("ngram",)
     assert f"{SMALL} cannot be downloaded" in caplog.text
     offer(SMALL)
     assert auto_drafters(here).names == ("ngram",)  # nothing is downloaded for a folder
     assert hub.requested == []
-    assert auto_drafters(BIG, uses_heads=False) == ((SMALL, "suffix"), f"{SMALL} was downloaded")
+    assert auto_drafters(BIG, heads=()) == ((SMALL, "suffix"), f"{SMALL} was downloaded")
     quantized = f"unsloth/{here.name}-GGUF:Q4_K_M"
     assert auto_drafters(here) == auto_drafters(quantized) == ((SMALL, "suffix"), f"{SMALL} is in the cache")
 
@@ -223,7 +225,14 @@ def test_auto_finds_drafters_next_to_the_target(tmp_path: Path) -> None:
     verifier = {"verifier": {"name_or_path": "org/Big-Model"}}
     head = save_eagle3(tmp_path / "head", "speculators", speculators_config=verifier)
     assert auto_drafters(target).names == (str(head), "suffix")
-    assert auto_drafters(target, uses_heads=False).names == small
+    assert auto_drafters(target, heads=()).names == small
+
+
+def test_auto_finds_the_assistant_of_a_target_in_one_process(tmp_path: Path) -> None:
+    target = save_model(tmp_path / "gemma-4-E2B-it", "gemma4_text")
+    assistant = save_assistant(tmp_path / "gemma-4-E2B-it-assistant")
+    assert usual_drafters(target, target).names == (str(assistant), "suffix")
+    assert usual_drafters(target, target, is_whole=False).names == ("ngram",)
 
 
 def test_mtp_layers_of_the_checkpoint_draft_by_themselves(tmp_path: Path) -> None:

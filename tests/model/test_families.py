@@ -25,7 +25,7 @@ from specinfer.model.load import load_model
 from specinfer.model.recurrent import scan
 from specinfer.model.recurrent.layers import LOOP_REPLACED
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, HYBRIDS, VOCAB, load_runner, make_model, paths_of, random_prompts
+from tiny import FAMILIES, GEMMA_4, HYBRIDS, VOCAB, load_runner, make_model, paths_of, random_prompts
 
 CPU = torch.device("cpu")
 #          9 ─ 11 ─ 12
@@ -47,7 +47,7 @@ def _piece(runner: ModelRunner, name: str, chain: Sequence[int], tree: TokenTree
     return Piece.of_span(chain, tree, runner.cache.slots(name), slots)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *GEMMA_4, *HYBRIDS])
 def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     """Two requests in one pass, one of them long enough to leave every sliding window."""
     runner, model = runner_of(family), make_model(family)

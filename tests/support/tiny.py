@@ -51,6 +51,11 @@ _GPT = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GEMMA = _LLAMA | _WINDOW | _HEAD | {"query_pre_attn_scalar": 8}
+_GEMMA_4 = _LLAMA | _WINDOW | _HEAD | {
+    "global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+}  # fmt: skip
 _FALCON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -101,6 +106,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _LLAMA | {"num_key_value_heads": None},
     "starcoder2": _LLAMA | _WINDOW,
     "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE,
+}
+
+# Gemma 4, whose layers store keys of two sizes, as the smallest, the dense and the sparse one of its models.
+GEMMA_4: dict[str, dict[str, Any]] = {
+    "gemma4_text": _GEMMA_4,
+    "gemma4_text-shared": _GEMMA_4
+    | {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    | {"final_logit_softcapping": 5.0},
+    "gemma4_text-alike": _GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text-moe": _GEMMA_4
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
 }
 
 _DELTA = _HEAD | {
@@ -191,7 +207,7 @@ def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -
 
     With `noise` its matrices are disturbed by that share of their size: a drafter that agrees partly.
     """
-    config = AutoConfig.for_model(family.split("-")[0], **((FAMILIES | HYBRIDS)[family] | changes))
+    config = AutoConfig.for_model(family.split("-")[0], **((FAMILIES | GEMMA_4 | HYBRIDS)[family] | changes))
     torch.manual_seed(seed)
     # Eager knows soft caps and sinks; but Falcon's adds its ALiBi twice.
     config._attn_implementation = "sdpa" if family.split("-")[0] == "falcon" else "eager"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from specinfer.core.lookups import LOOKUPS
+from specinfer.drafters.assistant_drafter import AssistantDrafter, AssistantRunner
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
@@ -20,6 +21,8 @@ from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.runner import ModelRunner
 
 __all__ = [
+    "AssistantDrafter",
+    "AssistantRunner",
     "BlockDrafter",
     "Drafter",
     "FeatureDrafter",
@@ -80,6 +83,8 @@ def make_drafter(
         made = SelfDrafter if isinstance(kind, SelfRunner) else SmallModelDrafter
         if isinstance(kind, HeadRunner):
             made = BlockDrafter if kind.head.block is not None else FeatureDrafter
+        if isinstance(kind, AssistantRunner):
+            made = AssistantDrafter
         drafters.append(made(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen))
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:

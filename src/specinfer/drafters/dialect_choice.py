@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS
@@ -58,6 +59,8 @@ def _target_choices(runner: HeadRunner, ids: Sequence[int]) -> torch.Tensor:
 def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dialect: Any) -> float:
     """Return the share of tokens on which a head agrees with the target at the first and the second level."""
     runner.head.speak(dialect)
+    if isinstance(runner, AssistantRunner):
+        return _assistant_agreement(runner, ids, wanted)
     pairs = len(ids) - 1
     try:
         first = runner.cache.reserve(_PROBE, pairs)
@@ -76,3 +79,17 @@ def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dia
         return float(torch.cat(found).float().mean())
     finally:
         runner.cache.free(_PROBE)
+
+
+def _assistant_agreement(runner: AssistantRunner, ids: Sequence[int], wanted: torch.Tensor) -> float:
+    """Do the same for an assistant, one of whose pieces is a token with all tokens before it."""
+    slots, ends = runner.target.cache.slots(_PROBE), range(1, len(ids) - 1)
+    features, found = runner.features(_PROBE, 0, len(ends)), []
+    for level in range(2):
+        pieces = [
+            runner.piece([ids[end + level]], slots[:end], feature)
+            for end, feature in zip(ends, features.split(1), strict=True)
+        ]
+        logits, features = runner.score(pieces)
+        found.append(runner.choices(logits) == wanted[1 + level : len(ends) + 1 + level])
+    return float(torch.cat(found).float().mean())

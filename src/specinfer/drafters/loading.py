@@ -14,6 +14,7 @@ from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.hub.files import read_object
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import read_token_map
+from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.load import find_format, load_head
 from specinfer.model.load import LoadedModel, load_model
@@ -55,7 +56,7 @@ def load_small(
         quantization = _usual_quantization(folder)
     if reads_target(name, folder):
         loaded = load_head(folder, target, quantization)
-        kind = SharedVocabulary if isinstance(loaded.model, BlockHead) else NextTokens
+        kind = SharedVocabulary if isinstance(loaded.model, BlockHead | AssistantHead) else NextTokens
         return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
     try:
         config = load_config(folder)

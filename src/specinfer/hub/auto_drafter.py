@@ -3,7 +3,7 @@
 import filecmp
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,11 @@ class DrafterChoice(NamedTuple):
 
 
 def auto_drafters(
-    model: str | Path, *, has_mtp: bool = False, uses_heads: bool = True, progress: ProgressCallback | None = None
+    model: str | Path,
+    *,
+    has_mtp: bool = False,
+    heads: Collection[str] = SUPPORTED_HEADS,
+    progress: ProgressCallback | None = None,
 ) -> DrafterChoice:
     """Return the drafter that should pay most for a target, with a lookup, or a lookup alone.
 
@@ -42,20 +46,22 @@ def auto_drafters(
 
     Args:
         has_mtp: Whether the target's checkpoint has MTP layers that can be loaded.
-        uses_heads: Whether the target shows the hidden states that heads read.
+        heads: Kinds of heads that can read what the target shows.
     """
-    choice = _choose(model, has_mtp, uses_heads, progress)
+    choice = _choose(model, has_mtp, heads, progress)
     logger.info("drafters: auto chooses for %s %s", model, choice)
     return choice
 
 
-def _choose(model: str | Path, has_mtp: bool, uses_heads: bool, progress: ProgressCallback | None) -> DrafterChoice:
+def _choose(
+    model: str | Path, has_mtp: bool, heads: Collection[str], progress: ProgressCallback | None
+) -> DrafterChoice:
     if has_mtp:
         return DrafterChoice((MTP, LOOKUP_WITH_MODEL), "its checkpoint has MTP layers")
-    if (partner := _partner(model, uses_heads)) is not None:
+    if (partner := _partner(model, heads)) is not None:
         return DrafterChoice((str(partner), LOOKUP_WITH_MODEL), f"{partner.name} is in a folder next to it")
-    known = [one for one in known_drafters(model) if one.is_supported and one.kind != "MTP"]
-    names = [one.name for one in sorted(known, key=lambda one: not one.is_head) if uses_heads or not one.is_head]
+    known = [one for one in known_drafters(model) if not one.is_head or (one.kind in heads and one.kind != "MTP")]
+    names = [one.name for one in sorted(known, key=lambda one: not one.is_head)]
     if not names:
         return DrafterChoice((LOOKUP,), "no head or small model is known for it")
     from specinfer.hub.store import download, find_cached
@@ -76,7 +82,7 @@ def _choose(model: str | Path, has_mtp: bool, uses_heads: bool, progress: Progre
     return DrafterChoice((LOOKUP,), "; ".join(reasons))
 
 
-def _partner(model: str | Path, uses_heads: bool) -> Path | None:
+def _partner(model: str | Path, kinds: Collection[str]) -> Path | None:
     """Return the best drafter in a folder next to the target's, or None."""
     try:
         target = local_path(model)
@@ -90,7 +96,7 @@ def _partner(model: str | Path, uses_heads: bool) -> Path | None:
         if config is None or folder_refusal(folder) is not None:
             continue
         if (kind := head_format(config)) is not None:
-            if uses_heads and kind in SUPPORTED_HEADS and _is_head_of(config, folder, target):
+            if kind in kinds and _is_head_of(config, folder, target):
                 heads.append(folder)
         elif _drafts_for(folder, target):
             small.append(folder)

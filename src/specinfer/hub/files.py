@@ -14,11 +14,13 @@ _GGUF_PART = re.compile(r"^(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 READ_METHODS = frozenset({"compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4"})
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
 # Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
+ASSISTANT = "Gemma 4 assistant"
 _HEADS = {
+    "gemma4_assistant": ASSISTANT, "gemma4_unified_assistant": ASSISTANT,
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "eagle": "EAGLE", "dspark": "DSpark", "jetspec": "JetSpec",
     "dflash": "DFlash", "medusa": "Medusa", "assistant": "assistant",
 }  # fmt: skip
-SUPPORTED_HEADS = frozenset({"EAGLE-3", "P-EAGLE", "EAGLE", "MTP", "DFlash", "DSpark", "JetSpec"})
+SUPPORTED_HEADS = frozenset({"EAGLE-3", "P-EAGLE", "EAGLE", "MTP", "DFlash", "DSpark", "JetSpec", ASSISTANT})
 PICKLE = "pytorch_model.bin"
 _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 

@@ -12,6 +12,7 @@ from typing import Any
 from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.dialect_choice import choose_dialect
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.loading import load_small, reads_target
@@ -27,6 +28,7 @@ from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
+from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import taps_of
 from specinfer.model.load import LoadedModel, load_model
@@ -117,6 +119,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         chosen = usual_drafters(
             args.model, folder, small_models=args.nnodes == 1 and args.offload is None,
             copy=usual_copy(folder, args.offload_config, args.quantization) if parallel.world_size == 1 else None,
+            is_whole=parallel.world_size == 1,
         )  # fmt: skip
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
@@ -221,6 +224,8 @@ def _drafter_runner(
     make_runner: Callable[[LoadedModel], ModelRunner],
 ) -> ModelRunner:
     """Return the runner of a drafter that is a model: a head, a copy of the target, or, by `make_runner`, any other."""
+    if isinstance(loaded.model, AssistantHead):
+        return AssistantRunner(loaded, target)
     if isinstance(loaded.model, FeatureHead):
         return HeadRunner(loaded, target, target.cache.num_slots, keeps_prefixes=args.enable_prefix_caching)
     if name in SELF_DRAFTERS:

@@ -9,6 +9,7 @@ from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
 from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
+from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import find_folder
@@ -73,7 +74,7 @@ def find_tokenizer(name: str | Path, target: LoadedModel) -> Any:
 
 
 def usual_drafters(
-    model: str | Path, folder: Path, *, small_models: bool = True, copy: str | None = None
+    model: str | Path, folder: Path, *, small_models: bool = True, copy: str | None = None, is_whole: bool = True
 ) -> DrafterChoice:
     """Return the drafters of a target for which none are chosen.
 
@@ -81,6 +82,7 @@ def usual_drafters(
         folder: Folder of the target.
         small_models: Whether a model that this machine happens to have, or can download, may be among them.
         copy: A copy of the target in fewer bits that should pay, which drafts where no small model may, or None.
+        is_whole: Whether the target is in one process, whose drafters may read its cache.
     """
     if str(model) == CHAT:
         return DrafterChoice((CHAT, LOOKUP_WITH_MODEL), "its own drafter")
@@ -90,7 +92,8 @@ def usual_drafters(
     if uses_heads and has_mtp(folder):
         return auto_drafters(model, has_mtp=True)
     if small_models:
-        return auto_drafters(model, uses_heads=uses_heads)
+        kinds = (SUPPORTED_HEADS if is_whole else SUPPORTED_HEADS - {ASSISTANT}) if uses_heads else ()
+        return auto_drafters(model, heads=kinds)
     if copy is not None:
         return DrafterChoice((copy, LOOKUP_WITH_MODEL), "this copy should gain most within the memory budget")
     return DrafterChoice((LOOKUP,), "models are not chosen for streamed targets and for several machines")

@@ -139,6 +139,7 @@ def test_shapes_of_caches_are_those_of_the_part(folders: dict[str, Path]) -> Non
         ("llama", {"intermediate_size": 50}, (4, 1), "50 numbers of mlp.gate_proj cannot be split over 4"),
         ("phi3", {"intermediate_size": 50}, (4, 1), "50 numbers of mlp.gate_up_proj cannot be split over 4"),
         ("gpt_oss", {"intermediate_size": 50}, (4, 1), "50 numbers of mlp.experts.gate_up_proj"),
+        ("gemma4_text-alike", {}, (2, 1), "its layers have different numbers of heads for keys and values"),
         ("llama", {}, (1, 3), "2 layers cannot be split into 3 stages; use at most 2"),
     ],
 )

@@ -8,19 +8,20 @@ from typing import Any
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import head_format, may_be_eagle, read_object
+from specinfer.hub.files import ASSISTANT, head_format, may_be_eagle, read_object
 from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import read_weight
+from specinfer.model.heads.assistant import AssistantHead, read_layers
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint, tensor_names
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.mtp import load_mtp
 from specinfer.model.heads.pair import EagleHead
-from specinfer.model.kv_cache import TapShape
+from specinfer.model.kv_cache import LayerShape, TapShape
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 from specinfer.model.recurrent.layers import LOOP_REPLACED
@@ -66,7 +67,11 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         head = load_mtp(folder, target.dtype, target.device, shape, ends)
     else:
         checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
-        head = _HEADS[str(find_format(folder))](checkpoint, shape, ends)
+        kind = str(find_format(folder))
+        if kind == ASSISTANT:
+            head = AssistantHead(checkpoint, shape, ends, *_target_cache(folder, target, config))
+        else:
+            head = _HEADS[kind](checkpoint, shape, ends)
         checkpoint.check_all_taken()
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     if target.native and target.device.type == "cpu":
@@ -87,8 +92,18 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         compute_path=path_of(head),
         stream=None,
         token_map=head.token_map,
-        taps=TapShape((0,), head.width),
+        taps=TapShape((0,), head.width) if head.layer_shapes else None,
     )
+
+
+def _target_cache(folder: Path, target: LoadedModel, config: Any) -> tuple[dict[str, int], tuple[LayerShape, ...]]:
+    """Return what an assistant may read of its target's cache: the layers by their kind, and what each layer stores."""
+    if not target.shard.is_whole:
+        raise ModelError(
+            f"drafters: {folder} reads keys and values of its target, which must be in one process; leave its parallel "
+            "sizes out"
+        )
+    return read_layers(config), target.layer_shapes
 
 
 def _ends_of(target: LoadedModel) -> TargetEnds:

@@ -123,7 +123,16 @@ def _divides(num_query: int, num_kv: int, size: int) -> bool:
 
 
 def num_kv_heads(config: Any) -> int:
-    """Return the number of heads for keys and values in a layer."""
+    """Return the number of heads for keys and values in a layer.
+
+    Raises:
+        ModelError: It is not the same in all layers.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        counts = {int(layer.num_key_value_heads) for layer in config.per_layer_config}
+        if len(counts) > 1:
+            raise _refusal(config.model_type, "its layers have different numbers of heads for keys and values")
+        return counts.pop()
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return int(config.num_kv_heads)
     if getattr(config, "multi_query", False):

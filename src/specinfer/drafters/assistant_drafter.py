@@ -1,0 +1,115 @@
+"""A Gemma 4 assistant, which grows trees over the keys and values of its target.
+
+It stores nothing: a level is computed from the output for its parents and from what the target has stored. So cached
+prefixes, preempted requests and accepted paths need no care here, and nothing is read again after verification.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
+from specinfer.drafters.growth.draft_sampling import draw
+from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
+from specinfer.drafters.vocabulary.token_map import Known
+from specinfer.model.batch import Piece, pack
+from specinfer.model.device import on_device
+from specinfer.model.heads.assistant import AssistantHead
+from specinfer.model.kv_cache import Slots
+from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.states import RecurrentStates
+from specinfer.model.runner import ModelRunner, TargetRunner
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadOnly:
+    """The keys and values of a target, to which nothing is added."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    states: RecurrentStates
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Do nothing."""
+
+
+class AssistantRunner(HeadRunner):
+    """A runner of an assistant, which reads the cache of a target in the same process."""
+
+    head: AssistantHead
+
+    def __init__(self, loaded: LoadedModel, target: TargetRunner) -> None:
+        super().__init__(loaded, target, 0)
+        assert isinstance(target, ModelRunner)
+        self._store = _ReadOnly(target.tensors.keys, target.tensors.values, target.tensors.states)
+
+    @torch.inference_mode()
+    def score(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+        """Return [tokens, vocab] logits and the [tokens, width] features of the next level."""
+        with on_device(self.loaded.device):
+            return self.head.compute(pack(pieces, self._store, self.loaded.device, native=self.loaded.native))
+
+    def piece(self, tokens: Sequence[int], read_slots: Slots, features: Tensor) -> Piece:
+        """Return the piece of nodes of one level, which see the tokens that the target has computed, and no others.
+
+        Args:
+            read_slots: [tokens that the target has computed] their slots.
+            features: [nodes, width].
+        """
+        count = len(tokens)
+        return Piece(
+            tokens=tokens,
+            positions=[len(read_slots) - (0 if self.head.dialect.is_last else 1)] * count,
+            prefix_slots=read_slots,
+            slots=np.repeat(read_slots[-1:], count),  # not written, and seen by none
+            visible=np.zeros((count, count), dtype=np.bool_),
+            num_logits=count,
+            features=features,
+        )
+
+
+class _NoCache(FeatureCache):
+    """The known tokens of each request, of which nothing is stored."""
+
+    def sync(self, request: Request) -> Known | None:
+        count = len(request.token_ids)
+        if count < 2 or not self._head_runner.has_read(request):
+            return None
+        self.known[request.request_id] = Known(request.token_ids, count, count)
+        return self.known[request.request_id]
+
+
+class AssistantDrafter(FeatureDrafter):
+    """A drafter that grows trees of an assistant's next tokens; arguments as for `SmallModelDrafter`."""
+
+    runner: AssistantRunner
+
+    def _make_cache(self, runner: ModelRunner) -> DrafterCache:
+        assert isinstance(runner, AssistantRunner)
+        return _NoCache(runner, self.vocabulary, self._scoring)
+
+    def _grow(self, growing_trees: list[GrowingTree]) -> None:
+        tree_batch = TreeBatch(growing_trees, self._calibration)
+        features = [self._first_feature(tree.request) for tree in growing_trees]  # [1 + computed, width] of each
+        while nodes := tree_batch.wanted():
+            growing = [tree for tree in growing_trees if tree.frontier]
+            logits, outputs = self.runner.score([self._level(tree, features[tree.index]) for tree in growing])
+            for tree, new in zip(growing, outputs.split([len(tree.frontier) for tree in growing]), strict=True):
+                features[tree.index] = torch.cat([features[tree.index], new])
+            tree_batch.extend(draw(self.draft_sampling, self.vocabulary.compact(logits), nodes))
+
+    def _first_feature(self, request: Request) -> Tensor:
+        end = len(request.token_ids) - 1
+        return self.runner.features(request.request_id, end - 1, end)
+
+    def _level(self, tree: GrowingTree, features: Tensor) -> Piece:
+        """Return the piece of the frontier's nodes; row 1 + n of the features is the output for node n."""
+        new = list(tree.frontier)
+        slots = self.runner.target.cache.slots(tree.request.request_id)[: len(tree.request.token_ids) - 1]
+        return self.runner.piece(tree.tokens[new].tolist(), slots, features[(tree.parents[new] + 1).tolist()])
