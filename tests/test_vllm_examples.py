@@ -201,7 +201,10 @@ def test_arguments_without_a_meaning_are_refused_by_name_with_the_reason(model: 
          {"drafters": ["ngram"], "tree": "1,1", "prompt_lookup_max": 5, "prompt_lookup_min": 5}),
         ({"model": "m", "quantization": "fp8", "max_model_len": 9}, {"drafters": ["m"], "drafter_quantization": "fp8"}),
         ({"method": "suffix", "tree": "best-first:9"}, {"drafters": ["suffix"], "tree": "best-first:9"}),
-        ({"method": "eagle", "model": "m"}, {"drafters": ["m"]}),
+        *(({"method": method, "model": "m", "num_speculative_tokens": 3}, {"drafters": ["m"], "tree": "1,1,1"})
+          for method in ("eagle", "eagle3", "dflash", "dspark", "draft_model", "mtp", "gemma4_mtp")),
+        ({"method": "ngram_gpu", "prompt_lookup_max": 3, "prompt_lookup_min": 2},
+         {"drafters": ["ngram"], "prompt_lookup_max": 3, "prompt_lookup_min": 2}),
         ({"method": "mtp", "num_speculative_tokens": 1}, {"drafters": ["mtp"], "tree": "1"}),
         ({"method": "deepseek_mtp"}, {"drafters": ["mtp"]}),
         ({}, {}),
@@ -211,6 +214,24 @@ def test_speculative_configs_become_arguments(config: dict[str, Any], wanted: di
     assert from_speculative_config(config) == wanted
 
 
+def test_every_field_of_vllms_speculative_config_is_known() -> None:
+    """As of version 0.33, with its defaults, which never change anything here."""
+    defaults: dict[str, Any] = {
+        "disable_padded_drafter_batch": False, "disable_eagle_block_drop": False, "use_local_argmax_reduction": False,
+        "use_heterogeneous_vocab": False, "parallel_drafting": False, "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_cached_requests": 10_000, "suffix_decoding_max_spec_factor": 1.0,
+        "suffix_decoding_min_token_prob": 0.1, "rejection_sample_method": "standard",
+        "enable_adaptive_verification": False, "draft_sample_method": "greedy",
+    }  # fmt: skip
+    names = (
+        "enforce_eager num_speculative_tokens model method draft_tensor_parallel_size tensor_parallel_size quantization "
+        "moe_backend attention_backend kv_cache_dtype max_model_len revision code_revision draft_load_config "
+        "index_share_for_mtp_iteration prompt_lookup_max prompt_lookup_min num_speculative_tokens_per_batch_size "
+        "synthetic_acceptance_rates synthetic_acceptance_length dspark_draft_topk"
+    )
+    assert from_speculative_config(dict.fromkeys(names.split()) | defaults) == {}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -218,7 +239,9 @@ def test_speculative_configs_become_arguments(config: dict[str, Any], wanted: di
         *(({name: "?"}, f"{name}: ") for name, entry in SPECULATIVE.items() if entry.accepted is not None),
         ({"nonsense": 1}, "key 'nonsense' is not known"),
         ({"method": "ngram", "model": "m"}, 'method "ngram" has no model'),
-        ({"method": "mtp", "model": "m"}, 'method "mtp" has no model'),
+        ({"method": "deepseek_mtp", "model": "m"}, 'method "mtp" has no model'),
+        ({"method": "eagle3"}, "model must be a name"),
+        ({"method": "jacobi", "model": "m"}, "method must be "),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1"),
     ],
 )

@@ -103,14 +103,14 @@ def test_a_rule_that_needs_distributions_draws_from_the_targets(targets: dict[st
 def test_preemption_aborts_and_streamed_layers_change_no_text(
     targets: dict[str, Path], assistant: Path, tmp_path: Path
 ) -> None:
-    target, prompts = targets["gemma4_text-shared"], random_prompts([30, 12, 25, 9, 20, 28])
+    target, prompts = targets["gemma4_text-shared"], random_prompts([30, 12, 25, 9])
     wanted = [reference.greedy(make_model("gemma4_text-shared"), prompt, 20) for prompt in prompts]
-    limits = {"max_num_seqs": 6, "max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory_bytes": 120_000}
     with llm_of(target, assistant, tree="2,2,1", **limits) as llm:
         outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
         assert llm.engine.metrics.num_preempted > 0
         assert [list(one.outputs[0].token_ids) for one in outputs] == wanted
-        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(prompts[:4])]
+        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(prompts)]
         for request in requests:
             llm.engine.add(request)
         for _ in range(4):
@@ -118,13 +118,13 @@ def test_preemption_aborts_and_streamed_layers_change_no_text(
         llm.engine.abort(requests[0])
         while not all(request.is_finished for request in requests):
             llm.engine.step()
-        assert [request.output_ids for request in requests[1:]] == wanted[1:4]
+        assert [request.output_ids for request in requests[1:]] == wanted[1:]
         assert llm.target.cache.is_balanced()
         assert llm.target.cache.num_owned == 0
         assert not drafter_of(llm)._cache.known
     with llm_of(target, assistant, tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
-        outputs = llm.generate(ids_of(prompts[:4]), GREEDY, use_tqdm=False)
-        assert [list(one.outputs[0].token_ids) for one in outputs] == wanted[:4]
+        outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == wanted
 
 
 @pytest.mark.parametrize(

@@ -80,19 +80,47 @@ ENGINE: Mapping[str, VllmName] = {
 }
 
 _HEADS = "heads of this kind cannot be loaded; name one of another method, or a small model with draft_model"
-METHODS: Mapping[str, str] = dict.fromkeys(("medusa", "mlp_speculator"), _HEADS)
+METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("medusa", "mlp_speculator"), _HEADS),
+    "custom_class": "code of a caller is not a drafter; name a model, or use ngram or suffix",
+    "extract_hidden_states": "hidden states are not returned; leave it out",
+}
+_SAME_METHOD = {"ngram_gpu": "ngram"}
+_WITH_MODEL = ("mtp", "gemma4_mtp")  # MTP methods that may have a model of their own, an assistant
 _OF_MODELS = ("draft_model", "eagle", "eagle3", "dflash", "dspark")  # methods with a model, whose files say its kind
+_SIMULATED = "acceptance is never simulated; leave it out"
+_STORE = "suffix keeps what fits into its own limit of tokens, and tree limits the depth"
 SPECULATIVE: Mapping[str, VllmName] = {
+    "attention_backend": VllmName("the device decides the attention kernels", _ANY),
+    "code_revision": VllmName("code of a checkpoint is never run"),
     "disable_by_batch_size": VllmName('tree="auto" decides by the measured costs of each batch size'),
+    "disable_eagle_block_drop": VllmName("cached prefixes are used to their last token but one", _ANY),
     "disable_logprobs": VllmName("log-probabilities are returned in any case", _ANY),
     "disable_padded_drafter_batch": VllmName("batches of drafters are not padded", _ANY),
+    "draft_load_config": VllmName("drafters are read as the model is"),
+    "draft_sample_method": VllmName("output does not depend on it; see draft_sampling", _ANY),
     "draft_tensor_parallel_size": VllmName("draft models are not sharded; see drafter_placement", (None, 1)),
+    "dspark_draft_topk": VllmName("every candidate is scored", _ANY),
+    "enable_adaptive_verification": VllmName('leave num_speculative_tokens out: tree="auto" decides', (None, False)),
     "enforce_eager": VllmName("set enforce_eager of the LLM"),
+    "index_share_for_mtp_iteration": VllmName("layers with sparse attention are not MTP layers here", (None, False)),
+    "kv_cache_dtype": VllmName("the cache has the data type of the model", (None, "auto")),
     "max_model_len": VllmName("a drafter stops at the end of its own context", _ANY),
+    "moe_backend": VllmName("the device decides how experts are computed", _ANY),
+    "num_speculative_tokens_per_batch_size": VllmName('tree="auto" decides by the measured costs of each batch size'),
     "parallel_drafting": VllmName("whether a drafter drafts in one pass is in its own files", _ANY),
     "rejection_sample_method": VllmName("use verification", (None, "standard", "strict")),
     "spec_token_tree": VllmName("use tree"),
     "speculative_token_tree": VllmName("use tree"),
+    "suffix_decoding_max_cached_requests": VllmName(_STORE, _ANY),
+    "suffix_decoding_max_spec_factor": VllmName("tree limits the draft tokens", (None, 1.0)),
+    "suffix_decoding_max_tree_depth": VllmName(_STORE, _ANY),
+    "suffix_decoding_min_token_prob": VllmName('tree="best-first" drafts the most probable tokens first', (None, 0.1)),
+    "synthetic_acceptance_length": VllmName(_SIMULATED),
+    "synthetic_acceptance_rates": VllmName(_SIMULATED),
+    "tensor_parallel_size": VllmName("set tensor_parallel_size of the LLM"),
+    "use_heterogeneous_vocab": VllmName("tokens of drafters with another tokenizer are always translated", _ANY),
+    "use_local_argmax_reduction": VllmName("draft models are not sharded", _ANY),
 }
 
 SAMPLING: Mapping[str, VllmName] = {
@@ -184,7 +212,10 @@ def _drafters(method: object, model: object, revision: object) -> list[str] | No
         model = f"{model}@{revision}"
     if method is None and model is None:
         return None
-    if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has a name for each family
+    method = _SAME_METHOD.get(str(method), method)
+    if method in _WITH_MODEL and model is not None:
+        method = None  # the model's files say its kind
+    elif isinstance(method, str) and method.endswith("_mtp"):  # vLLM has a name for each family
         method = MTP
     if method in reserved_names():
         if model is not None:

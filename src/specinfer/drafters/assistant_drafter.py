@@ -26,7 +26,7 @@ from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.runner import ModelRunner, TargetRunner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ReadOnly:
     """The keys and values of a target, to which nothing is added."""
 

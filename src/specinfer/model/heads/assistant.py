@@ -137,7 +137,7 @@ class AssistantHead(FeatureHead):
         """Return [rows, vocab] logits; those of tokens outside of the best clusters are -inf."""
         assert self.lm_head is not None
         if self.centroids is None:
-            return self.lm_head(hidden).float()
+            return super().logits(hidden)
         best = self.centroids(hidden).topk(self.num_best, dim=-1).indices
         tokens = self.members[best].flatten(1)
         scores = (self.lm_head.weight[tokens] @ hidden.unsqueeze(-1)).squeeze(-1).float()
