@@ -20,7 +20,10 @@ _MLA = {
 }  # fmt: skip
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DEEPSEEK_MOE = _MOE | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-_FULL = ["full_attention"] * (LAYERS + 1)
+_HYBRID = {  # the last layer becomes the MTP layer
+    "layer_types": ["linear_attention", *["full_attention"] * LAYERS], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
 
 
 class MtpNames(NamedTuple):
@@ -70,11 +73,11 @@ MTP_FAMILIES: dict[str, tuple[dict[str, Any], MtpNames]] = {
                  "model.mtp_block.0."),
     ),
     "qwen3_next": (
-        TINY | _MOE | {"num_experts": 4, "shared_expert_intermediate_size": 24, "layer_types": _FULL},
+        TINY | _MOE | _HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 24},
         MtpNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
     ),
     "qwen3_5_text": (
-        TINY | {"layer_types": _FULL},
+        TINY | _HYBRID,
         MtpNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
     ),
 }  # fmt: skip
