@@ -226,8 +226,8 @@ def test_every_field_of_vllms_speculative_config_is_known() -> None:
     names = (
         "enforce_eager num_speculative_tokens model method draft_tensor_parallel_size tensor_parallel_size "
         "quantization moe_backend attention_backend kv_cache_dtype max_model_len revision code_revision "
-        "draft_load_config index_share_for_mtp_iteration prompt_lookup_max prompt_lookup_min num_speculative_tokens_per_batch_size "
-        "synthetic_acceptance_rates synthetic_acceptance_length dspark_draft_topk"
+        "draft_load_config index_share_for_mtp_iteration prompt_lookup_max prompt_lookup_min "
+        "num_speculative_tokens_per_batch_size synthetic_acceptance_rates synthetic_acceptance_length dspark_draft_topk"
     )
     assert from_speculative_config(dict.fromkeys(names.split()) | defaults) == {}
 
