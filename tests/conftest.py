@@ -5,6 +5,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ os.environ.setdefault("SPECINFER_NATIVE", "always")
 import numpy as np
 import pytest
 import torch
+import typer
 
 # Triton's kernels run in its interpreter, which must be known before they are defined; on a GPU they are compiled.
 if not torch.cuda.is_available():
@@ -30,7 +32,9 @@ from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
 from tiny import load_runner, save_model, save_tokenizer
 
-pytest_plugins = ["real_models"]
+pytest_plugins = ["covering", "real_models", "small_demo"]
+
+gc.disable()  # while modules are imported and tests are collected, which all stay
 
 torch.set_num_threads(1)  # the models are far too small to share
 # The same examples on every run: a test of floating-point numbers must not fail by chance.
@@ -48,9 +52,27 @@ _RUNNERS: "weakref.WeakSet[ModelRunner]" = weakref.WeakSet()
 _USED: "weakref.WeakSet[KVCache]" = weakref.WeakSet()  # since they were last found empty
 
 
+# Files that take long, most of them because they wait for processes of their own: first, so that no worker is left with
+# one in the end.
+_LONG = (
+    "parallel/test_ranks_health.py", "parallel/test_ranks.py", "parallel/test_ranks_strangers.py",
+    "test_other_systems.py", "server/test_supervisor.py", "server/test_serve.py", "server/test_openapi.py",
+    "tuning/test_tune.py", "learning/test_adaptation.py", "cli/test_cli.py", "core/test_grammar.py",
+    "verify/test_lossless.py", "test_examples.py", "model/offload/test_memory.py", "kernels/test_programs.py",
+    "kernels/test_team.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests, last = Path(__file__).parent, len(_LONG)
+    order = {tests / name: place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path, last))
+
+
 def pytest_collection_finish() -> None:
-    """Leave modules and tests, which stay, out of every later collection of garbage."""
+    """Leave modules and tests out of every later collection of garbage."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -71,6 +93,14 @@ def _quick_ceilings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specinfer.bench.ceilings._CPU_BYTES", 2**22)
         patch.setattr("specinfer.bench.ceilings._CPU_SIDE", 64)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_made_once() -> Iterator[None]:
+    """A command line is the same whenever it is run, and takes a tenth of a second to make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", cache(typer.main.get_command))
         yield
 
 

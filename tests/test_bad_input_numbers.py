@@ -12,6 +12,7 @@ from specinfer import LLM, RequestError
 from specinfer.core.sampling import MAX_LOGPROBS
 from tiny import save_model, save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("small_demo")
 PROMPT = {"prompt": "def f", "max_tokens": 4}
 MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

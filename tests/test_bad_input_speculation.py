@@ -14,6 +14,7 @@ from specinfer.engine.host_executor import HostExecutor
 from specinfer.engine.in_flight_step import InFlightStep
 from specinfer.model.kv_cache import OutOfSlotsError
 
+pytestmark = pytest.mark.usefixtures("small_demo")
 CODE = "def read(self, size):\n    "
 TREES = ("2,2,1", "1,1,1,1,1", "auto", "4")
 ASKED: dict[str, dict[str, Any]] = {
@@ -103,7 +104,7 @@ def test_53_the_end_of_the_context_inside_a_tree(server: Attacked) -> None:
 
 # 53: each request has its own way to guess, and there are too few slots for all of them at once
 def test_53_requests_that_are_put_back() -> None:
-    llm = LLM("demo", drafters=["demo", "ngram"], tree="2,2,1", max_model_len=128, kv_cache_memory_bytes=3 << 20)
+    llm = LLM("demo", drafters=["demo", "ngram"], tree="2,2,1", max_model_len=128, kv_cache_memory_bytes=1 << 16)
     bodies = [
         {"prompt": CODE, "seed": i, "temperature": 0.9, "max_tokens": 60, "ignore_eos": True, "n": 1 + i % 2}
         for i in range(5)

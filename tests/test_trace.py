@@ -18,6 +18,7 @@ from specinfer.core.request import StepTrace, TracedNode
 from specinfer.server import trace
 from specinfer.server.trace import TokenDecoder, TraceFile, changed_params, step_record
 
+pytestmark = pytest.mark.usefixtures("small_demo")
 _PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5, tree="3,2,1")
 
 

@@ -586,6 +586,7 @@ def _process(*words: str, **settings: Any) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=env, **settings)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_program_quietly(target: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -23,6 +23,7 @@ from specinfer.cli.recording import NEWEST_VERSION, Recording, Step
 from specinfer.cli.tally import Tally
 from specinfer.server.trace import VERSION, TraceFile
 
+pytestmark = pytest.mark.usefixtures("small_demo")
 Lines = list[dict[str, Any]]
 _PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5, tree="3,2,1")
 

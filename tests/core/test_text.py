@@ -168,10 +168,14 @@ def test_settled_holds_back_the_longest_beginning_of_a_stop_string(text: str, st
 def test_many_long_stop_strings_are_searched_quickly() -> None:
     buffer = TextBuffer(lambda _: "", [f"a{i}" + "b" * 1000 for i in range(64)])
     buffer.text = "b" * 2000
-    start = time.process_time()
-    for _ in range(10):
-        assert buffer.settled() == buffer.text
-    assert time.process_time() - start < 0.05  # by one length after the other it took 0.1 seconds
+
+    def seconds() -> float:
+        start = time.process_time()
+        for _ in range(10):
+            assert buffer.settled() == buffer.text
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.05  # by one length after the other it took 0.1 seconds
 
 
 def test_tokens_that_show_nothing_are_not_read_again_and_again() -> None:

@@ -17,6 +17,7 @@ from specinfer.engine_args import EngineArgs
 from specinfer.verify import RANDOM_RULES, Acceptance, Probs, RandomSource
 from tiny import offered
 
+pytestmark = pytest.mark.usefixtures("small_demo")
 PROMPT = "values = ["
 # Only one token can be emitted, so that a drafter of repetitions is right.
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, allowed_token_ids=[7])

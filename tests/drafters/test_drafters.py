@@ -155,6 +155,7 @@ def test_small_model_grows_the_expansion(
     drafter.forget("0")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "mpt", "gpt2"])
 @pytest.mark.parametrize("widths", [(2, 1, 1), (1, 1), (2, 2)])
 def test_small_model_keeps_up_with_any_output(
@@ -561,6 +562,7 @@ NONSENSE: dict[str, tuple[Callable[[Span, TreeBudget], Any], Callable[[list[Any]
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", NONSENSE)
 @pytest.mark.parametrize(
     "params", [GREEDY, SamplingParams(max_tokens=20, repetition_penalty=1.2)], ids=["greedy", "sampled"]

@@ -33,6 +33,7 @@ def test_a_copy_of_8_bits_is_accepted_at_nearly_every_level(family: str, tmp_pat
         assert num_accepted / sum(step.num_guessed for step in steps) > 0.85
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
 @pytest.mark.parametrize("drafters", [("self:int4",), ("self:int4", "suffix")], ids=str)
 def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters: tuple[str, ...], tree: str) -> None:

@@ -170,6 +170,7 @@ def _check_prompt_logprobs(request: Request, count: int) -> None:
             assert {kind: known.logprob for kind, known in row.items()} == pytest.approx(exact, abs=2e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["plain", "tree"])
 @pytest.mark.parametrize("num_batched", [1, 7, 13, 512])
 @pytest.mark.parametrize("count", [0, 3])
@@ -257,6 +258,7 @@ def _sampled(count: int = 8, max_tokens: int = 20) -> list[Request]:
     return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drawing", ["without-replacement", "iid", "hybrid", "top-k"])
 @pytest.mark.parametrize("rule", TOSSING)
 def test_the_same_seed_generates_the_same_tokens_in_any_batch(rule: str, drawing: str, runner_of: Runners) -> None:
@@ -647,6 +649,7 @@ def test_nan_that_a_guess_brought_ends_no_request(rule: str, runner_of: Runners,
     assert requests[1].speculation.num_accepted_draft_tokens == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", ["plain", "coupled", *TOSSING])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("word", "said"), [((3,), []), ((3, 3), [3]), ((3, 3, 3, 3), [3, 3, 3])])

@@ -65,6 +65,7 @@ def _left(engine: Engine) -> bool:
 # -------------------------------------------------------------------------------------------- tokens
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("guesses", [False, True])
 def test_the_same_tokens(max_in_flight: int, guesses: bool, runner_of: Runners, plain: list[list[int]]) -> None:
@@ -93,6 +94,7 @@ def test_few_slots(runner_of: Runners, plain: list[list[int]]) -> None:
     assert num_preempted > 0
 
 
+@pytest.mark.usefixtures("small_demo")
 @pytest.mark.parametrize("max_in_flight", [2, 3])
 def test_grammars_and_several_outputs(max_in_flight: int) -> None:
     params = [
@@ -197,6 +199,7 @@ def test_when_nobody_waits_any_more_nothing_is_in_flight(runner_of: Runners, pla
 # -------------------------------------------------------------------------------------------- faults
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_in_flight", [2, 3])
 @pytest.mark.parametrize("at", range(6))
 def test_a_pass_that_fails_is_made_up_for(
@@ -399,6 +402,7 @@ def test_what_a_pass_costs_is_counted_once(runner_of: Runners, monkeypatch: pyte
 # ------------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_callers_that_leave_while_their_passes_are_in_flight() -> None:
     """In the engine's thread: the others' outputs are the same, and nothing is in flight in the end."""
     params = [SamplingParams(max_tokens=24, seed=i) for i in range(4)]

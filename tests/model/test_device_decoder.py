@@ -90,6 +90,7 @@ def test_logits_are_those_of_transformers(name: str, model_folder: Folders) -> N
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_half_precision_is_close(family: str, dtype: torch.dtype, model_folder: Folders) -> None:
@@ -100,6 +101,7 @@ def test_half_precision_is_close(family: str, dtype: torch.dtype, model_folder: 
     assert (_logits(ours) - exact).norm() <= 1.1 * (_logits(theirs) - exact).norm()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_rounded_weights_are_joined_as_they_are(family: str, quantization: str, model_folder: Folders) -> None:
@@ -122,6 +124,7 @@ PARAMS = (
 )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_engines_generate_what_they_generate_with_transformers(
@@ -191,6 +194,7 @@ def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loading(tied: bool, quantization: str | None, model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

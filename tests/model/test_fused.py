@@ -55,6 +55,7 @@ class Reader:
         return logits[0]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,10 +78,8 @@ def test_logits_are_the_same_in_any_pass(
         assert torch.equal(wide[node], reader.alone("alone", [*short, 8, *path]))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow), {"dtype": "bfloat16", "quantization": "int8"}],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}])
 def test_trees_change_nothing_in_half_precision(options: dict[str, str]) -> None:
     prompts = heldout_prompts(3, num_chars=300)
     params = [SamplingParams(temperature=t, max_tokens=24, seed=5) for t in (0.0, 0.0, 1.0)]

@@ -210,6 +210,7 @@ def _verdict(
     return probed.judge(made, dtype, quantization if kind == "native" else None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["native", "device"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,6 +222,7 @@ def test_right_layers_pass_whatever_the_weights(
         assert verdict.error <= 0.7 * verdict.allowed, verdict
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["native", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "family"), CASES)
@@ -324,6 +326,7 @@ def test_numbers_too_large_for_the_definition_are_no_fault_of_ours(
         load_model(tmp_path, torch.float16, CPU, native=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_trained_weights_are_judged_rightly(dtype: torch.dtype, smollm2_folder: Path) -> None:
     folder = plain_folder(smollm2_folder, str(dtype).removeprefix("torch."))

@@ -285,6 +285,7 @@ def _dequantized(runner: ModelRunner) -> ModelRunner:
     return ModelRunner(loaded, 256)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, quantization: str, runner_of: Runners) -> None:
@@ -430,6 +431,7 @@ ONLY_GREEDY: tuple[tuple[str, str, Any, str | None], ...] = (
 )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("family", "quantization"),
@@ -573,6 +575,7 @@ def test_what_perplexity_cannot_read_is_named_before_it_loads(
         run_perplexity(PerplexityConfig(**({"model": str(model_folder()), "prompts": PERPLEXITY_PROMPTS} | changes)))
 
 
+@pytest.mark.slow
 def test_the_embedded_target_loses_little() -> None:
     """Measured on 16 longer texts: 0.01 % of its perplexity with 8 bits, 0.75 % with 4."""
     scores = run_perplexity(PerplexityConfig(num_prompts=3, prompt_chars=600)).scores

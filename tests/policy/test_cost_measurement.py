@@ -25,6 +25,7 @@ from specinfer.policy.optimizer import TreeOptimizer
 from tiny import VOCAB, resized
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_positions", [256, 4, 2])
 @pytest.mark.parametrize("family", ["opt", "mpt", "gpt_bigcode"])
 def test_models_whose_positions_end_before_the_largest_size_are_measured(

@@ -51,6 +51,7 @@ def test_a_request_alone_gets_trees_up_to_the_bend(demo: LLM, temperature: float
     assert chosen > 0.93 * fixed, "a few texts vary; over more it is within 5 %"
 
 
+@pytest.mark.slow
 def test_many_requests_share_what_is_free(demo: LLM) -> None:
     demo.speculate(SpeculativeConfig(tree="auto"))
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 16

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import anthropic
 import httpx
 import ollama
-import openai
 import pytest
 
 from serving import served_on_port
@@ -33,13 +31,16 @@ class Clients:
 
     llm: LLM
     url: str
-    openai: openai.OpenAI
-    anthropic: anthropic.Anthropic
+    openai: Any
+    anthropic: Any
     ollama: ollama.Client
 
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    import anthropic  # seconds, which only the process that runs these tests needs
+    import openai
+
     llm = LLM(save_talker(tmp_path_factory.mktemp("talker"), HERMES), drafters=["ngram"], max_model_len=2048)
     with (
         served_on_port(llm, api_keys=(KEY,)) as url,
@@ -227,6 +228,8 @@ def test_an_answer_of_thoughts_alone_is_not_continued(clients: Clients) -> None:
 
 
 def test_errors(clients: Clients) -> None:
+    import anthropic
+
     long: Any = [{"role": "user", "content": "a" * 4000}]
     with pytest.raises(anthropic.NotFoundError, match="not served here") as wrong:
         clients.anthropic.messages.create(model="other", messages=MESSAGES, max_tokens=1)
@@ -261,6 +264,8 @@ def test_errors(clients: Clients) -> None:
 
 
 def test_errors_of_ollama(clients: Clients) -> None:
+    import openai
+
     with pytest.raises(ollama.ResponseError, match="not served here") as wrong:
         clients.ollama.generate("other", "a")
     assert wrong.value.status_code == 404

@@ -19,6 +19,7 @@ from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
 
+pytestmark = pytest.mark.usefixtures("small_demo")
 SCHEMA: dict[str, Any] = create_app(ServerState(None, ServerConfig(), ("demo",))).openapi()
 RESPONSES = "/v1/responses"
 OTHERS = ["/v1/messages", "/v1/messages/count_tokens", "/api/generate", "/api/chat"]  # Anthropic's and Ollama's

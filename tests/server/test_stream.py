@@ -240,6 +240,7 @@ async def until(condition: Callable[[], bool]) -> None:
 PHASES = ["reading", "waiting", "prompt", "decoding"]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", PHASES)

@@ -196,17 +196,18 @@ def test_whitespace_at_the_end_is_content_only_without_calls() -> None:
     assert _parsed(ToolParser(HERMES), "a \n", CALL["hermes"], "\n\n")[0] == "a"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "flood", ["<tool_call>", "<tool_call", " ", '{"', "\\", '<tool_call>{"name": "f", "arguments": {"', "[TOOL_CALLS]["]
 )
-def test_the_work_grows_with_the_text_alone(flood: str) -> None:
-    for style in (HERMES, MISTRAL):
-        parser, started = ToolParser(style), time.process_time()
-        for _ in range(200_000 // len(flood)):
-            parser.push(flood)
-        parser.push('<tool_call>{"name":"f","arguments":{"a":"' + "\\" * 200_000)
-        parser.finish()
-        assert time.process_time() - started < 5.0
+@pytest.mark.parametrize("style", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+def test_the_work_grows_with_the_text_alone(style: Any, flood: str) -> None:
+    parser, started = ToolParser(style), time.process_time()
+    for _ in range(200_000 // len(flood)):
+        parser.push(flood)
+    parser.push('<tool_call>{"name":"f","arguments":{"a":"' + "\\" * 200_000)
+    parser.finish()
+    assert time.process_time() - started < 5.0
 
 
 # ------------------------------------------------------------------------------------------ grammar
@@ -435,7 +436,7 @@ def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> 
     plan = plan_tools(TOOLS, "required", None, reader.chat_template, special_tokens=reader.special_tokens)
     ids = reader.read_chat([{"role": "user", "content": "Rome?"}], tools=plan.tools_for_template)
     params = SamplingParams(
-        max_tokens=300, n=4, seed=1, structured_outputs=plan.structured_outputs,
+        max_tokens=300, n=2, seed=1, structured_outputs=plan.structured_outputs,
         skip_special_tokens=not plan.shows_special_tokens,
     )  # fmt: skip
     (output,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)

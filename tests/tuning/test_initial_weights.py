@@ -71,6 +71,7 @@ def test_layers_that_are_cut_out_are_the_targets_own(
 # ------------------------------------------------------------------------------------- from nothing
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("name", "layers", "hidden"), [("new:1", 1, 8), ("new:3x16", 3, 16)])
 def test_fresh_models_have_the_targets_family_and_the_asked_size(

@@ -75,6 +75,7 @@ def test_fixed_expansions(drawing: str, widths: tuple[int, ...], seeds: range) -
     assert (len(trees) == 1) == (drawing == "top-k" or (drawing, widths) == ("hybrid", (3,)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 3), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     ("max_nodes", "limits"),
@@ -164,6 +165,7 @@ def test_trees_and_rules_differ() -> None:
     assert 1.5 < multi_step < traversal < 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "budget", [TreeBudget.expansion((2, 1)), TreeBudget.expansion((1, 2)), TreeBudget(4, 3)], ids=str
 )
@@ -230,6 +232,7 @@ def pair(drawing: str, seed: int) -> list[Drafter]:
     return [EnumeratedDrafter(Model(seed + 300 + i), drawing, name) for i, name in enumerate("ab")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("widths", [(1, 1), (2,), (2, 1)], ids=str)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_two_merged_drafters(drawing: str, widths: tuple[int, ...]) -> None:
@@ -245,6 +248,7 @@ def test_three_merged_drafters(drawing: str) -> None:
     check(every_merged([*pair(drawing, 5), *third], TreeBudget.expansion((1, 1), 3)), Model(5))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [0, 1, 4])
 @pytest.mark.parametrize("max_nodes", [2, 3, 4, 5])
 @pytest.mark.parametrize("drawing", DRAWN)
@@ -323,6 +327,7 @@ def test_target_only(tree: TokenTree, seed: int) -> None:
     check([(Fraction(1), tree)], target)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 @pytest.mark.parametrize("widths", [(2, 2), (1, 1, 1), (3, 1)])
 def test_contexts_after_which_nothing_may_follow(drawing: str, widths: tuple[int, ...]) -> None:

@@ -87,6 +87,7 @@ def test_its_logits_are_those_of_the_whole_model(tied: bool, native: bool, mappe
         torch.testing.assert_close(logits[0][:, IDS], logits[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_the_head_takes_only_its_rows(
@@ -102,6 +103,7 @@ def test_the_head_takes_only_its_rows(
     assert abs((whole.num_bytes - cut.num_bytes) - saved) < slack
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal", "target-only"])
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 1, 1)), TreeBudget(12, 5)], ids=["fixed", "best first"])
 def test_an_engine_generates_the_same_tokens(

@@ -344,7 +344,7 @@ def _paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tree.path_tokens(node) for node in range(len(tree))}
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.sampled_from(sorted(TOKENIZERS)),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -478,6 +478,7 @@ def plain(runner_of: Callable[..., ModelRunner]) -> dict[tuple[int, int], list[i
     return dict(zip(JOBS, run(engine, [_request(job) for job in JOBS]), strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 1, 1)), TreeBudget(12, 5)], ids=["fixed", "best first"])
 def test_a_batch_generates_the_same_tokens(
@@ -492,7 +493,7 @@ def test_a_batch_generates_the_same_tokens(
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 100, "it is of some use"
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     st.sampled_from(sorted(TOKENIZERS)),
     st.lists(st.sampled_from(JOBS), min_size=1, max_size=7, unique=True),
@@ -571,7 +572,8 @@ def test_a_choice_among_them_changes_nothing(
         selection=Selection(list(TOKENIZERS), ["ngram"], 1),
     )
     engine = _engine(runner_of("llama"), merged, TreeBudget(12, 5))
-    assert run(engine, [_request(job) for job in JOBS]) == list(plain.values())
+    jobs = JOBS[::3]
+    assert run(engine, [_request(job) for job in jobs]) == [plain[job] for job in jobs]
     assert engine.metrics.num_draft_failures == 0
     assert not merged.num_failures
 
@@ -603,10 +605,10 @@ def test_recorded_distributions_are_over_target_tokens(
 
     drafter.draft = watched  # type: ignore[method-assign, assignment]
     for budget in (TreeBudget.expansion((2, 2, 1)), TreeBudget(10, 4)):
-        requests = [_request(job) for job in JOBS]
+        requests = [_request(job) for job in JOBS[::3]]
         run(_engine(runner_of("llama"), drafter, budget, "multi-step"), requests)
-        assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 30
-    assert num_distributions > 1000
+        assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 10
+    assert num_distributions > 300
 
 
 # -------------------------------------------------------------------------------------------- LLM
@@ -661,6 +663,7 @@ def _permuted_demo_drafter(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_demo_drafter_with_other_ids_is_as_good(tmp_path: Path) -> None:
     other = _permuted_demo_drafter(tmp_path / "other")
     prompts = heldout_prompts(2, num_chars=200)

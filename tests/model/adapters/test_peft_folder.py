@@ -141,7 +141,7 @@ def test_damaged_and_hostile_files_are_refused_at_once(base: Path, tmp_path: Pat
     folder = save_adapter(tmp_path / "a", base)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     whole = weights.read_bytes()
-    start = time.monotonic()
+    start = time.process_time()
     for content in (b"", whole[:100], whole[:-4], (2**60).to_bytes(8, "little") + whole[8:]):
         weights.write_bytes(content)
         with pytest.raises(ModelError, match="cannot be read"):
@@ -160,7 +160,7 @@ def test_damaged_and_hostile_files_are_refused_at_once(base: Path, tmp_path: Pat
     config.unlink()
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
         _read(folder)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_another_base_model_is_a_warning(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -114,6 +114,7 @@ def test_each_layer_is_computed_with_its_own_bytes(
     model.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("in_host_memory", [False, True])
 def test_what_a_broken_pass_computes_with_is_not_overwritten(seed: int, in_host_memory: bool) -> None:

@@ -63,6 +63,7 @@ def serve(runner: ModelRunner, params: SamplingParams = GREEDY, **settings: Any)
     return run(make_engine(runner, **settings), requests)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_model_in_memory(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
     return runner.forward([Piece.of_span((5,), tree, slots[:0], slots)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("num_resident", [0, 3])
 def test_requests_generate_the_same_tokens(folder: Path, params: SamplingParams, num_resident: int) -> None:

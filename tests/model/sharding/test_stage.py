@@ -112,6 +112,7 @@ def test_stages_of_a_family(family: str, tmp_path: Path) -> None:
                 check_stage(model, batch, hidden)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("qwen3", {"tie_word_embeddings": True})])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @native

@@ -85,6 +85,7 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

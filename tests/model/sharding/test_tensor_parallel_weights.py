@@ -52,6 +52,7 @@ def test_rounded_weights_are_slices_of_the_rounded_whole(tmp_path: Path, quantiz
     assert count == 2 * 7
 
 
+@pytest.mark.covering(1)
 @native
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("family", "is_native"), [("llama", True), ("llama", False), ("opt", True)])
