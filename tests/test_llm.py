@@ -127,7 +127,7 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(folder: 
         {"drafters": [str(small)], "tree": "3,2"},
         {"drafters": ["ngram"], "tree": "<1,1,1>"},
         {"drafters": [str(folder), "ngram"], "tree": " 2 , 1 , 1 ", "max_num_seqs": 2, "max_num_batched_tokens": 7},
-        {"drafters": [str(small)]},  # the tree that measured costs favour
+        {"drafters": [str(small)], "slo": "ttft:50,tpot:0.1"},  # the trees that measured costs and targets favour
     ):
         llm = _llm(folder, seed=5, **({"tree": "auto"} | options))
         made = llm.generate(PROMPTS, params)

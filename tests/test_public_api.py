@@ -13,6 +13,7 @@ import specinfer
 
 NAMES = {
     "LLM",
+    "SLO",
     "AsyncLLM",
     "CompletionOutput",
     "EngineArgs",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.core.queue_limits import QueueLimits
     from specinfer.core.sampling import SamplingParams
+    from specinfer.core.slo import SLO
     from specinfer.core.structured_outputs import StructuredOutputsParams
     from specinfer.core.tree import TokenTree
     from specinfer.engine_args import EngineArgs
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "SLO",
     "AsyncLLM",
     "CompletionOutput",
     "EngineArgs",
@@ -60,6 +62,7 @@ _HOMES = {
     "RequestError": "core.errors",
     "RequestMetrics": "core.outputs",
     "RequestOutput": "core.outputs",
+    "SLO": "core.slo",
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.structured_outputs",
     "TextChunk": "core.outputs",

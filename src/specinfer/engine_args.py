@@ -6,7 +6,7 @@ is refused before it is imported.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -28,6 +28,7 @@ from specinfer.core.lora import LoRAConfig
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sizes import parse_bytes
+from specinfer.core.slo import SLO
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
 
@@ -128,6 +129,12 @@ class EngineArgs:
     )
     enable_prefix_caching: bool = setting(True, _MODEL, "Reuse the KV cache of common prefixes of prompts.")
     enforce_eager: bool = setting(False, _MODEL, "Do not capture CUDA graphs.")
+    slo: SLO | Mapping[str, float] | str | None = setting(
+        None,
+        _MODEL,
+        "Latency targets of requests that state none: milliseconds to the first token and for each further one.",
+        metavar="ttft:MS,tpot:MS",
+    )
     seed: int = setting(0, _MODEL, "Random seed of requests that have none of their own.")
     drafters: str | Sequence[str] = setting(
         "auto",
@@ -194,6 +201,7 @@ class EngineArgs:
         self._name_revisions()
         # Each of them checks its fields.
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config, self.lora_config
+        SLO.of(self.slo)
         check_device(self.device)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")

@@ -16,6 +16,7 @@ from specinfer.core.noise import derive_seed
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.slo import SLO
 from specinfer.core.text import counted
 from specinfer.core.tree import TreeBudget
 from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
@@ -74,7 +75,7 @@ class LLM:
                 self.adaptation = Adaptation(self.engine, asked, args.adapt_dir)
             loaded = self.target.loaded
             self.reader = PromptReader(self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids)
-            self._seed = args.seed
+            self._seed, self._slo = args.seed, SLO.of(args.slo)
             self._count = itertools.count()
             undo.pop_all()
 
@@ -109,6 +110,7 @@ class LLM:
         log_gpu_path(self.target, self.small_models, why_no_steps, device=self.target.loaded.device)
         self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, executor)
         self.engine.observers.append(self._counters)
+        scheduler.planner = self._parts.speculator.planner
 
     @property
     def drafter(self) -> MergedDrafter | None:
@@ -138,6 +140,7 @@ class LLM:
     def prepare(self) -> None:
         """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
         self._parts.speculator.prepare(self.engine.policy)
+        self._parts.scheduler.planner = self._parts.speculator.planner
 
     def adapt(self, seconds: float) -> None:
         """Let drafters learn from served text for the given time, or until there is nothing left to learn.
@@ -347,6 +350,8 @@ class LLM:
         """
         if self.drafter is None and params.tree not in (None, "off", "auto"):
             raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
+        if params.slo is None and self._slo is not None:
+            params = replace(params, slo=self._slo)
         if lora_request is None:
             return self.reader.job(request_id, prompt, params, seed)
         if self.adapters is None:

@@ -19,12 +19,14 @@ from typer.testing import CliRunner
 from fake_server import FakeServer, serving
 from specinfer.bench.serve import run_serve
 from specinfer.bench.serve_load import send_all, send_alone
-from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, load_prompts, schedule
+from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, schedule
 from specinfer.bench.serve_process import running_server
 from specinfer.bench.serve_report import Overhead, RateResult, RequestRun, Round, ServeArm, ServeReport
+from specinfer.bench.serve_requests import LoadRequest, load_requests
 from specinfer.bench.serve_table import arm_lines, overhead_line, print_serve
 from specinfer.cli.app import app
 from specinfer.client import open_async_client
+from specinfer.core.slo import SLO
 from specinfer.reporting.spread import Spread
 from tiny import save_model, save_tokenizer
 
@@ -84,23 +86,48 @@ def test_prompts_come_from_files_of_several_forms(server: FakeServer, tmp_path: 
     config = make_config(server, dataset=str(path), num_prompts=4)
     for text in (json.dumps(entries), "\n".join(map(json.dumps, entries)) + "\n\n"):
         path.write_text(text)
-        assert load_prompts(config) == wanted
+        assert [request.prompt for request in load_requests(config)] == wanted
     with pytest.raises(ValueError, match=r"num_prompts: .* has 4; ask for no more"):
-        load_prompts(make_config(server, dataset=str(path), num_prompts=5))
+        load_requests(make_config(server, dataset=str(path), num_prompts=5))
     for text, told in (("{", "neither JSON nor JSON lines"), ("[]", "has no prompts"), ("\x00", "neither JSON")):
         path.write_text(text)
         with pytest.raises(ValueError, match=told):
-            load_prompts(config)
+            load_requests(config)
     with pytest.raises(ValueError, match=r"dataset: .* no text that can be read"):
-        load_prompts(make_config(server, dataset=str(tmp_path / "none")))
+        load_requests(make_config(server, dataset=str(tmp_path / "none")))
+
+
+def test_a_trace_gives_times_lengths_classes_and_targets(server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    line: dict[str, Any] = {"timestamp": 1500, "output_length": 7, "class": "chat", "slo": {"tpot": 50}}
+    config = make_config(server, dataset=str(path), num_prompts=2)
+    path.write_text("\n".join(map(json.dumps, [line | {"prompt": "one"}, {"input_length": 20}])))
+    first, second = load_requests(config)
+    assert first == LoadRequest("one", 1.5, 7, "chat", SLO(tpot=50))
+    assert 40 <= len(second.prompt) <= 80
+    assert (second.time, second.kind, second.slo) == (None, "", None)
+    with pytest.raises(ValueError, match=r"self_timed: a request of .* has no timestamp"):
+        load_requests(make_config(server, dataset=str(path), num_prompts=2, self_timed=True))
+    for wrong in ({"timestamp": "x"}, {"output_length": 0}, {"slo": {"e2el": 5}}):
+        path.write_text(json.dumps({"prompt": "a"} | wrong))
+        with pytest.raises(ValueError, match=f"dataset: .*{next(iter(wrong))}"):
+            load_requests(config)
+
+
+def test_the_trace_that_comes_with_the_package_has_two_classes(server: FakeServer) -> None:
+    requests = load_requests(make_config(server, dataset="trace", num_prompts=64, self_timed=True))
+    times = [request.time or 0.0 for request in requests]
+    assert times == sorted(times)
+    assert {request.kind for request in requests} == {"batch", "chat"}
+    assert all(request.slo is not None and request.prompt for request in requests)
 
 
 def test_random_prompts_are_the_seeds_own(server: FakeServer) -> None:
-    first = load_prompts(make_config(server, dataset="random", prompt_chars=50))
-    assert first == load_prompts(make_config(server, dataset="random", prompt_chars=50))
-    assert first != load_prompts(make_config(server, dataset="random", prompt_chars=50, seed=1))
+    first = load_requests(make_config(server, dataset="random", prompt_chars=50))
+    assert first == load_requests(make_config(server, dataset="random", prompt_chars=50))
+    assert first != load_requests(make_config(server, dataset="random", prompt_chars=50, seed=1))
     assert len(set(first)) == 3
-    assert all(45 <= len(prompt) <= 50 for prompt in first)
+    assert all(45 <= len(one.prompt) <= 50 for one in first)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +142,7 @@ def test_random_prompts_are_the_seeds_own(server: FakeServer) -> None:
         ({"request_rates": (0.0,)}, "request_rates"),
         ({"request_rates": (math.nan,)}, "request_rates"),
         ({"burstiness": 0.0}, "burstiness must be above 0"),
+        ({"self_timed": True, "request_rates": (1.0,)}, "self_timed"),
         ({"temperature": -1.0}, "temperature"),
         ({"num_prompts": 0}, "num_prompts"),
         ({"max_concurrency": 0}, "max_concurrency"),
@@ -206,6 +234,23 @@ def test_the_numbers_are_those_of_vllm() -> None:
     assert "spec_decode_num_drafts" not in numbers
 
 
+def test_goodput_is_counted_by_class_with_the_targets_of_each_request() -> None:
+    runs = (
+        make_run(kind="chat", limits={"ttft": 50.0}),  # took 100 ms
+        make_run(1, kind="chat", limits={"ttft": 150.0, "tpot": 150.0}),
+        make_run(2, kind="batch"),
+        make_run(3, kind="batch", error="no", status=503),
+    )
+    arm = ServeArm("off", (Round(runs, 2.0),))
+    options = {"metrics": ("ttft",), "percentiles": (99.0,), "goodput": {"ttft": 120.0}, "max_concurrency": None}
+    assert arm.numbers(options)["request_goodput"] == pytest.approx(1.0)
+    assert arm.by_class({"ttft": 120.0}) == {
+        "batch": {"requests": 2, "good": 1, "request_goodput": 0.5},
+        "chat": {"requests": 2, "good": 1, "request_goodput": 0.5},
+    }
+    assert "  of chat (met):                         1 of 2" in list(arm_lines(INF, arm, options))
+
+
 def test_counters_of_speculation_are_summed() -> None:
     stats = {"num_spec_steps": 4, "num_draft_tokens": 10, "num_accepted_draft_tokens": 6}
     arm = ServeArm("auto", (Round((make_run(stats=stats), make_run(stats=stats), make_run()), 1.0),))
@@ -292,6 +337,20 @@ def test_one_arm_on_another_server_sends_nothing_special(server: FakeServer) -> 
     }  # fmt: skip
     assert server.asked[0]["path"] == "/v1/chat/completions"
     assert report.results[0].plain is None
+
+
+@pytest.mark.parametrize("sends_slo", [True, False])
+def test_a_trace_is_replayed_at_its_times_with_its_targets(server: FakeServer, tmp_path: Path, sends_slo: bool) -> None:
+    path = tmp_path / "trace"
+    entries = [{"prompt": f"p{i}", "timestamp": 60 * i, "output_length": 2 + i, "slo": {"ttft": 9e4}} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, entries)))
+    config = make_config(server, dataset=str(path), repeats=1, warmups=0, trees=("off",), self_timed=True,
+                         sends_slo=sends_slo)  # fmt: skip
+    (arm,) = run_serve(config).results[0].arms
+    assert [run.start for run in arm.runs] == pytest.approx([0.0, 0.06, 0.12], abs=0.05)
+    assert sorted(body["max_tokens"] for body in server.asked) == [2, 3, 4]
+    assert [body.get("slo") for body in server.asked] == [{"ttft": 9e4} if sends_slo else None] * 3
+    assert arm.num_good({}) == 3
 
 
 def test_the_screen_shows_failures_and_how_arms_compare(server: FakeServer) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
+from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
@@ -32,6 +33,7 @@ REFUSED: dict[str, list[Any]] = {
     "prompt_logprobs": [*NO_INT, -1, MAX_LOGPROBS + 1],
     "bad_words": ["a", [""], [1], [None], {"a": 1}],
     "tree": ["", "0", "1,x", "best-first", "9999", 3],
+    "slo": [3, {}, {"ttft": 0}, {"tpot": -1.0}, {"tpot": True}, {"ttft": NAN}, {"e2el": 5}, "ttft", "tpot:x"],
     "prediction": [[-1], [True], [1.0], ["a"], {"a": 1}, b"x"],
     "structured_outputs": [
         *({}, {"json_object": False}, {"regex": "a", "choice": ["b"]}, {"pattern": "a"}, {3: "a"}, "a", 3),
@@ -112,6 +114,7 @@ def test_message_gives_the_range(fields: dict[str, Any], says: str) -> None:
         {"tree": "1,1,3"},
         {"tree": "best-first:32"},
         {"prediction": ""},
+        {"slo": SLO(ttft=1)},
         {"prediction": (3, 4)},
     ],
     ids=repr,
@@ -119,6 +122,12 @@ def test_message_gives_the_range(fields: dict[str, Any], says: str) -> None:
 def test_accepts_the_ends_of_each_range(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     assert all(getattr(params, name) == value for name, value in fields.items())
+
+
+def test_latency_targets_are_read_from_text_and_dicts() -> None:
+    params = SamplingParams(slo={"ttft": 500, "tpot": 50.0})
+    assert params.slo == SLO.of("ttft:500,tpot:50") == SLO(ttft=500, tpot=50)
+    assert SLO.of(None) is None
 
 
 def test_takes_lists_strings_and_json_keys() -> None:

@@ -2,6 +2,7 @@
 
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.slo import SLO
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
@@ -29,6 +30,36 @@ def test_one_tenant_is_served_in_order() -> None:
         queue.add(_request(name))
     assert _names(queue) == ["a", "b", "c"]
     assert len(queue) == 3
+
+
+def _due(name: str, ttft: float) -> Request:
+    """Return a request whose first token is due so many seconds after its arrival."""
+    request = _request(name)
+    request.params = SamplingParams(slo=SLO(ttft=1000 * ttft))
+    return request
+
+
+def test_the_earliest_deadline_that_can_be_kept_goes_first() -> None:
+    queue = WaitingQueue()
+    first = len(_MADE)  # the time of the next arrival
+    queue.clock = lambda: first + 4.0
+    for request in (_request("a"), _due("b", 100.0), _due("c", 50.0), _due("d", 0.5)):  # the last is late
+        queue.add(request)
+    assert _names(queue) == ["c", "b", "a", "d"]
+
+
+def test_every_fourth_place_is_that_of_the_oldest_whatever_deadlines_others_have() -> None:
+    queue = WaitingQueue()
+    queue.clock = lambda: 0.0
+    for request in (_request("old"), _request("next"), *(_due(f"d{i}", 1e6) for i in range(9))):
+        queue.add(request)
+    names = _names(queue)
+    assert names == ["d0", "d1", "d2", "old", "d3", "d4", "d5", "next", "d6", "d7", "d8"]
+    served = []
+    for _ in range(8):  # one at a time, as in steps with room for one request
+        served.append(next(iter(queue)))
+        assert queue.take(served[-1])
+    assert [request.request_id for request in served] == names[:8]
 
 
 def test_lower_priorities_go_first() -> None:

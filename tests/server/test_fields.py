@@ -79,6 +79,9 @@ def test_of_many_wrong_values_one_is_reported(fields: dict[str, Any]) -> None:
         {"speculative": {"tree": 5}},
         {"speculative": {"drafters": []}},
         {"prediction": {"type": "other", "content": "a"}},
+        {"slo": {"tpot": 0}},
+        {"slo": {"e2el": 5}},
+        {"slo": "tpot:5"},
         {"stream_options": []},
     ],
 )
@@ -107,6 +110,7 @@ def test_what_is_too_large_or_out_of_shape_is_refused(fields: dict[str, Any]) ->
         ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
         ({"speculative": {"tree": "nonsense"}}, "tree"),
         ({"prediction": {"type": "content", "content": 5}}, "prediction"),
+        ({"slo": {}}, "slo"),
         ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction"),
     ],
 )

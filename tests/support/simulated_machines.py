@@ -113,8 +113,8 @@ class SimulatedDrafting:
     def step(self, policy: SpeculationPolicy) -> StepRecord:
         """Run one step, from which the policy learns."""
         budgets = policy.budgets(self._spans)
-        trees, num_levels = self._grow(budgets)
-        outcomes = [(tree, self._accepted(tree)) for tree in trees]
+        trees, num_levels = self.grow(self._spans, budgets)
+        outcomes = [(tree, self.accepted(tree)) for tree in trees]
         num_guessed = sum(tree.num_guessed for tree in trees)
         drafting = float(self.costs.draft(num_guessed, num_levels)) if num_levels else 0.0
         passing = float(self.costs.target(len(trees) + num_guessed))
@@ -136,15 +136,16 @@ class SimulatedDrafting:
             self.step(policy)
         return (self.tokens - tokens) / (self.now - now)
 
-    def _grow(self, budgets: Sequence[TreeBudget]) -> tuple[list[TokenTree], int]:
-        pairs = zip(self._spans, budgets, strict=True)
+    def grow(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> tuple[list[TokenTree], int]:
+        """Return a tree for each span, and the number of levels drafted."""
+        pairs = zip(spans, budgets, strict=True)
         growing = [GrowingTree(span.request, budget, "draft") for span, budget in pairs if budget.max_nodes]
         tree_batch, num_levels = TreeBatch(growing, self.calibration), 0
         while nodes := tree_batch.wanted():
             tree_batch.extend(self._candidates(len(nodes)))
             num_levels += 1
         grown = iter(growing)
-        roots = [TokenTree.root(span.request.token_ids[-1]) for span in self._spans]
+        roots = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
         trees = [next(grown).tree() if one.max_nodes else root for root, one in zip(roots, budgets, strict=True)]
         return trees, num_levels
 
@@ -156,7 +157,8 @@ class SimulatedDrafting:
         none = np.empty((num_nodes, 0))
         return Candidates(tokens, sure, none.astype(np.int64), none, np.full(tokens.shape, -1))
 
-    def _accepted(self, tree: TokenTree) -> Acceptance:
+    def accepted(self, tree: TokenTree) -> Acceptance:
+        """Draw what is accepted of a tree, and count the tokens expected of it."""
         path_prob = [1.0] * len(tree)
         for draw in tree.draws:  # parents come first, level by level
             path_prob[draw.node] = draw.confidence * path_prob[tree.parents[draw.node]]

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import PLAIN
 from specinfer.bench.serve_load import PATHS, send_all, send_alone, send_one
-from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, load_prompts, schedule
+from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, schedule
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
+from specinfer.bench.serve_requests import LoadRequest, load_requests
 from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url
 from specinfer.core.config import MAX_TREE_NODES
@@ -42,19 +44,20 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
         RuntimeError: The server failed, or an arm has no served request.
     """
     check_files(config.json, config.plot)
-    prompts = load_prompts(config)
+    requests = load_requests(config)
     with stage_bar(console) as progress, ExitStack() as stack:
         progress.stage("starting the server")
         models, dtype = _models(config)
         address = stack.enter_context(_server(config, models, dtype))
         name, version = _look(address, config.model if config.base_url else None)
-        total = config.repeats * len(config.request_rates) * len(config.trees) * len(prompts)
+        total = config.repeats * len(config.request_rates) * len(config.trees) * len(requests)
         progress.stage("requests", total)
-        rounds = asyncio.run(_measure(config, address, name, prompts, lambda: progress.advance()))
+        rounds = asyncio.run(_measure(config, address, name, requests, lambda: progress.advance()))
         overhead = None
         if config.measures_overhead:
             assert models is not None
             progress.stage("the same in this process")
+            prompts = [request.prompt for request in requests]
             overhead = _measure_overhead(config, address, name, prompts, str(models.target), dtype)
     results = tuple(
         RateResult(rate, tuple(ServeArm(tree, tuple(rounds[rate, tree])) for tree in config.trees))
@@ -121,7 +124,7 @@ def _look(address: ServerAddress, name: str | None) -> tuple[str, str | None]:
 
 
 async def _measure(
-    config: ServeConfig, address: ServerAddress, name: str, prompts: Sequence[str], advance: Callable[[], None]
+    config: ServeConfig, address: ServerAddress, name: str, requests: Sequence[LoadRequest], advance: Callable[[], None]
 ) -> dict[tuple[float, str], list[Round]]:
     """Measure and return the rounds of each (rate, arm)."""
     rounds: dict[tuple[float, str], list[Round]] = {}
@@ -129,14 +132,16 @@ async def _measure(
     async with open_async_client(address.url, address.api_key) as client:
         for tree in config.trees:
             for number in range(config.warmups):
-                body = _body(config, name, tree, prompts[number % len(prompts)], f"warmup-{number}-{tree}")
+                body = _body(config, name, tree, requests[number % len(requests)], f"warmup-{number}-{tree}")
                 await send_one(client, path, body, 0, time.perf_counter())
         for turn in schedule(config):
-            times = arrivals(len(prompts), turn.rate, config.burstiness, config.seed + turn.repeat)
+            times = arrivals(len(requests), turn.rate, config.burstiness, config.seed + turn.repeat)
+            if config.self_timed:
+                times = [request.time or 0.0 for request in requests]
             for tree in turn.arms:
-                bodies = [_body(config, name, tree, prompt, _salt(turn, tree)) for prompt in prompts]
+                bodies = [_body(config, name, tree, request, _salt(turn, tree)) for request in requests]
                 made = await send_all(client, path, bodies, times, config.max_concurrency, advance)
-                rounds.setdefault((turn.rate, tree), []).append(made)
+                rounds.setdefault((turn.rate, tree), []).append(_with_classes(made, requests))
     return rounds
 
 
@@ -144,8 +149,25 @@ def _salt(turn: Turn, tree: str) -> str:
     return f"{turn.rate}-{turn.repeat}-{tree}"
 
 
-def _body(config: ServeConfig, name: str, tree: str, prompt: str, salt: str) -> dict[str, Any]:
-    body = {"model": name, **config.fields_of(tree, prompt)}
+def _with_classes(made: Round, requests: Sequence[LoadRequest]) -> Round:
+    """Return a round whose runs have the classes and the targets of their requests."""
+    runs = []
+    for run in made.runs:
+        request = requests[run.prompt]
+        runs.append(replace(run, kind=request.kind, limits=_limits_of(request)))
+    return replace(made, runs=tuple(runs))
+
+
+def _limits_of(request: LoadRequest) -> dict[str, float]:
+    return {} if request.slo is None else {name: ms for name, ms in asdict(request.slo).items() if ms is not None}
+
+
+def _body(config: ServeConfig, name: str, tree: str, request: LoadRequest, salt: str) -> dict[str, Any]:
+    body = {"model": name, **config.fields_of(tree, request.prompt)}
+    if request.max_tokens is not None:
+        body["max_tokens"] = request.max_tokens
+    if request.slo is not None and config.sends_slo:
+        body["slo"] = _limits_of(request)
     return body | {"cache_salt": salt} if config.sends_again else body
 
 

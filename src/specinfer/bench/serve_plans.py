@@ -1,9 +1,7 @@
 """Configuration of a serving run: the load, the arms, and the arrival times of requests."""
 
-import json
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +11,12 @@ import numpy as np
 from specinfer.bench.options import PLAIN, check_models, check_once, check_seed, check_whole, rotated
 from specinfer.client import server_url
 from specinfer.core.config import check_device, parse_tree
-from specinfer.demo.corpus import heldout_prompts
 
 DEFAULT = "default"  # the arm whose requests name no tree, so that the server uses its own setting
 METRICS = ("ttft", "tpot", "itl", "e2el")
 ENDPOINTS = ("completions", "chat")
-DATASETS = ("heldout", "random")
-_MAX_CHARS = 200_000  # most characters of a prompt from a file
+TRACE = "trace"  # the trace that comes with the package
+DATASETS = ("heldout", "random", TRACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +29,12 @@ class ServeConfig:
         base_url: URL of an existing server, or None to start one.
         endpoint: "completions" or "chat".
         trees: Arms: "default", "off", or a tree that each request names.
-        dataset: "heldout", "random", or a file of prompts: JSON lines, or JSON of conversations.
+        dataset: "heldout", "random", "trace", or a file of prompts or of a trace: JSON lines, or JSON of conversations.
         request_rates: Requests per second, each measured separately. Infinity sends all at once.
         burstiness: 1 is a Poisson process. Lower values give bursts, higher ones more even arrivals, and infinity gives
             fixed intervals.
+        self_timed: Send requests at the times of the dataset.
+        sends_slo: Send the latency targets of requests to the server.
         max_concurrency: Most concurrent requests, or None for no limit.
         max_tokens: Tokens generated for each request. The end-of-text token does not end the output.
         repeats: Rounds. In each, all arms receive the same requests at the same times, in a rotating order.
@@ -59,6 +58,8 @@ class ServeConfig:
     temperature: float = 0.0
     request_rates: tuple[float, ...] = (math.inf,)
     burstiness: float = 1.0
+    self_timed: bool = False
+    sends_slo: bool = True
     max_concurrency: int | None = None
     repeats: int = 3
     warmups: int = 1
@@ -109,6 +110,8 @@ class ServeConfig:
         rates = self.request_rates
         if not rates or len(set(rates)) < len(rates) or not all(rate > 0 for rate in rates):
             raise ValueError(f"request_rates must be numbers above 0 or inf, at least one, none twice, not {rates}")
+        if self.self_timed and rates != (math.inf,):
+            raise ValueError("self_timed: requests have the times of the dataset; leave request_rate out")
         if not self.burstiness > 0:
             raise ValueError(f"burstiness must be above 0, not {self.burstiness:g}")
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -177,59 +180,3 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     times = np.cumsum(gaps)
     # Scaled as in vLLM's benchmark, since the actual rate would otherwise be random.
     return list(map(float, times * (count / rate / times[-1])))
-
-
-def load_prompts(config: ServeConfig) -> list[str]:
-    """Return the requested number of prompts.
-
-    Raises:
-        ValueError: There are not enough prompts, or the file cannot be read.
-    """
-    if config.dataset == "heldout":
-        return heldout_prompts(config.num_prompts, num_chars=config.prompt_chars)
-    if config.dataset == "random":
-        chance = random.Random(config.seed)
-        return [_random_words(chance, config.prompt_chars) for _ in range(config.num_prompts)]
-    found = _file_prompts(Path(config.dataset))
-    if len(found) < config.num_prompts:
-        raise ValueError(f"num_prompts: {config.dataset} has {len(found)}; ask for no more")
-    return found[: config.num_prompts]
-
-
-def _random_words(chance: random.Random, num_chars: int) -> str:
-    """Return random words, which no cache contains and no drafter can predict."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ""
-    while len(words) < num_chars:
-        words += "".join(chance.choices(letters, k=chance.randint(1, 9))) + " "
-    return words[:num_chars].strip() or "a"
-
-
-def _file_prompts(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"dataset: {path} is none of {', '.join(DATASETS)} and no text that can be read") from error
-    try:
-        entries = json.loads(text) if text.lstrip().startswith("[") else _json_lines(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"dataset: {path} is neither JSON nor JSON lines: {error}") from error
-    prompts = [prompt for entry in entries if (prompt := _prompt_of(entry)) and len(prompt) <= _MAX_CHARS]
-    if not prompts:
-        raise ValueError(f"dataset: {path} has no prompts; an entry is text, or an object with prompt or conversations")
-    return prompts
-
-
-def _json_lines(text: str) -> Sequence[Any]:
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
-
-
-def _prompt_of(entry: Any) -> str | None:
-    """Return the text of an entry, or of the first turn of its conversation (ShareGPT's format, or messages)."""
-    if isinstance(entry, Mapping):
-        turns = entry.get("conversations") or entry.get("messages")
-        if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping):
-            entry = turns[0].get("value", turns[0].get("content"))
-        else:
-            entry = entry.get("prompt", entry.get("text"))
-    return entry if isinstance(entry, str) and entry.strip() else None

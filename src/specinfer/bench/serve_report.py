@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ class RequestRun:
         latency: Time from sending to the end.
         status: HTTP status, or 0 without a response.
         stats: Speculation counters, or None if the server sends none.
+        kind: Class of the request; empty for none.
+        limits: Latency targets of the request itself, in milliseconds by metric.
     """
 
     prompt: int
@@ -38,6 +40,8 @@ class RequestRun:
     status: int
     error: str | None = None
     stats: Mapping[str, float] | None = None
+    kind: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_served(self) -> bool:
@@ -52,6 +56,11 @@ class RequestRun:
     def tpot(self) -> float:
         """Mean seconds of a token after the first, or 0 if there is only one token."""
         return (self.latency - self.ttft) / (self.num_output - 1) if self.num_output > 1 else 0.0
+
+    def is_good(self, limits: Mapping[str, float]) -> bool:
+        """Return whether the request is within these limits in milliseconds; its own ones come first."""
+        wanted = {**limits, **self.limits}
+        return all(1000 * max(self.seconds_of(metric), default=0.0) <= limit for metric, limit in wanted.items())
 
     def seconds_of(self, metric: str) -> tuple[float, ...]:
         if metric == "itl":
@@ -107,11 +116,17 @@ class ServeArm:
         return [1000 * seconds for run in self.served for seconds in run.seconds_of(metric)]
 
     def num_good(self, limits: Mapping[str, float]) -> int:
-        """Return the number of served requests within all limits, which are in milliseconds."""
-        return sum(
-            all(1000 * max(run.seconds_of(metric), default=0.0) <= limit for metric, limit in limits.items())
-            for run in self.served
-        )
+        """Return the number of served requests within these limits in milliseconds, or their own ones."""
+        return sum(run.is_good(limits) for run in self.served)
+
+    def by_class(self, limits: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """Return the goodput of each class of requests, if there are classes, and how many met their targets."""
+        found = {}
+        for kind in sorted({run.kind for run in self.runs} - {""}):
+            runs = [run for run in self.runs if run.kind == kind]
+            num_good = sum(run.is_served and run.is_good(limits) for run in runs)
+            found[kind] = {"requests": len(runs), "good": num_good, "request_goodput": num_good / self.duration}
+        return found
 
     @property
     def acceptance(self) -> dict[str, float] | None:
@@ -133,8 +148,8 @@ class ServeArm:
         """Return the results under vLLM's keys."""
         served, duration = self.served, self.duration
         num_input, num_output = (sum(getattr(run, name) for run in served) for name in ("num_prompt", "num_output"))
-        goodput = options.get("goodput")
-        limits = goodput if isinstance(goodput, Mapping) else {}
+        limits = goodput_of(options)
+        has_limits = limits or any(run.limits for run in self.runs)
         found: dict[str, object] = {
             "duration": duration,
             "completed": len(served),
@@ -143,7 +158,7 @@ class ServeArm:
             "total_input_tokens": num_input,
             "total_output_tokens": num_output,
             "request_throughput": len(served) / duration,
-            "request_goodput": self.num_good(limits) / duration if limits else None,
+            "request_goodput": self.num_good(limits) / duration if has_limits else None,
             "output_throughput": num_output / duration,
             "total_token_throughput": (num_input + num_output) / duration,
             "max_concurrent_requests": max(each.most_at_once for each in self.rounds),
@@ -155,6 +170,7 @@ class ServeArm:
     def as_dict(self, options: Mapping[str, object]) -> dict[str, object]:
         runs = self.runs
         return self.numbers(options) | {
+            "goodput_by_class": self.by_class(goodput_of(options)),
             "input_lens": [run.num_prompt for run in runs],
             "output_lens": [run.num_output for run in runs],
             "ttfts": [run.ttft for run in runs],
@@ -268,6 +284,12 @@ class ServeReport:
                 numbers["num_other_texts"] = result.partings(arm)[0]
             arms[arm.name] = numbers
         return {"request_rate": _plain(result.rate), "arms": arms}
+
+
+def goodput_of(options: Mapping[str, object]) -> Mapping[str, float]:
+    """Return the limits for goodput among the options of a run."""
+    goodput = options.get("goodput")
+    return goodput if isinstance(goodput, Mapping) else {}
 
 
 def _listed(options: Mapping[str, object], name: str) -> Sequence[Any]:

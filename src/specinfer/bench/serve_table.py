@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
+from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport, goodput_of
 from specinfer.reporting.plots import Panel, Series, draw_plot
 from specinfer.reporting.spread import Spread
 from specinfer.reporting.tables import Column, print_rows
@@ -51,6 +51,9 @@ def arm_lines(rate: float, arm: ServeArm, options: Mapping[str, object]) -> Iter
     yield _line("Request throughput (req/s):", numbers["request_throughput"])
     if numbers["request_goodput"] is not None:
         yield _line("Request goodput (req/s):", numbers["request_goodput"])
+    for kind, found in arm.by_class(goodput_of(options)).items():
+        yield _line(f"  of {kind:.20} (req/s):", found["request_goodput"])
+        yield _line(f"  of {kind:.20} (met):", f"{found['good']:.0f} of {found['requests']:.0f}")
     yield _line("Output token throughput (tok/s):", numbers["output_throughput"])
     yield _line("Peak concurrent requests:", numbers["max_concurrent_requests"])
     yield _line("Total Token throughput (tok/s):", numbers["total_token_throughput"])

@@ -42,7 +42,8 @@ def serve(
         str,
         flag(
             "Load",
-            "Prompts: heldout, random, or a file (JSON lines, or JSON of ShareGPT).",
+            "Prompts: heldout, random, trace (two classes of requests with targets), or a file (JSON lines, also of a "
+            "trace, or JSON of ShareGPT).",
             "--dataset",
             "--dataset-path",
         ),
@@ -66,6 +67,12 @@ def serve(
             "intervals.",
         ),
     ] = 1.0,
+    self_timed: Annotated[
+        bool, flag("Load", "Send requests at the times of the dataset, which is a trace.", "--self-timed")
+    ] = False,
+    send_slo: Annotated[
+        bool, flag("Load", "Send the latency targets of a trace to the server.", "--send-slo/--no-send-slo")
+    ] = True,
     max_concurrency: Annotated[
         int | None, flag("Load", "Maximum number of concurrent requests. (default: unlimited)")
     ] = None,
@@ -105,6 +112,8 @@ def serve(
             temperature=temperature,
             request_rates=tuple(request_rate or (float("inf"),)),
             burstiness=burstiness,
+            self_timed=self_timed,
+            sends_slo=send_slo,
             max_concurrency=max_concurrency,
             repeats=repeats,
             warmups=num_warmups,

@@ -1,6 +1,7 @@
 """The state of a request, its part in one step, and its speculation counters."""
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
 from specinfer.core.noise import UniformStream
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.slo import SLO
 from specinfer.core.text import TextBuffer
 from specinfer.core.token_counts import TokenCounts
 from specinfer.core.tree import TokenTree
@@ -247,6 +249,17 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def due(self) -> float:
+        """Time at which the next token is due by the SLO, in seconds since the epoch; infinite without a target."""
+        slo = self.params.slo
+        if slo is None:
+            return math.inf
+        assert isinstance(slo, SLO)
+        if self.first_token_time is None:
+            return math.inf if slo.ttft is None else self.arrival_time + slo.ttft / 1000
+        return math.inf if slo.tpot is None else self.first_token_time + self.num_output * slo.tpot / 1000
 
     @property
     def max_new_tokens(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from specinfer.core.config import parse_tree
 from specinfer.core.errors import as_tuple, check_float, check_int
+from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.vllm_names import SAMPLING, without_vllm_names
 
@@ -62,6 +63,8 @@ class SamplingParams:
         structured_outputs: Constraint on the output: a `StructuredOutputsParams`, or a dict of its fields.
         tree: Tree for this request, in the format of `LLM(tree=...)`, or None for the engine's.
         prediction: Text, or its token ids, that the output is likely to resemble; it affects only the speed.
+        slo: Latency targets: an `SLO`, or a dict of its fields; they affect only the order and the speed. None is the
+            engine's.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string in the text.
 
@@ -92,6 +95,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     tree: str | None = None
     prediction: str | Sequence[int] | None = None
+    slo: SLO | Mapping[str, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -156,6 +160,8 @@ class SamplingParams:
             object.__setattr__(self, "prediction", _token_ids("prediction", self.prediction))
         if self.tree is not None:
             parse_tree(self.tree)
+        if self.slo is not None:
+            object.__setattr__(self, "slo", SLO.of(self.slo))
         asked = self.structured_outputs
         if isinstance(asked, Mapping):
             if unknown := sorted(set(map(str, asked)) - set(StructuredOutputsParams.__slots__)):

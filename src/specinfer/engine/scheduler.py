@@ -18,6 +18,7 @@ from itertools import islice
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
+from specinfer.policy.slo_planner import SLOPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Scheduler:
             max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
         )
         self._max_loras = max_loras
+        self.planner: SLOPlanner | None = None  # limits by latency targets; None without measured costs
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # requests in a pass in flight; some may have ended
@@ -164,8 +166,11 @@ class Scheduler:
         tokens_left, logprobs_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
         unread = [_num_unread(request) - 1 for request in group]
         readers = [i for i, count in enumerate(unread) if count]  # oldest first
+        if readers and self.planner is not None:
+            decoding = [request for request, count in zip(group, unread, strict=True) if not count]
+            tokens_left = self.planner.max_tokens(decoding, {group[i]: unread[i] for i in readers}, tokens_left)
         firsts = [(i, tokens_left // 2) for i in readers[:1]]
-        for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: unread[i]))]:
+        for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: (group[i].due, unread[i])))]:
             count = min(unread[i], most, tokens_left)
             if group[i].params.prompt_logprobs is not None:
                 count = min(count, logprobs_left)
@@ -224,6 +229,8 @@ class Scheduler:
                 continue
             if self._is_being_read(request) or self._is_leaving(request.request_id):
                 continue
+            if self.planner is not None and not self.planner.may_admit(self.running):
+                break
             available = self._cache.num_available
             self._attach(request)
             slots_left -= available - self._cache.num_available  # cached slots that it shares can no longer be evicted

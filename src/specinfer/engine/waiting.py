@@ -1,19 +1,26 @@
-"""The waiting queue: fair between tenants, then by priority within a tenant, then in order of arrival.
+"""The waiting queue: fair between tenants, then by priority within a tenant, then by deadline, then by arrival.
 
 The tenant with the fewest running requests is next. Between equals, fairness is by service: each tenant has a counter
 of the tokens computed for it, and the tenant with the least is next. A tenant that returns after a pause starts level
 with the least served one present, so that a pause earns no credit. A single tenant is served first come, first served.
 
+A request whose first token can still be in time for its SLO comes before others, the earliest deadline first. One that
+is late, or has no deadline, waits with the others. Every fourth place is that of the oldest request, so that none waits
+forever.
+
 Source: the virtual token counter, "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
 """
 
 import heapq
+import math
+import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
 
 from specinfer.core.request import Request
 
+_EVERY = 4  # requests, of which one is the oldest even if others have a deadline
 _PUT_BACK = float("-inf")  # the priority of preempted requests: they come before all others of their tenant
 
 
@@ -30,15 +37,17 @@ class WaitingQueue:
         self._served: dict[str, float] = {}  # tokens computed, by tenant
         self._num_present: Counter[str] = Counter()  # requests waiting or running, by tenant
         self._num_waiting: Counter[str] = Counter()
+        self._num_taken = 0
+        self.clock = time.time
 
     def __len__(self) -> int:
         return self._num_waiting.total()
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in the order in which they are next, if nothing else changes."""
-        queues: dict[str, list[deque[Request]]] = {}
+        queues: dict[str, list[Iterable[Request]]] = {}
         for key in sorted(self._queues):
-            queues.setdefault(key[1], []).append(self._queues[key])
+            queues.setdefault(key[1], []).append(self._by_deadline(self._queues[key]))
         turns = []
         for tenant, own in queues.items():
             rest = chain.from_iterable(own)
@@ -81,6 +90,7 @@ class WaitingQueue:
             if queue is not None and request in queue:
                 queue.remove(request)
                 self._num_waiting[request.tenant] -= 1
+                self._num_taken += 1
                 if not queue:
                     del self._queues[key]
                 return True
@@ -97,8 +107,27 @@ class WaitingQueue:
         if not self._num_present[tenant]:
             del self._num_present[tenant], self._num_waiting[tenant], self._served[tenant]
 
+    def _by_deadline(self, queue: deque[Request]) -> Iterable[Request]:
+        """Return requests of equal priority in the order in which they are next."""
+        now = self.clock()
+        urgent = sorted((one for one in queue if now < one.due < math.inf), key=lambda one: one.due)
+        return _interleaved(urgent, queue, self._num_taken) if urgent else queue
+
     def _rank(self, request: Request, num_running: int) -> tuple[bool, int, float, int, float, str]:
         """Return the rank of a tenant's next request, if the tenant has this many running; the lowest is next."""
         tenant = request.tenant
         is_full = self.is_full(tenant, num_running)
         return is_full, num_running, self._served[tenant], request.priority, request.arrival_time, tenant
+
+
+def _interleaved(urgent: Iterable[Request], queue: Iterable[Request], num_taken: int) -> Iterator[Request]:
+    """Yield the urgent requests and then the others of a queue; every fourth one is the oldest that is left."""
+    taken: set[Request] = set()
+    sources = iter(urgent), iter(queue)
+    for place in count(num_taken + 1):
+        order = reversed(sources) if place % _EVERY == 0 else sources
+        request = next((one for source in order for one in source if one not in taken), None)
+        if request is None:
+            return
+        taken.add(request)
+        yield request

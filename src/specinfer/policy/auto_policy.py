@@ -16,6 +16,7 @@ from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 from specinfer.policy.remeasurement import Remeasurement
+from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
 
 
@@ -31,6 +32,7 @@ class AutoPolicy:
         self.costs = costs
         self.acceptance = AcceptanceModel()
         self.optimizer = TreeOptimizer(costs, self.acceptance)
+        self.planner = SLOPlanner(costs, self.optimizer)
         self._budget = OFF
         self._num_plain = 0
         self._num_requests = self._age = 0  # those of the last choice
@@ -43,6 +45,10 @@ class AutoPolicy:
             self._remeasurement = Remeasurement(self.costs.target)
         if self._remeasurement is not None:
             return self._for_one(spans, self._remeasurement.budget(len(spans)))
+        return self.planner.budgets(spans, self._fastest(spans))
+
+    def _fastest(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        """Return the budgets with most tokens per second, or those of a test of the drafter."""
         if len(spans) != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):
             self._budget = self.optimizer.choose(len(spans))
             self._num_requests, self._age = len(spans), 0

@@ -53,6 +53,10 @@ class TreeSizes:
         is_wide = one >= cls._SLOW and many < cls._FLAT * one
         return cls(cls.WIDE_SIZES, cls.WIDE_DEPTHS) if is_wide else cls()
 
+    def index(self, budget: TreeBudget) -> int:
+        """Return the index of the tree with the limits of a budget."""
+        return int(np.flatnonzero((self.num_nodes == budget.max_nodes) & (self.num_levels == budget.max_depth))[0])
+
     @property
     def is_wide(self) -> bool:
         return self.max_nodes > self.SIZES[-1]
@@ -77,10 +81,21 @@ class TreeOptimizer:
         self._costs, self._acceptance = costs, acceptance
         self.sizes = TreeSizes.for_costs(costs) if sizes is None else sizes
         self._chosen = 0  # off, until something is clearly better
+        self._expected_at: tuple[float, ...] = ()  # the last acceptance, and what was expected of it
+        self._expected = np.empty(0)
 
     def expected_tokens(self) -> Floats:
         """Return the expected tokens of a request in a pass with each tree: [trees]."""
-        return self._acceptance.expected_tokens(self.sizes.num_nodes, self.sizes.num_levels)
+        seen = (self._acceptance.share, *self._acceptance.by_rank().tolist())
+        if seen != self._expected_at:
+            self._expected_at = seen
+            self._expected = self._acceptance.expected_tokens(self.sizes.num_nodes, self.sizes.num_levels)
+        return self._expected
+
+    def usual(self) -> tuple[int, int, float]:
+        """Return the nodes, the levels and the expected tokens of the tree chosen last."""
+        i = self._chosen
+        return int(self.sizes.num_nodes[i]), int(self.sizes.num_levels[i]), float(self.expected_tokens()[i])
 
     def rates(self, num_requests: int) -> Floats:
         """Return the expected tokens per second of the batch with each of the trees for every request: [trees]."""

@@ -11,6 +11,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
 
 
@@ -45,6 +46,11 @@ class RequestPolicy:
     @property
     def reads_logits(self) -> bool:
         return any(policy.reads_logits for policy in self._policies)
+
+    @property
+    def planner(self) -> SLOPlanner | None:
+        """The planner for latency targets, or None if nothing has costs."""
+        return next((policy.planner for policy in self._policies if isinstance(policy, AutoPolicy)), None)
 
     def prepare(self) -> None:
         """Measure the costs that a request with "auto" needs, so that requests need not wait for it later."""

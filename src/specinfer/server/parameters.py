@@ -49,6 +49,7 @@ def sampling_params(
             prompt_logprobs=prompt_logprobs,
             structured_outputs=structured_outputs,
             tree=None if fields.speculative is None else fields.speculative.tree,
+            slo=None if fields.slo is None else fields.slo.model_dump(),
             prediction=None if fields.prediction is None else prediction_text(fields.prediction),
         )
     except ValueError as error:

@@ -140,6 +140,15 @@ class SpeculativeFields(BaseModel):
     tree: Annotated[str, Field(max_length=256)] | None = None
 
 
+class SLOFields(BaseModel):
+    """Latency targets of this request in milliseconds; they affect only who is served first."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tpot: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
 class Prediction(BaseModel):
     """A predicted output: text that the output is likely to resemble."""
 
@@ -200,6 +209,7 @@ class SharedFields(BaseModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Label | None = None
     speculative: SpeculativeFields | None = None
+    slo: SLOFields | None = None
     trace: bool | None = None
 
     def check(self) -> dict[str, str]:

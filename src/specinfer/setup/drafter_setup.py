@@ -21,6 +21,7 @@ from specinfer.policy.cost_model import CostModel
 from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
 from specinfer.policy.network import PolicyNetwork
 from specinfer.policy.request_policy import RequestPolicy, make_policy
+from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
 from specinfer.setup.model_names import find_drafter
 
@@ -167,6 +168,12 @@ class Speculator:
         if learned and self._predictor is not None:
             auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
         return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
+
+    @property
+    def planner(self) -> SLOPlanner | None:
+        """The planner for latency targets, or None if no costs were measured."""
+        inner = self.policy.policy if isinstance(self.policy, LoggedPolicy) else self.policy
+        return inner.planner if isinstance(inner, RequestPolicy) else None
 
     def prepare(self, policy: SpeculationPolicy) -> None:
         """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""

@@ -1,0 +1,197 @@
+"""Latency targets and the cost model: who needs larger trees, how many requests may run, how much of prompts is read.
+
+Trees are grown first for requests that would miss their time per output token, then for throughput (AdaServe, arXiv
+2501.12162). Example: a step takes 50 ms and emits 1.5 tokens of each request. A request that may take 25 ms for each
+token needs 2 tokens a step. So it gets the smallest tree that yields them, and if the step then lasts too long, the
+others decode plainly.
+
+A request without a target, or one that cannot meet it any more, is served for throughput.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specinfer.core.request import Request, Span
+from specinfer.core.slo import SLO
+from specinfer.core.tree import OFF, TreeBudget
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.optimizer import TreeOptimizer, num_to_read
+from specinfer.policy.streamed_costs import Floats
+
+_HORIZON = 8  # steps in which a request that is late, or early, returns to its target
+_MARGIN = 0.9  # share of a target that a larger batch may take, because prompts are read between
+_NUM_CHUNKS = 7  # sizes of chunks to choose from, each half of the one before
+
+
+class SLOPlanner:
+    """Plans for latency targets: trees, room in the batch, and the reading of prompts.
+
+    Args:
+        costs: Costs of steps.
+        optimizer: The trees to choose from, and the one chosen for throughput.
+    """
+
+    def __init__(self, costs: CostModel, optimizer: TreeOptimizer) -> None:
+        self._costs, self._optimizer = costs, optimizer
+        self.clock = time.time
+
+    # ------------------------------------------------------------------------------------- trees
+
+    def budgets(self, spans: Sequence[Span], budgets: list[TreeBudget]) -> list[TreeBudget]:
+        """Return the budgets of a step.
+
+        Args:
+            spans: The spans of the step.
+            budgets: The budgets with most tokens per second.
+        """
+        requests, now = [span.request for span in spans], self.clock()
+        if not any(_has_target(request) for request in requests):
+            return budgets
+        tpots = self._tpots(requests, now, len(requests))
+        places = np.flatnonzero(np.isfinite(tpots))
+        if not len(places):
+            return budgets
+        tpots = tpots[places]
+        late = np.asarray([now + tpot - requests[i].due for i, tpot in zip(places, tpots, strict=True)])  # seconds
+        num_left = np.asarray([requests[i].max_new_tokens for i in places])
+        behind = late / tpots / np.clip(num_left // 2, 1, _HORIZON)  # tokens to catch up with in each step
+        nodes, levels, expected = self._optimizer.usual()
+        seconds = float(self._seconds(len(requests), nodes * len(requests), levels))
+        is_urgent = seconds / tpots + behind > expected
+        if not is_urgent.any():
+            return budgets
+        tree, shares = self._choose(len(requests), tpots, behind, is_urgent)
+        urgent = {int(i) for i in places[is_urgent] if self._pays_to_read(requests[i], tree, len(requests))}
+        others = budgets if shares else [OFF] * len(budgets)
+        return [tree if i in urgent else other for i, other in enumerate(others)]
+
+    def _choose(
+        self, num_requests: int, tpots: Floats, behind: Floats, is_urgent: npt.NDArray[np.bool_]
+    ) -> tuple[TreeBudget, bool]:
+        """Return the budget of urgent requests, and whether others get trees: most targets met, then most tokens.
+
+        Args:
+            num_requests: Number of requests in the step.
+            tpots, behind, is_urgent: [targets] seconds for each token, tokens to catch up with, and who needs more.
+        """
+        sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
+        num_urgent = int(is_urgent.sum())
+        num_others = num_requests - num_urgent
+        found: list[tuple[int, float, int, bool]] = []
+        for nodes, levels, usual in (self._optimizer.usual(), (0, 0, 1.0)):
+            levels_each = np.maximum(sizes.num_levels, levels)
+            seconds = self._seconds(num_requests, num_urgent * sizes.num_nodes + num_others * nodes, levels_each)
+            yields = np.where(is_urgent[:, None], expected, usual)  # [targets, trees]
+            num_met = (seconds / tpots[:, None] + behind[:, None] <= yields).sum(axis=0)
+            rates = (num_urgent * expected + num_others * usual) / seconds
+            best = int(np.lexsort((rates, num_met))[-1])
+            found.append((int(num_met[best]), float(rates[best]), best, nodes > 0))
+        *_, best, shares = max(found)
+        return TreeBudget(int(sizes.num_nodes[best]), int(sizes.num_levels[best])), shares
+
+    def _pays_to_read(self, request: Request, tree: TreeBudget, num_requests: int) -> bool:
+        """Return whether the drafter's reading of the prompt takes less time than trees save the request."""
+        expected = float(self._optimizer.expected_tokens()[self._optimizer.sizes.index(tree)])
+        seconds = float(self._seconds(num_requests, tree.max_nodes, tree.max_depth))
+        saved = float(self._seconds(num_requests, 0, 0)) - seconds / expected
+        return saved * request.max_new_tokens > self._costs.read_token * num_to_read(request)
+
+    # ------------------------------------------------------------------------- batch and prompts
+
+    def may_admit(self, running: Sequence[Request]) -> bool:
+        """Return whether no running request would miss its target because of a further one.
+
+        A minority of requests with targets does not keep others out.
+        """
+        if not any(_has_target(request) for request in running):
+            return True
+        tpots = self._tpots(running, self.clock(), len(running))
+        tpots = tpots[np.isfinite(tpots)] * _MARGIN
+        if 2 * len(tpots) < len(running):
+            return True
+        return self._num_kept(tpots, len(running) + 1) >= self._num_kept(tpots, len(running))
+
+    def _num_kept(self, tpots: Floats, num_requests: int) -> int:
+        """Return how many of these targets a batch keeps, with trees for those that need them."""
+        sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
+        is_tight = tpots < float(self._seconds(num_requests, 0, 0))
+        seconds = self._seconds(num_requests, int(is_tight.sum()) * sizes.num_nodes, sizes.num_levels)
+        return int((seconds <= tpots[:, None] * np.where(is_tight[:, None], expected, 1.0)).sum(axis=0).max())
+
+    def max_tokens(self, decoding: Sequence[Request], reading: Mapping[Request, int], most: int) -> int:
+        """Return how many tokens of prompts a step may read, at most `most`.
+
+        They are as many as no decoding request is late for, or more if first tokens would otherwise be late.
+
+        Args:
+            decoding: Requests that emit tokens in the step.
+            reading: Number of tokens that each of the others has still to read.
+            most: Largest number.
+        """
+        if not any(_has_target(request) for request in decoding):
+            return most
+        now, num_requests = self.clock(), len(decoding)
+        tpots = self._tpots(decoding, now, num_requests)
+        dues = [request.due for request, tpot in zip(decoding, tpots, strict=True) if np.isfinite(tpot)]
+        if not dues:
+            return most
+        nodes, levels, _ = self._optimizer.usual()
+        chunks = np.maximum(most >> np.arange(_NUM_CHUNKS), 1)  # descending
+        drafting = self._costs.draft(num_requests * nodes, levels)
+        seconds = drafting + self._costs.target(num_requests * (1 + nodes) + chunks) + self._costs.rest
+        in_time = chunks[seconds <= min(dues) - now].max(initial=chunks[-1])
+        rates = chunks / seconds
+        fast = chunks[rates >= _reading_rate(reading, now, float(rates.max()))].min(initial=most)
+        return min(int(max(in_time, fast)), most)
+
+    # ------------------------------------------------------------------------------------- parts
+
+    def _tpots(self, requests: Sequence[Request], now: float, num_requests: int) -> Floats:
+        """Return the seconds that each token of a request may take, or infinity without a target that can be met."""
+        sizes = self._optimizer.sizes
+        alone = self._seconds(num_requests, sizes.num_nodes, sizes.num_levels)  # with a tree for one request
+        fastest = float((alone / self._optimizer.expected_tokens()).min())
+        return np.asarray([_tpot(request, now, fastest) for request in requests])
+
+    def _seconds(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
+        """Return the seconds of a step with this many nodes in all."""
+        nodes = np.asarray(num_nodes)
+        drafting = self._costs.draft(nodes, num_levels)
+        return np.asarray(drafting + self._costs.target(num_requests + nodes) + self._costs.rest)
+
+
+def _has_target(request: Request) -> bool:
+    return isinstance(request.params.slo, SLO) and request.params.slo.tpot is not None
+
+
+def _reading_rate(reading: Mapping[Request, int], now: float, most: float) -> float:
+    """Return the tokens of prompts to read in a second so that all first tokens are in time that can be.
+
+    Args:
+        most: Tokens that can be read in a second.
+    """
+    rate, num_tokens = 0.0, 0
+    for request in sorted(reading, key=lambda request: request.due):
+        wanted = (num_tokens + reading[request]) / max(request.due - now, 1e-9)
+        if wanted <= most:
+            rate, num_tokens = max(rate, wanted), num_tokens + reading[request]
+    return rate
+
+
+def _tpot(request: Request, now: float, fastest: float) -> float:
+    """Return the seconds that each token of a request may take, or infinity without a target that can be met.
+
+    Args:
+        fastest: Seconds of a token if the request alone has a tree.
+    """
+    slo = request.params.slo
+    if not isinstance(slo, SLO) or slo.tpot is None:
+        return np.inf
+    tpot, num_left = slo.tpot / 1000, request.max_new_tokens
+    if request.first_token_time is None:
+        return tpot if tpot > fastest else np.inf
+    # The last token is due this much after the next one.
+    return tpot if now + num_left * fastest <= request.due + (num_left - 1) * tpot else np.inf

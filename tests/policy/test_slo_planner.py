@@ -1,0 +1,105 @@
+"""Latency targets: trees for who would miss them, room in batches and steps, goodput under overload."""
+
+import pytest
+
+from simulated_machines import MACHINES, SIZES, make_costs, make_span, roofline_costs
+from simulated_server import RequestClass, SimulatedServer
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.slo import SLO
+from specinfer.core.tree import OFF
+from specinfer.policy.auto_policy import AutoPolicy
+from tiny import make_request
+
+# Passes over more than 8 rows take their share: a batch of 8 decodes plainly.
+COSTS = [max(1.0, size / 8) for size in SIZES]
+NOW = 1000.0
+
+
+def _policy() -> AutoPolicy:
+    policy = AutoPolicy(make_costs(COSTS))
+    policy.planner.clock = lambda: NOW
+    return policy
+
+
+def _span(tpot: float | None = None, *, late: float = 0.0, max_tokens: int = 100) -> Span:
+    """Return the span of a request with a target in seconds, whose next token is due a target later, less `late`."""
+    slo = None if tpot is None else SLO(tpot=1000 * tpot)
+    request = make_request("a", range(10), SamplingParams(temperature=0.0, max_tokens=max_tokens, slo=slo))
+    request.token_ids += [1] * 5
+    request.drafter_knows, request.first_token_time = True, NOW - 4 * (tpot or 0.0) - late
+    return Span(request, 14, 15)
+
+
+def test_trees_grow_first_for_who_would_miss_the_target() -> None:
+    spans = [_span(0.8), *(_span() for _ in range(7))]
+    policy = _policy()
+    assert policy.optimizer.choose(8) == OFF
+    budgets = policy.budgets(spans)
+    assert budgets[0].max_nodes > 0
+    assert budgets[1:] == [OFF] * 7
+
+
+def test_without_a_target_at_risk_all_trees_are_the_fastest() -> None:
+    for late in (0.0, -3.0):
+        spans = [_span(0.8 - late, late=late), *(_span() for _ in range(2))]
+        expected = _policy().optimizer.choose(3)
+        assert expected.max_nodes > 0
+        assert _policy().budgets(spans) == [expected] * 3
+
+
+def test_a_target_that_cannot_be_met_any_more_gets_no_more_than_others() -> None:
+    spans = [_span(0.8, late=500.0), *(_span() for _ in range(7))]
+    assert _policy().budgets(spans) == [OFF] * 8
+
+
+def test_a_batch_takes_no_request_for_which_others_would_miss_their_targets() -> None:
+    planner = _policy().planner
+    keeping = [_span(1.2).request for _ in range(8)]
+    assert planner.may_admit(keeping[:7])
+    assert not planner.may_admit(keeping)
+    few = [keeping[0], *(make_span().request for _ in range(15))]
+    assert planner.may_admit(few)  # a minority does not keep others out
+    assert planner.may_admit([])
+
+
+def test_a_step_reads_as_much_of_prompts_as_no_decoding_request_is_late_for() -> None:
+    planner = _policy().planner
+    decoding, reader = [_span(4.2).request], make_request("b", range(500), arrival_time=NOW)
+    assert planner.max_tokens(decoding, {reader: 500}, 512) == 32  # 33 rows take 4.1 s
+    assert planner.max_tokens([make_span().request], {reader: 500}, 512) == 512
+    assert planner.max_tokens([_span(0.9).request], {reader: 500}, 512) == 8
+
+
+def test_first_tokens_that_are_due_are_read_for_faster() -> None:
+    planner = _policy().planner
+    params = SamplingParams(slo=SLO(ttft=64_000.0))
+    reader = make_request("b", range(500), params, arrival_time=NOW)
+    assert planner.max_tokens([_span(4.2).request], {reader: 500}, 512) == 64  # 7.8 of 7.9 tokens a second
+    reader.arrival_time -= 40.0  # too late in any case
+    assert planner.max_tokens([_span(4.2).request], {reader: 500}, 512) == 32
+
+
+def _served(name: str, rate: float, num_requests: int, *, is_aware: bool) -> tuple[int, float, list[Request]]:
+    """Return the requests within their targets, the longest time of one without, and all requests."""
+    costs = roofline_costs(*MACHINES[name])
+    tight = RequestClass(0.5, 60, 40, SLO(ttft=2000, tpot=800 * float(costs.target(1))))
+    free = RequestClass(0.5, 100, 60)
+    server = SimulatedServer(costs, (tight, free), rate, is_aware=is_aware, seed=1)
+    server.run(num_requests)
+    longest = max(server.seconds(one) for one, kind in server.requests if kind is free)
+    return server.num_good(tight), longest, [one for one, _ in server.requests]
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "num_requests"),
+    [("48 GB/s", 2.0, 24), pytest.param("31 GB/s", 1.2, 80, marks=pytest.mark.slow),
+     pytest.param("48 GB/s", 2.0, 120, marks=pytest.mark.slow),
+     pytest.param("80 GB/s with matrix units", 12.0, 120, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_more_requests_meet_their_targets_under_overload(name: str, rate: float, num_requests: int) -> None:
+    plain, plain_longest, _ = _served(name, rate, num_requests, is_aware=False)
+    good, longest, requests = _served(name, rate, num_requests, is_aware=True)
+    assert good > plain
+    assert all(request.is_finished for request in requests)
+    assert longest < 1.5 * plain_longest  # none without a target is starved
