@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from specinfer import ModelError
+from specinfer.kernels.quantization import dequantize
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import find_folder
+from specinfer.model.gguf.blocks import weight_of
+from specinfer.model.gguf.rounding import rounded
 from specinfer.model.gguf.writing import TYPES
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from tiny import save_model, save_tokenizer
@@ -60,16 +63,53 @@ def test_a_file_is_the_model_that_was_written(family: str, changes: dict[str, An
     assert read.decode(read(text).input_ids) == text
 
 
-@pytest.mark.parametrize("to", TYPES)
+@pytest.mark.parametrize("to", [one for one in TYPES if "_k" not in one])
 def test_matrices_have_the_type_asked_for_and_those_outside_of_layers_8_bits(to: str, tmp_path: Path) -> None:
     source, file = save(tmp_path / "source", "llama", intermediate_size=80), tmp_path / "m.gguf"
     write(source, file, to)
-    kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(file).tensors}
+    kinds = _kinds(file)
     assert kinds["blk.1.attn_q.weight"] == kinds["blk.0.ffn_up.weight"] == to.upper()
     assert kinds["blk.0.ffn_down.weight"] == "F16"  # 80 inputs are no whole blocks
     assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
     assert kinds["blk.0.attn_norm.weight"] == "F32"
     assert find_folder(file)
+
+
+@pytest.mark.parametrize(("to", "narrow"), [("q4_k", "Q5_0"), ("q4_k_m", "Q5_0"), ("q5_k", "Q5_1"), ("q6_k", "Q8_0")])
+def test_types_with_blocks_of_256_weights(to: str, narrow: str, tmp_path: Path) -> None:
+    """Narrower rows have smaller blocks, and of Q4_K_M some layers have more bits, as in llama.cpp's files."""
+    changes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 128}
+    source, file = save(tmp_path / "source", "llama", **changes), tmp_path / "m.gguf"
+    assert write(source, file, to).num_layers == 8 * 7
+    kinds = _kinds(file)
+    assert kinds["blk.1.attn_q.weight"] == kinds["blk.7.ffn_up.weight"] == to.upper().removesuffix("_M")
+    assert kinds["blk.4.ffn_down.weight"] == narrow
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q6_K"
+    more = [i for i in range(8) if kinds[f"blk.{i}.attn_v.weight"] == "Q6_K"]
+    assert more == {"q4_k_m": [0, 3, 6, 7], "q6_k": list(range(8))}.get(to, [])
+    stored = load_plain(find_folder(file), torch.float32).state_dict()
+    for name, weight in load_plain(source, torch.float32).state_dict().items():
+        assert (stored[name] - weight).norm() < 0.08 * weight.norm(), name
+
+
+@pytest.mark.parametrize(("kind", "near"), [("Q4_K", 0.075), ("Q5_K", 0.039), ("Q6_K", 0.019)])
+def test_weights_are_rounded_near_what_they_were(kind: str, near: float) -> None:
+    """Codes are the nearest ones, and errors of normal weights below those of simpler types with as many bits."""
+    weights = torch.randn((40, 512), generator=torch.Generator().manual_seed(0))
+    weights[0], weights[1, :300], weights[2] = 0, 0.5, weights[2].abs()
+    weights[3] *= 1e-3
+    kind = gguf.GGMLQuantizationType[kind]
+    data = rounded(weights.numpy(), kind)
+    found = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    assert not found[0].any()
+    off = (found - weights).norm(dim=1) / weights.norm(dim=1).clamp(min=1.0)
+    assert off.max() < near * 1.1
+    assert off[4:].mean() < near
+    assert torch.equal(dequantize(weight_of(torch.from_numpy(data), kind)), found)
+
+
+def _kinds(file: Path) -> dict[str, str]:
+    return {one.name: one.tensor_type.name for one in gguf.GGUFReader(file).tensors}
 
 
 def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:

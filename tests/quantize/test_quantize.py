@@ -130,7 +130,7 @@ def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, model_folder: Cal
     (tmp_path / "full" / "file").touch()
     source = model_folder()
     for options, message in (
-        ({"to": "q4_k"}, "to: 'q4_k' is none of int8, int4, q8_0, q5_1, q5_0, q4_1, q4_0"),
+        ({"to": "q3_k"}, "to: 'q3_k' is none of int8, int4, q8_0, q6_k, q5_k, q4_k_m, q4_k, q5_1, q5_0, q4_1, q4_0"),
         ({"out": tmp_path / "full"}, "out: .* is not empty"),
         ({"num_texts": 0}, "num_texts: 0 is not positive"),
         ({"text_tokens": 1}, "text_tokens: 1 is less than"),

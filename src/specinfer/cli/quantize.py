@@ -19,7 +19,8 @@ def quantize(
         str,
         flag(
             "Output",
-            "Type of the weights of linear layers: int4 or int8; of a GGUF file: q8_0, q5_1, q5_0, q4_1, q4_0.",
+            "Type of the weights of linear layers: int4 or int8; of a GGUF file: q8_0, q6_k, q5_k, q4_k_m, q4_k, "
+            "q5_1, q5_0, q4_1, q4_0.",
         ),
     ] = "int4",
     out: Annotated[str | None, flag("Output", "Folder or GGUF file to write.", metavar="PATH")] = None,

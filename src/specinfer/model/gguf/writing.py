@@ -18,12 +18,15 @@ from specinfer.core.errors import ModelError
 from specinfer.model.gguf.architectures import plan_weights
 from specinfer.model.gguf.config import llama3_factors, read_config
 from specinfer.model.gguf.header import read_header
+from specinfer.model.gguf.rounding import fitting, rounded
 from specinfer.model.gguf.tokenizer import LLAMA3_RULES, name_rule
 from specinfer.model.gguf.weights import Weight, in_pairs
 
-TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-_OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: 8 bits
+_OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: more bits
+_MORE_BITS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of some layers of Q4_K_M: 6 bits
+_PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
 _EXACT = ("ffn_gate_inp.weight",)  # routers
 _INSTEAD = "use --to int4 or int8, or the converter of llama.cpp"
 _SIZES = {
@@ -40,7 +43,7 @@ _FIELDS = (*dict.fromkeys(_SIZES.values()), "rms_norm_eps", "rope_parameters", "
 def write_gguf(
     file: Path, config: Any, sources: Mapping[str, Any], tokenizer: Any, kind: str, note: Callable[[int], None]
 ) -> int:
-    """Write a model, one tensor in memory at a time; return the number of matrices of the type.
+    """Write a model, one tensor in memory at a time; return the number of matrices of fewer bits.
 
     Args:
         config: transformers' configuration.
@@ -62,7 +65,8 @@ def write_gguf(
     writer = GGUFWriter(file, arch)
     _add_fields(writer, arch, fields)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    kinds = {stored: _kind_of(stored, weights[0].shape, kind) for stored, weights in plan.items()}
+    layers = int(fields["num_hidden_layers"])
+    kinds = {stored: _kind_of(stored, weights[0].shape, kind, layers) for stored, weights in plan.items()}
     for stored, weights in plan.items():
         _announce(writer, stored, _shape(weights), kinds[stored])
     rope = fields["rope_parameters"]
@@ -73,13 +77,13 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for number, (stored, weights) in enumerate(plan.items(), start=1):
-        writer.write_tensor_data(gguf.quants.quantize(_numbers(weights, sources), kinds[stored]))
+        writer.write_tensor_data(rounded(_numbers(weights, sources), kinds[stored]))
         note(number)
     if factors:
         writer.write_tensor_data(np.array(factors, dtype=np.float32))
     writer.close()
     _check_fields(file, fields)
-    return sum(one == GGMLQuantizationType[kind.upper()] for one in kinds.values())
+    return sum(one not in _PLAIN and stored not in _OUTSIDE for stored, one in kinds.items())
 
 
 def _architecture(config: Any) -> str:
@@ -149,12 +153,23 @@ def _add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _kind_of(stored: str, shape: tuple[int, ...], kind: str) -> GGMLQuantizationType:
+def _kind_of(stored: str, shape: tuple[int, ...], kind: str, layers: int) -> GGMLQuantizationType:
     if len(shape) < 2 or stored.endswith(_EXACT):
         return GGMLQuantizationType.F32
     if shape[-1] % 32:
         return GGMLQuantizationType.F16
-    return GGMLQuantizationType.Q8_0 if stored in _OUTSIDE else GGMLQuantizationType[kind.upper()]
+    name = kind.upper().removesuffix("_M")
+    if stored in _OUTSIDE:
+        name = "Q6_K" if name.endswith("_K") else "Q8_0"
+    elif kind.endswith("_m") and stored.endswith(_MORE_BITS) and _has_more_bits(int(stored.split(".")[1]), layers):
+        name = "Q6_K"
+    return fitting(GGMLQuantizationType[name], shape[-1])
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Return whether llama.cpp gives a layer more bits: the first and last eighth, and every third one between."""
+    first = layers // 8
+    return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
 def _shape(weights: list[Weight]) -> tuple[int, ...]:
