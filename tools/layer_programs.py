@@ -6,14 +6,30 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specinfer.kernels.quantization import GROUP_SIZES
+from specinfer.kernels.float8 import LEVELS
+from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 from specinfer.kernels.triton import product as products
 from specinfer.kernels.triton.gate import gate
 from specinfer.kernels.triton.norm import add_norm
 from specinfer.kernels.triton.rotary import rotate_and_store
+from specinfer.kernels.triton.weights import widen
 
 _SLOTS, _POSITIONS = 65536, 131072
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Bits, inputs of a group (0: all), type of the scales, and what there is besides.
+_WEIGHTS: dict[str, tuple[int, int, torch.dtype, tuple[str, ...]]] = {
+    "int8": (8, 64, torch.bfloat16, ()),
+    "int4": (4, 32, torch.bfloat16, ()),
+    "fp8": (8, 0, torch.float32, ("floats",)),
+    "fp8 in blocks": (8, 128, torch.float32, ("floats",)),
+    "Q8_0": (8, 32, torch.float16, ()),
+    "Q4_K": (4, 32, torch.uint8, ("added", "nest")),
+    "Q6_K": (6, 16, torch.int8, ("nest",)),
+    "IQ4_NL": (4, 32, torch.float16, ("levels",)),
+    "NVFP4": (4, 16, torch.float32, ("levels",)),
+    "AWQ": (4, 128, torch.float16, ("zeros",)),
+}
+_IN_EACH_TYPE = 3  # the first ones
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -37,7 +53,7 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"rotate {name} {dim}{' norms' * has_norms}", _rotation(dtype, dim, has_norms=has_norms)
         gated = _empty(64, 2 * 14336, dtype=dtype)
         yield f"gate {name}", partial(gate, gated)
-        for kind in ("int8", "int4", "fp8"):
+        for kind in _WEIGHTS if dtype == torch.bfloat16 else list(_WEIGHTS)[:_IN_EACH_TYPE]:
             for rows in (1, 32, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
 
@@ -52,18 +68,31 @@ def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], 
 
 def _product(dtype: torch.dtype, kind: str, rows: int, has_float8: tuple[bool, ...]) -> Callable[[], object]:
     inputs, outputs = 4096, 6144
-    x, bias = _empty(rows, inputs, dtype=dtype), _empty(outputs, dtype=dtype)
-    codes = _empty(outputs, inputs // 2 if kind == "int4" else inputs, dtype=torch.uint8)
-    if kind == "fp8":
-        scales = _empty(outputs, dtype=torch.float32)
-    else:
-        scales = _empty(outputs, inputs // GROUP_SIZES[8 if kind == "int8" else 4], dtype=torch.bfloat16)
+    x, bias, weight = _empty(rows, inputs, dtype=dtype), _empty(outputs, dtype=dtype), _weight(kind, outputs, inputs)
 
     def call() -> object:
         # Both ways to widen, and with and without parts; the device that is not here cannot be asked.
-        for native in has_float8 if kind == "fp8" else (False,):
-            products.product(x, codes, scales, kind, bias, has_float8=native)
-            products.widen(codes, scales, kind, inputs, dtype, has_float8=native)
-        return products.product(x, codes, scales, kind, has_float8=has_float8[0], parts=1)
+        for native in has_float8 if weight.is_float else (False,):
+            products.product(x, weight, bias, has_float8=native)
+            widen(weight, dtype, has_float8=native)
+        return products.product(x, weight, has_float8=has_float8[0], parts=1)
 
     return call
+
+
+def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
+    bits, group, dtype, parts = _WEIGHTS[kind]
+    group = group or inputs
+    groups, nests = inputs // group, inputs // NEST
+    codes = _empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
+
+    def numbers(kind: torch.dtype) -> Tensor:
+        return _empty(outputs, groups, dtype=kind)
+
+    return QuantizedWeight(
+        codes, numbers(dtype), bits, inputs, group,
+        added=numbers(dtype) if "added" in parts else None,
+        nest=_empty(outputs, nests, 1 + ("added" in parts), dtype=torch.float16) if "nest" in parts else None,
+        levels=LEVELS if "floats" in parts else _empty(16, dtype=torch.int8) if "levels" in parts else None,
+        zeros=numbers(torch.uint8) if "zeros" in parts else None,
+    )  # fmt: skip

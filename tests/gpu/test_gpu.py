@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specinfer import LLM, SamplingParams
-from specinfer.kernels.quantization import Bits, QuantizedWeight, dequantize, linear, quantize
+from specinfer.kernels.quantization import Bits, dequantize, linear, quantize
+from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.load import load_model

@@ -3,6 +3,7 @@
 Without a GPU kernels run in Triton's interpreter; with one they are compiled, and these tests are marked `gpu`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specinfer.kernels import float8, layer_ops, plain_layer, quantization
+from specinfer.kernels.quantization import dequantize
 from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
+from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 
 pytest.importorskip("triton")
 import interpreter as interpreter
 from specinfer.kernels.triton import gate as gates
 from specinfer.kernels.triton import norm as norms
 from specinfer.kernels.triton import product as products
-from specinfer.kernels.triton import rotary
+from specinfer.kernels.triton import rotary, weights
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -169,7 +172,7 @@ def test_products_with_rounded_weights(
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
     for product in (products.product, plain_layer.product):
-        found = product(x, layer.codes, layer.scales, kind, bias)
+        found = product(x, layer.stored, bias)
         assert (found.shape, found.dtype) == ((rows, outputs), dtype)
         near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
         assert ((found.double() - exact).abs() <= near * size).all()
@@ -180,16 +183,92 @@ def test_products_with_rounded_weights(
 def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = _layer(kind, 4, 1100, False, 0)  # more than a program's
     for has_float8 in (True, False):
-        found = products.widen(layer.codes, layer.scales, kind, 1100, dtype, has_float8=has_float8)
-        assert torch.equal(found, plain_layer.widened(layer.codes, layer.scales, kind, 1100, dtype))
+        found = weights.widen(layer.stored, dtype, has_float8=has_float8)
         assert torch.equal(found, layer.weight.to(dtype))
     x = _random((3, 1100), 1, dtype)
-    whole = products.product_of_many(x, layer.codes, layer.scales, kind)
-    _close(whole, plain_layer.product(x, layer.codes, layer.scales, kind))
+    whole = products.product_of_many(x, layer.stored)
+    _close(whole, plain_layer.product(x, layer.stored))
     monkeypatch.setattr(products, "_AT_ONCE", 2500)
     out = torch.empty_like(whole)
-    assert products.product_of_many(x, layer.codes, layer.scales, kind, out=out) is out
+    assert products.product_of_many(x, layer.stored, out=out) is out
     _close(out, whole)
+
+
+# Weights as files hold them: bits, inputs of a group, type of the scales, and what there is besides.
+STORED: dict[str, tuple[int, int, torch.dtype, tuple[str, ...]]] = {
+    "Q4_0": (4, 32, torch.float16, ()),
+    "Q4_1": (4, 32, torch.float16, ("added",)),
+    "Q5_1": (5, 32, torch.float16, ("added",)),
+    "Q8_0": (8, 32, torch.float16, ()),
+    "Q4_K": (4, 32, torch.uint8, ("added", "nest")),
+    "Q6_K": (6, 16, torch.int8, ("nest",)),
+    "IQ4_NL": (4, 32, torch.float16, ("levels",)),
+    "IQ4_XS": (4, 32, torch.int8, ("levels", "nest")),
+    "MXFP4": (4, 32, torch.bfloat16, ("levels",)),
+    "NVFP4": (4, 16, torch.float32, ("levels",)),
+    "AWQ": (4, 128, torch.float16, ("zeros",)),
+    "GPTQ of 8 bits": (8, 64, torch.float16, ("zeros",)),
+    "a channel": (4, 128, torch.bfloat16, ()),
+    "FP8 in blocks": (8, 128, torch.float32, ("floats",)),
+}
+
+
+def _stored(name: str, outputs: int, inputs: int, seed: int) -> QuantizedWeight:
+    bits, group, dtype, parts = STORED[name]
+    source = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group) if "nest" not in parts else -(-inputs // NEST) * (NEST // group)
+    shape = (outputs, groups)
+
+    def numbers(kind: torch.dtype) -> Tensor:
+        if kind.is_floating_point:
+            return (torch.rand(shape, generator=source) / 8 - 1 / 16).to(kind)
+        return torch.randint(-128 if kind == torch.int8 else 0, 64, shape, generator=source, dtype=kind)
+
+    codes = torch.randint(0, 1 << bits, (outputs, groups * group), generator=source, dtype=torch.uint8)
+    levels = None
+    if "floats" in parts:
+        levels, codes = float8.LEVELS, codes.masked_fill(codes & 127 == 127, 0)  # no NaN
+    elif "levels" in parts:
+        levels = torch.randint(-127, 114, (16,), generator=source, dtype=torch.int8)
+    nest = torch.randn(outputs, -(-inputs // NEST), 2 if "added" in parts else 1, generator=source).half() / 16
+    weight = QuantizedWeight(
+        codes, numbers(dtype), bits, inputs, group, levels=levels, nest=nest if "nest" in parts else None,
+        added=numbers(dtype) if "added" in parts else None,
+        zeros=numbers(torch.uint8) if "zeros" in parts else None,
+    ).packed()  # fmt: skip
+    layer = QuantizedLinear(weight, None, torch.float32, native=False).to(DEVICE)
+    assert torch.equal(layer.stored.unpacked().codes.cpu(), codes)
+    return layer.stored
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 3]) for i, name in enumerate(STORED)])
+def test_products_with_weights_as_files_hold_them(name: str, dtype: torch.dtype) -> None:
+    """Over a last step that is partly filled, unless the files' types have none."""
+    outputs, inputs = 5, 2 * NEST if name == "Q4_K" else NEST if "nest" in STORED[name][3] else 140
+    weight, bias = _stored(name, outputs, inputs, 1), _random((outputs,), 2, dtype)
+    numbers = dequantize(weight)
+    assert torch.equal(weights.widen(weight, dtype), numbers.to(dtype))
+    near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    x = _random((18, inputs), 3, dtype)
+    exact = x.double() @ numbers.double().T + bias.double()
+    size = x.double().abs() @ numbers.double().abs().T + bias.double().abs()
+    for found in (products.product(x, weight, bias, parts=2), plain_layer.product(x, weight, bias)):
+        assert (found.shape, found.dtype) == ((18, outputs), dtype)
+        assert ((found.double() - exact).abs() <= near * size).all()
+
+
+def test_groups_with_equal_numbers_become_one() -> None:
+    weight = _stored("AWQ", 6, 512, 0)
+    spread = replace(
+        weight, group=32,
+        **{name: getattr(weight, name).repeat_interleave(4, dim=1) for name in ("scales", "zeros")},
+    )  # fmt: skip
+    assert spread.merged().group_size == 128
+    assert torch.equal(spread.merged().scales, weight.scales)
+    assert torch.equal(dequantize(spread.merged()), dequantize(weight))
+    spread.zeros[2, 1] += 1
+    assert spread.merged().group_size == 32
+    assert _stored("Q4_K", 6, 512, 0).merged().group_size == 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,21 +276,21 @@ def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: py
 def test_inputs_that_are_split(kind: str, parts: int) -> None:
     """Into more parts than there is work for, too."""
     layer, x = _layer(kind, 70, 300, True, 0), _random((5, 300), 1)
-    whole = products.product(x, layer.codes, layer.scales, kind, layer.bias)
-    found = products.product(x, layer.codes, layer.scales, kind, layer.bias, parts=parts)
+    whole = products.product(x, layer.stored, layer.bias)
+    found = products.product(x, layer.stored, layer.bias, parts=parts)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
     out = torch.empty_like(found)
-    assert products.product(x, layer.codes, layer.scales, kind, layer.bias, out, parts=parts) is out
+    assert products.product(x, layer.stored, layer.bias, out, parts=parts) is out
     assert torch.equal(out, found)
 
 
 def test_how_many_parts() -> None:
     """Small layers fill the device; what a program has to do stays worth its while."""
-    assert products.num_parts(4096, 64 * 264, "fp8") == 1
-    assert products.num_parts(4096, 64 * 132, "fp8") == 2
-    assert products.num_parts(14336, 4096, "fp8") == 8
-    assert products.num_parts(256, 64, "int8") == 1
-    assert products.num_parts(2**20, 64, "int8") == 16
+    assert products.num_parts(4096, 64 * 264, 128) == 1
+    assert products.num_parts(4096, 64 * 132, 128) == 2
+    assert products.num_parts(14336, 4096, 128) == 8
+    assert products.num_parts(256, 64, 64) == 1
+    assert products.num_parts(2**20, 64, 64) == 16
 
 
 def test_every_code_is_widened_to_what_it_stands_for() -> None:
@@ -221,9 +300,9 @@ def test_every_code_is_widened_to_what_it_stands_for() -> None:
     weight, x = torch.stack([codes.roll(i) for i in range(3)]), torch.eye(len(codes), device=DEVICE)
     wanted = weight.view(float8.CODES).float().T
     for has_float8 in (False, True):
-        assert torch.equal(
-            products.product(x, weight, torch.ones(3, device=DEVICE), "fp8", has_float8=has_float8), wanted
-        )
+        ones, size = torch.ones(3, 1, device=DEVICE), len(codes)
+        stored = QuantizedWeight(weight, ones, 8, size, size, levels=float8.LEVELS)
+        assert torch.equal(products.product(x, stored, has_float8=has_float8), wanted)
 
 
 def test_many_rows_are_not_widened_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +311,7 @@ def test_many_rows_are_not_widened_again_and_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(products, "product", lambda *_: called.append("kernel"))
     monkeypatch.setattr(products, "product_of_many", lambda *_: called.append("many"))
     for rows in (1, layer_ops.MAX_ROWS, layer_ops.MAX_ROWS + 1):
-        layer_ops.product(torch.zeros(rows, 4), torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2), "fp8")
+        layer_ops.product(torch.zeros(rows, 4), QuantizedWeight(torch.zeros(2, 4), torch.ones(2, 1), 8, 4, 4))
     assert called == ["kernel", "kernel", "many"]
 
 

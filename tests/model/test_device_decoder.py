@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from gguf_files import write_model
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.kernels import Float8Linear, QuantizedLinear
+from specinfer.kernels import Float8Linear, QuantizedLinear, layer_ops
 from specinfer.model import device_decoder, load, load_config
 from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
+from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import KVTensors
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
 from specinfer.parallel.shard_spec import ShardSpec
 from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run
@@ -237,3 +240,23 @@ def test_what_does_not_agree_is_not_used(
         assert not isinstance(loaded.model, DeviceDecoder)
         assert loaded.quantization == quantization
         assert "fused device layers" in caplog.text
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_codes_of_a_file_stay_packed(is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and values of several types are computed one after the other, and a tied embedding is read from codes."""
+    monkeypatch.setattr(LoadConfig, "_has_kernels_for_codes", True)
+    monkeypatch.setattr(
+        QuantizedLinear, "multiply", lambda self, rows: layer_ops.product(rows.contiguous(), self.stored, self.bias)
+    )
+    path = tmp_path / "m.gguf"
+    kinds = {"attn_v": "Q6_K", "token_embd": "Q6_K", "ffn_down": "IQ4_XS"}
+    write_model(path, kind="Q4_K", kinds=kinds, hidden_size=256, intermediate_size=256, tie_word_embeddings=is_tied)
+    loaded = load_model(find_folder(path), torch.bfloat16, CPU, native=False)
+    assert loaded.stored_types == "IQ4_XS, Q4_K, Q6_K"
+    assert loaded.num_bytes < 1.3 * path.stat().st_size
+    found = _logits(_decoder(loaded))
+    layer: Any = loaded.model.model.layers
+    assert not len(layer), "the definition was not taken apart"
+    exact = _logits(load_model(find_folder(path), torch.float32, CPU, native=False))
+    assert (found - exact).norm() < 0.05 * exact.norm()

@@ -13,7 +13,8 @@ from torch import Tensor
 from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING
 from specinfer.demo.chat_model import PACKED_HEADS
 from specinfer.demo.pair import CHECKSUMS, GROUP_SCALES, ROW_SCALE, WEIGHTS, digest, save
-from specinfer.kernels.quantization import GROUP_SIZES, quantize
+from specinfer.kernels.quantization import quantize
+from specinfer.kernels.quantized_weight import GROUP_SIZES
 
 _TIED = "lm_head.weight"
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")

@@ -20,7 +20,8 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
 from specinfer.demo.chat_model import CHAT_HEADS, OTHERS, PACKED_HEADS
-from specinfer.kernels.quantization import QuantizedWeight, dequantize
+from specinfer.kernels.quantization import dequantize
+from specinfer.kernels.quantized_weight import QuantizedWeight
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
 CHECKSUMS = "checksums.json"
@@ -91,7 +92,7 @@ def unpack(
 def _restored(name: str, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     tensor = stored[name]
     if name + GROUP_SCALES in stored:
-        return dequantize(QuantizedWeight.of_bytes(tensor, stored[name + GROUP_SCALES], 4, 2 * tensor.shape[1]), dtype)
+        return dequantize(QuantizedWeight(tensor, stored[name + GROUP_SCALES], 4, 2 * tensor.shape[1]), dtype)
     if name + ROW_SCALE in stored:
         return (tensor * stored[name + ROW_SCALE]).to(dtype)
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

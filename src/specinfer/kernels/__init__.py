@@ -10,8 +10,9 @@ from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, 
 from specinfer.kernels.linear_call import GATES, Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns, AdapterTable, LowRank
 from specinfer.kernels.panels import Panels
-from specinfer.kernels.quantization import QuantizedWeight, quantize
+from specinfer.kernels.quantization import quantize
 from specinfer.kernels.quantized_linear import Float8Linear, QuantizedEmbedding, QuantizedLinear
+from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.kernels.scales import WIDTH
 
 __all__ = [

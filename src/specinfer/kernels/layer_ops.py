@@ -6,6 +6,7 @@ Each is documented at its plain version in `plain_layer`.
 from torch import Tensor
 
 from specinfer.kernels import plain_layer
+from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.kernels.triton import by_device, runs_on
 
 # Up to this many rows, codes are widened in registers, again for every 64 rows. For more rows they are widened once.
@@ -21,13 +22,11 @@ rotate_and_store = by_device(_runs_on, plain_layer.rotate_and_store, "rotary")
 gate = by_device(_runs_on, plain_layer.gate, "gate")
 
 
-def product(
-    rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Run `plain_layer.product` or its Triton kernel."""
     if runs_on(rows):
         from specinfer.kernels.triton import product as products
 
         multiply = products.product if len(rows) <= MAX_ROWS else products.product_of_many
-        return multiply(rows, codes, scales, kind, bias, out)
-    return plain_layer.product(rows, codes, scales, kind, bias, out)
+        return multiply(rows, weight, bias, out)
+    return plain_layer.product(rows, weight, bias, out)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from specinfer.kernels.float8 import LEVELS
 from specinfer.kernels.library import call, describe, library
-from specinfer.kernels.quantization import QuantizedWeight
+from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.kernels.scales import BF16_SCALES, WIDTH, pack_scales, with_scales
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

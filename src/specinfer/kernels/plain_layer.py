@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.kernels import float8, quantization
+from specinfer.kernels import float8
+from specinfer.kernels.quantization import dequantize
+from specinfer.kernels.quantized_weight import QuantizedWeight
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -102,31 +104,19 @@ def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def product(
-    rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return [rows, outputs] products with quantized weights, summed in float32, plus the bias, in the type of `rows`.
 
     Weights are widened for some outputs at a time, to limit the memory that they take.
 
     Args:
         rows: [rows, inputs] float32, bfloat16 or float16, contiguous.
-        codes: [outputs, bytes] uint8 as `QuantizedLinear` and `Float8Linear` store them.
-        scales: [outputs, groups] bfloat16, or for "fp8" [outputs] float32.
-        kind: "int8", "int4" or "fp8".
+        weight: Weights, of 4 bits packed, of 5 and 6 bits with one code in a byte.
         bias: [outputs].
     """
-    outputs, inputs = len(codes), rows.shape[1]
+    outputs = weight.out_features
     result = rows.new_empty(len(rows), outputs) if out is None else out
-    for part in float8.row_ranges(codes.shape):
-        weight = widened(codes[part], scales[part], kind, inputs, rows.dtype)
-        result[:, part] = functional.linear(rows, weight, None if bias is None else bias[part])
+    for part in float8.row_ranges(torch.Size((outputs, rows.shape[1]))):
+        wide = dequantize(weight.part(part), rows.dtype)
+        result[:, part] = functional.linear(rows, wide, None if bias is None else bias[part])
     return result
-
-
-def widened(codes: Tensor, scales: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return the [outputs, inputs] numbers that codes stand for; arguments as in `product`."""
-    if kind == "fp8":
-        return float8.dequantize(float8.Float8Weight(codes, scales), dtype)
-    bits = quantization.BITS[kind]
-    return quantization.dequantize(quantization.QuantizedWeight.of_bytes(codes, scales, bits, inputs), dtype)

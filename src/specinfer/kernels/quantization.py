@@ -9,19 +9,17 @@ the other rows. This plain PyTorch code defines the format: other implementation
 the last bits.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.kernels.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
+
 Bits = Literal[8, 4]
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
-GROUP_SIZES: dict[int, int] = {8: 64, 4: 32}
-ZEROS: dict[int, int] = {8: 128, 6: 32, 5: 16, 4: 8}  # the codes that stand for 0
-NEST = 256  # inputs whose groups' scales have a scale of their own
 RANGES: dict[int, tuple[int, int]] = {8: (-127, 127), 4: (-8, 7)}  # of codes without the zero
 # The smallest magnitude that is not treated as 0: below it, 127 over the magnitude may be infinite.
 TINY = 2.0**-120
@@ -34,129 +32,6 @@ _MOST_VALUES = 16  # of 4 bits; groups with no more distinct ones were rounded b
 _ALL_STEPS = (8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0)  # tried for such groups, whose largest weight may have any code
 _AT_ONCE = 2**18  # weights quantized at a time, few enough for the processor's cache
 _MAX_ROWS, _MAX_PRODUCTS = 256, 2**20  # rows multiplied at a time; products in memory, which fit into the cache
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """The weights of a linear layer; inputs are padded to whole groups, with the code that stands for 0.
-
-    A weight is `(code - zero) * scale + added`. With `nest`, scales and what is added are whole numbers times those of
-    `NEST` inputs. The zero is that of all codes of so many bits, or one of each group. There is none where something is
-    added, and the levels stand for themselves.
-    """
-
-    codes: Tensor  # [out, groups * group size] uint8
-    # [out, groups] bfloat16 or float16, of either sign; int8, or uint8 with `added`, if nested; float32 of float codes
-    scales: Tensor
-    bits: int
-    in_features: int
-    group: int | None = None  # inputs of a group; None for the one of GROUP_SIZES
-    added: Tensor | None = None  # [out, groups] float16, or uint8 if nested
-    nest: Tensor | None = None  # [out, inputs / NEST, 1, or 2 with `added`] float16
-    levels: Tensor | None = None  # [16] int8: the numbers that the codes stand for, or [256] float32 of float codes
-    zeros: Tensor | None = None  # [out, groups] uint8
-
-    @classmethod
-    def of_bytes(cls, codes: Tensor, scales: Tensor, bits: int, in_features: int) -> "QuantizedWeight":
-        """Make weights from `codes` [out, bytes of a row] uint8.
-
-        A byte has one code, or two of 4 bits, the first in the lower half.
-        """
-        if bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
-        return cls(codes, scales, bits, in_features)
-
-    @property
-    def out_features(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def group_size(self) -> int:
-        return self.group or GROUP_SIZES[self.bits]
-
-    @property
-    def is_float(self) -> bool:
-        """True if codes are floating-point numbers."""
-        return self.levels is not None and self.levels.is_floating_point()
-
-    @property
-    def zero(self) -> int:
-        """The code that stands for 0 in all groups, or 0 if there is none."""
-        return ZEROS[self.bits] if self.added is None and self.levels is None and self.zeros is None else 0
-
-    def reordered(self, order: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """Return the same rows in the order that a function brings those of a tensor into."""
-        return self.joined([self], lambda tensors: order(tensors[0]))
-
-    def can_split(self, part: range) -> bool:
-        """Return whether these inputs are whole groups, and whole ones of groups whose scales have a scale."""
-        size = self.group_size if self.nest is None else NEST
-        return part.start % size == 0 and (part.stop % size == 0 or part.stop == self.in_features)
-
-    def of_inputs(self, part: range) -> "QuantizedWeight":
-        """Return the weights of some inputs, see `can_split`."""
-        assert self.can_split(part)
-
-        def cut(tensor: Tensor, size: int) -> Tensor:
-            return tensor[:, part.start // size : -(-part.stop // size)].contiguous()
-
-        group = self.group_size
-        added, zeros = (None if one is None else cut(one, group) for one in (self.added, self.zeros))
-        codes = cut(self.codes.unflatten(1, (-1, group)), group).flatten(1)
-        nest = None if self.nest is None else cut(self.nest, NEST)
-        return replace(
-            self, codes=codes, scales=cut(self.scales, group), in_features=len(part), added=added, nest=nest,
-            zeros=zeros,
-        )  # fmt: skip
-
-    def outline(self, rows: int) -> "QuantizedWeight":
-        """Return weights on the meta device in the same format, with so many rows."""
-        return self.reordered(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
-
-    @staticmethod
-    def joined(
-        weights: "Sequence[QuantizedWeight]", join: Callable[[list[Tensor]], Tensor] = torch.cat
-    ) -> "QuantizedWeight":
-        """Return the rows of several weights of the same format, one after the other or in the order of `join`."""
-        first = weights[0]
-        assert all(one.format == first.format for one in weights)
-        added, nest, zeros = (
-            None if getattr(first, name) is None else join([getattr(one, name) for one in weights])
-            for name in ("added", "nest", "zeros")
-        )
-        codes, scales = (join([getattr(one, name) for one in weights]) for name in ("codes", "scales"))
-        return replace(first, codes=codes, scales=scales, added=added, nest=nest, zeros=zeros)
-
-    @property
-    def format(self) -> tuple[object, ...]:
-        """Properties that weights must share to be joined."""
-        levels = None if self.levels is None else self.is_float or tuple(self.levels.tolist())
-        optional = self.added is None, self.nest is None, self.zeros is None, levels
-        return (self.bits, self.group_size, self.in_features, self.scales.dtype, *optional)
-
-    def numbers(self, part: slice = slice(None)) -> Tensor:
-        """Return the float32 numbers that scales multiply, of some rows: [rows, groups * group size]."""
-        codes = self.codes[part]
-        if self.levels is not None:
-            return self.levels[codes.long()].float()
-        return codes.to(torch.float32).sub_(self.zero)
-
-    def group_scales(self, part: slice = slice(None)) -> Tensor:
-        """Return the [rows, groups] float32 scales of some rows."""
-        return self._nested(self.scales, 0, part)
-
-    def group_added(self, part: slice = slice(None)) -> Tensor | None:
-        """Return the [rows, groups] float32 numbers that are added to each weight of some rows, or None."""
-        if self.zeros is not None:
-            return -self.zeros[part].float() * self.group_scales(part)
-        return None if self.added is None else self._nested(self.added, 1, part)
-
-    def _nested(self, numbers: Tensor, index: int, part: slice) -> Tensor:
-        numbers = numbers[part].float()
-        if self.nest is None:
-            return numbers
-        outer = self.nest[part, :, index].float()
-        return numbers * outer.repeat_interleave(NEST // self.group_size, dim=1)
 
 
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.kernels import float8, layer_ops, quantization
-from specinfer.kernels.float8 import Float8Weight
+from specinfer.kernels.float8 import LEVELS, Float8Weight
 from specinfer.kernels.library import library
 from specinfer.kernels.linear_call import LinearCall
 from specinfer.kernels.panels import Panels
-from specinfer.kernels.quantization import Bits, QuantizedWeight
+from specinfer.kernels.quantization import Bits
+from specinfer.kernels.quantized_weight import QuantizedWeight
+
+_TENSORS = ("codes", "scales", "added", "nest", "levels", "zeros")
 
 
 class QuantizedLinear(nn.Module):
@@ -24,10 +27,12 @@ class QuantizedLinear(nn.Module):
         native: Whether to use the native kernel if there is one; also for weights on the meta device.
     """
 
-    codes: Tensor | None  # [out, bytes of a row] uint8: one code each, or two of 4 bits, the first in the lower half
-    scales: Tensor | None  # [out, groups], like the next ones as in `QuantizedWeight`
+    # As in `QuantizedWeight`, codes packed; None with the native kernel.
+    codes: Tensor | None
+    scales: Tensor | None
     added: Tensor | None
     nest: Tensor | None
+    levels: Tensor | None
     zeros: Tensor | None
 
     def __init__(
@@ -37,15 +42,12 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.bits, self.dtype, self.bias = weight.bits, dtype, bias
         self.call: LinearCall | None = None
-        stored: tuple[Tensor | None, ...] = (None,) * 5
-        self.group, self.levels = weight.group, weight.levels
+        self.group = weight.group
         if native and library() is not None and weight.codes.device.type in ("cpu", "meta"):
             self.call = LinearCall(Panels.of_codes(weight, bias))
-        else:
-            codes = weight.codes if self.bits != 4 else weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
-            stored = codes, weight.scales, weight.added, weight.nest, weight.zeros
-        for name, tensor in zip(("codes", "scales", "added", "nest", "zeros"), stored, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
+        packed = None if self.call is not None else weight.packed()
+        for name in _TENSORS:
+            self.register_buffer(name, None if packed is None else getattr(packed, name), persistent=False)
 
     @classmethod
     def of(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
@@ -56,19 +58,21 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def joined(cls, layers: Sequence["QuantizedLinear"]) -> Self:
         """Return one layer with the outputs of all layers, one after the other; they must not use the native kernel."""
-        weight = QuantizedWeight.joined([layer.quantized for layer in layers])
+        weight = QuantizedWeight.joined([layer.stored for layer in layers])
         return cls(weight, joined_bias(layers), layers[0].dtype, native=False)
 
     @property
     def quantized(self) -> QuantizedWeight:
         """Weights with one byte for each code."""
-        if self.call is not None:
-            return self.call.panels.unpack_codes()
+        return self.stored.unpacked() if self.call is None else self.call.panels.unpack_codes()
+
+    @property
+    def stored(self) -> QuantizedWeight:
+        """Weights as they are without the native kernel."""
         assert self.codes is not None
         assert self.scales is not None
-        weight = QuantizedWeight.of_bytes(self.codes, self.scales, self.bits, self.in_features)
-        optional = {name: getattr(self, name) for name in ("group", "added", "nest", "levels", "zeros")}
-        return replace(weight, **optional)
+        weight = QuantizedWeight(self.codes, self.scales, self.bits, self.in_features, self.group)
+        return replace(weight, **{name: getattr(self, name) for name in _TENSORS})
 
     @property
     def weight(self) -> Tensor:
@@ -90,9 +94,7 @@ class QuantizedLinear(nn.Module):
         if self.call is not None:
             return self.call(rows.float().contiguous()).to(rows.dtype)
         if rows.is_cuda:  # activations are not rounded: it would take longer than it saves
-            assert self.codes is not None
-            assert self.scales is not None
-            return layer_ops.product(rows.contiguous(), self.codes, self.scales, f"int{self.bits}", self.bias)
+            return layer_ops.product(rows.contiguous(), self.stored, self.bias)
         return quantization.linear(rows, self.quantized, self.bias)
 
     def extra_repr(self) -> str:
@@ -100,7 +102,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """A replacement for `nn.Embedding` whose rows are those of a linear layer on the native kernel, which may be tied.
+    """A replacement for `nn.Embedding` whose rows are those of a linear layer, which may be tied.
 
     Args:
         scale: Factor of all rows, as some families have it, or None.
@@ -108,17 +110,25 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, layer: QuantizedLinear, scale: Tensor | None) -> None:
         super().__init__()
-        assert layer.call is not None
         self.call, self.dtype, self.embed_scale = layer.call, layer.dtype, scale
+        self.layer = layer if layer.call is None else None
 
     @property
     def num_bytes(self) -> int:
-        return self.call.num_bytes
+        """Bytes stored in addition to parameters and buffers."""
+        return 0 if self.call is None else self.call.num_bytes
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """Return [tokens, width] float32 rows of [tokens] tokens, without the scale."""
+        if self.call is not None:
+            return self.call.rows(token_ids)
+        assert self.layer is not None
+        return quantization.dequantize(self.layer.stored.reordered(lambda tensor: tensor[token_ids]))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows = self.call.rows(token_ids.flatten()).to(self.dtype)
+        rows = self.rows(token_ids.flatten()).to(self.dtype)
         # By this function, because reference passes look for it.
-        result = functional.embedding(torch.arange(len(rows)).view(token_ids.shape), rows)
+        result = functional.embedding(torch.arange(len(rows), device=rows.device).view(token_ids.shape), rows)
         return result if self.embed_scale is None else result * self.embed_scale.to(self.dtype)
 
 
@@ -154,13 +164,19 @@ class Float8Linear(nn.Module):
         return cls(Float8Weight(codes, scales), joined_bias(layers), layers[0].dtype)
 
     @property
+    def stored(self) -> QuantizedWeight:
+        """Weights in one group."""
+        size = self.in_features
+        return QuantizedWeight(self.codes, self.scales.unsqueeze(1), 8, size, size, levels=LEVELS)
+
+    @property
     def weight(self) -> Tensor:
         """Weights as [out, in], computed at each access."""
         return float8.dequantize(Float8Weight(self.codes, self.scales), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
-        result = layer_ops.product(rows, self.codes, self.scales, "fp8", self.bias)
+        result = layer_ops.product(rows, self.stored, self.bias)
         return result.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

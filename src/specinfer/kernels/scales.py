@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.kernels.quantization import NEST, QuantizedWeight
+from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 
 WIDTH = 32  # columns of a panel; like all constants here, as in types.h
 BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS, FP32_SCALES = range(7)

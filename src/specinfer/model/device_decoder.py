@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from specinfer.core.config import MAX_TREE_NODES
 from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
@@ -36,10 +35,10 @@ class DeviceDecoder(nn.Module):
     def __init__(self, model: Any, max_position: int) -> None:
         super().__init__()
         trunk = model.model
-        self.embedding, self.head = trunk.embed_tokens.weight, model.lm_head
+        self.embedding, self.head = trunk.embed_tokens, model.lm_head
         self.norm, self.eps = trunk.norm.weight, float(trunk.norm.variance_epsilon)
-        places = torch.arange(max_position + MAX_TREE_NODES, device=self.embedding.device).unsqueeze(0)
-        cosines, sines = trunk.rotary_emb(torch.empty(0, device=self.embedding.device), places)
+        places = torch.arange(max_position + MAX_TREE_NODES, device=self.norm.device).unsqueeze(0)
+        cosines, sines = trunk.rotary_emb(torch.empty(0, device=self.norm.device), places)
         self.register_buffer("rotations", rotation_table(cosines[0], sines[0]), persistent=False)
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
 
@@ -49,7 +48,7 @@ class DeviceDecoder(nn.Module):
         Args:
             watch: Callback after the embedding and after each layer.
         """
-        hidden = functional.embedding(batch.token_ids, self.embedding)
+        hidden = self.embedding(batch.token_ids)
         added: Tensor | None = None
         if watch is not None:
             watch(0, hidden)
@@ -104,11 +103,4 @@ def can_fuse_on_device(model: Any, device: torch.device) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    return all(
-        can_join(one)
-        and type(one) is type(joined_layers[0])
-        and (one.bias is None) == (joined_layers[0].bias is None)
-        and getattr(one, "call", None) is None
-        for joined_layers in linears_of(layer)
-        for one in joined_layers
-    )
+    return all(can_join(one) and getattr(one, "call", None) is None for parts in linears_of(layer) for one in parts)

@@ -105,7 +105,7 @@ class FusedDecoder(nn.Module):
         if isinstance(self.embedding, Tensor):
             return self.embedding[token_ids].float()
         if self.embedding is not None:
-            return self.embedding.call.rows(token_ids)
+            return self.embedding.rows(token_ids)
         assert self.head is not None
         return self.head.call.rows(token_ids)
 
@@ -129,7 +129,7 @@ class FusedDecoder(nn.Module):
         """Bytes of the weights, which are not parameters of this module."""
         heads = [] if self.head is None else [self.head.call]
         calls = [*heads, *(call for layer in self.layers for call in layer.call.linears)]
-        if isinstance(self.embedding, QuantizedEmbedding):
+        if isinstance(self.embedding, QuantizedEmbedding) and self.embedding.call is not None:
             calls.append(self.embedding.call)
         embedding = int(self.embedding.nbytes) if isinstance(self.embedding, Tensor) else 0
         return embedding + sum(call.num_bytes for call in {id(one.panels): one for one in calls}.values())

@@ -1,5 +1,6 @@
 """The linear layers of a loaded model: conversion of special classes to `nn.Linear`, and quantization."""
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -83,13 +84,17 @@ def quantize_linears(
 
 
 def place_codes(
-    model: nn.Module, codes_of: Callable[[nn.Module, str, Tensor], tuple[str, QuantizedWeight] | None]
+    model: nn.Module,
+    codes_of: Callable[[nn.Module, str, Tensor], tuple[str, QuantizedWeight] | None],
+    *,
+    native: bool = True,
 ) -> set[str]:
     """Replace linear layers and embeddings with meta weights by ones that compute with codes; return their types.
 
     Args:
         codes_of: Function of a module, and of its meta weight's name and itself. It returns the type and the codes,
             or None for a weight that has none.
+        native: False for the kernels of GPUs.
     """
     kinds: set[str] = set()
     found: dict[int, QuantizedLinear] = {}  # a tied head is read once
@@ -103,7 +108,8 @@ def place_codes(
                 continue
             kind, codes = stored
             kinds.add(kind)
-            layer = found[id(weight)] = QuantizedLinear(codes, bias, weight.dtype)
+            codes = codes if native else codes.merged()
+            layer = found[id(weight)] = QuantizedLinear(codes, bias, weight.dtype, native=native)
         if isinstance(module, nn.Embedding):
             model.set_submodule(name, QuantizedEmbedding(layer, getattr(module, "embed_scale", None)))
         else:
@@ -178,8 +184,30 @@ def can_join(layer: Any) -> bool:
     return type(layer) is nn.Linear or hasattr(layer, "joined")
 
 
+class LinearGroup(nn.Module):
+    """Linear layers of several formats with the same inputs; their outputs follow one another."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
 def joined(layers: Sequence[Any]) -> nn.Module:
-    """Return one linear layer whose outputs are those of all layers, one after the other; all are of one class."""
+    """Return one layer whose outputs are those of all layers, one after the other."""
+    runs = [_joined(list(run)) for _, run in itertools.groupby(layers, _format_of)]
+    return runs[0] if len(runs) == 1 else LinearGroup(runs)
+
+
+def _format_of(layer: Any) -> tuple[object, ...]:
+    """Return the properties that linear layers must share to become one."""
+    stored = layer.stored.format if isinstance(layer, QuantizedLinear) else None
+    return type(layer), layer.bias is None, stored
+
+
+def _joined(layers: list[Any]) -> nn.Module:
     if len(layers) == 1:
         only: nn.Module = layers[0]
         return only

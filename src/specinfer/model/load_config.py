@@ -10,6 +10,7 @@ from torch import Tensor
 from specinfer.core.config import OffloadConfig
 from specinfer.kernels.library import library
 from specinfer.kernels.quantization import BITS
+from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse
 from specinfer.parallel.shard_spec import ShardSpec
@@ -57,15 +58,21 @@ class LoadConfig:
     def keeps_codes(self) -> bool:
         """True if weights that are stored as codes are computed with as they are."""
         return (
-            self.has_native_kernels
-            and library() is not None
+            self._has_kernels_for_codes
             and self.dtype != torch.float32  # which asks for the weights' exact values
             and (self.quantization, self.token_map) == (None, None)
         )
 
+    @property
+    def _has_kernels_for_codes(self) -> bool:
+        if self.device.type == "cuda":
+            return self.native and self.offload.offload is None and why_not_on(self.device) is None
+        return self.has_native_kernels and library() is not None
+
     def keeps_codes_of(self, name: str) -> bool:
-        """Return whether a weight that is stored as codes is computed with as it is; some experts are not."""
-        return self.keeps_codes and (".experts." not in name or self.config.model_type in experts.FAMILIES)
+        """Return whether a weight that is stored as codes is computed with as it is; on GPUs experts are not."""
+        keeps_experts = self.device.type == "cpu" and self.config.model_type in experts.FAMILIES
+        return self.keeps_codes and (".experts." not in name or keeps_experts)
 
     def fuses(self, definition: Any) -> bool:
         """Return whether `FusedDecoder` can run the definition; of quantized weights it has integers only."""

@@ -75,7 +75,8 @@ def read_shard(job: LoadConfig) -> ShardDefinition:
         definition = ShardDefinition.make(job, checkpoint.weights(lambda _layer: job.shard.is_whole))
         prepare_conversion(checkpoint, definition.model, job)
         checkpoint.fill(definition.model)
-        return definition.with_types(place_stored(definition.model, checkpoint))
+        kinds = place_stored(definition.model, checkpoint, native=job.has_native_kernels)
+        return definition.with_types(kinds)
 
 
 def place_stored(
@@ -83,12 +84,15 @@ def place_stored(
     checkpoint: Checkpoint,
     is_read: Callable[[int | None], bool] = lambda _: True,
     is_placed: Callable[[int | None], bool] = lambda _: True,
+    *,
+    native: bool = True,
 ) -> set[str]:
     """Let layers compute with the weights that the checkpoint keeps as they are stored, and return their types.
 
     Args:
         is_read: Function of a layer's number, or None outside of layers. What is not read is on the meta device.
         is_placed: Such a function; other layers stay as they are.
+        native: False for the kernels of GPUs.
     """
 
     def codes_of(module: nn.Module, name: str, weight: Tensor) -> tuple[str, QuantizedWeight] | None:
@@ -98,7 +102,7 @@ def place_stored(
         assert origin is not None
         return checkpoint.codes(*origin, reads=is_read(layer_number(name)))
 
-    kinds = place_codes(model, codes_of)
+    kinds = place_codes(model, codes_of, native=native)
     if is_placed(0):
         kinds |= place_experts(model, checkpoint, lambda name: is_read(layer_number(name)))
     return kinds

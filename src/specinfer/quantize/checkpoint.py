@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import BITS, GROUP_SIZES, Bits, QuantizedWeight, quantize
+from specinfer.kernels.quantization import BITS, Bits, quantize
+from specinfer.kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
 from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer, outline
 from specinfer.model.folder import replacing, weight_shapes
 from specinfer.model.gguf.writing import TYPES, write_gguf

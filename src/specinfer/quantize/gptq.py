@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels.quantization import (
-    GROUP_SIZES,
-    RANGES,
-    ZEROS,
-    Bits,
-    QuantizedWeight,
-    dequantize,
-    find_scales,
-    quantize,
-)
+from specinfer.kernels.quantization import RANGES, Bits, dequantize, find_scales, quantize
+from specinfer.kernels.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
 
 _DAMPING = 0.01  # of the mean second moment, added to all of them, because few texts leave some directions unseen
 _BLOCK = 128  # inputs rounded before the others to their right learn of the errors

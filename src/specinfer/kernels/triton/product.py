@@ -1,12 +1,12 @@
 """Products with quantized weights. For few rows, weights are read once, widened in registers and summed in float32.
 
 Weights are the left factor and rows the right one, so that a block of outputs fills the tensor cores even for few rows.
+Codes are multiplied as whole numbers, exact in every type of rows, and each group's sum is scaled in float32. Where a
+number is added to all weights of a group, it is multiplied by the sum of the group's inputs.
 Small layers are split along their inputs too, so that the whole device reads. A second launch sums the parts, always in
 the same order. How a layer is split does not depend on the rows. For many rows, weights are widened once, in memory,
 and PyTorch multiplies.
 """
-
-from functools import cache
 
 import torch
 import triton
@@ -14,71 +14,96 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-# Kinds of weights; see quantization.py for the groups of neighbouring inputs that share a scale.
-INT8, INT4, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KINDS = {"int8": 0, "int4": 1, "fp8": 2}
-_STEPS = {"int8": 64, "int4": 32, "fp8": 128}  # inputs per step; for integers one group
+from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.kernels.triton.weights import (
+    HALVES,
+    LEVELS,
+    NO_OFFSET,
+    has_float8_instructions,
+    has_one_scale,
+    load_nested,
+    load_numbers,
+    load_offsets,
+    stored_arguments,
+    widen,
+)
+
+_LEAST_BYTES = 16  # of a step: inputs of a product of tensor cores
+_WHOLE_STEP = 128  # inputs of a step where all inputs share a scale
 _OUTPUTS = 64  # outputs of a program with at most 16 rows; with more rows twice as many
 _ROWS = (16, 32, 64)
 _PROGRAMS = 264  # fewest, if there are enough inputs: two per multiprocessor of a large GPU
 _LEAST_STEPS = 4  # of a program
-_NATIVE_FLOAT8 = (8, 9)  # the first compute capability with instructions for it
-_BYTES = 1024  # of a program that widens
 _AT_ONCE = 2**26  # weights widened at a time
 
 
 @triton.jit
-def _widened(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Widen e4m3 bytes: exponent and mantissa move to their float32 places, then 2**120 corrects the exponent."""
-    if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    bits = codes.to(tl.int32)
-    bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
-
-
-@triton.jit
 def product_program(
-    rows, codes, scales, bias, out, num_rows, inputs, outputs, row_bytes, num_steps, steps_each,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
+    rows, codes, scales, offsets, nest, levels, zero, bias, out,
+    num_rows, inputs, outputs, row_bytes, num_groups, num_steps, steps_each,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    NESTED: tl.constexpr, IN_NEST: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of rows of a block of outputs, summed over a part of the inputs.
 
-    Neighbouring programs compute blocks of rows of the same outputs, and so read the same weights.
+    Neighbouring programs compute blocks of rows of the same outputs, and so read the same weights. A step is a group,
+    several of which the codes are scaled before the product (`GROUP` < `STEP`), or a part of the only one (`GROUP` 0).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     has_output, has_row = output < outputs, row < num_rows
     dtype: tl.constexpr = rows.dtype.element_ty
-    width: tl.constexpr = STEP // 2 if KIND == INT4 else STEP  # bytes of a step
+    is_half: tl.constexpr = (KIND == HALVES) | (KIND == LEVELS)
+    width: tl.constexpr = STEP // 2 if is_half else STEP  # bytes of a step
     column = tl.arange(0, width)
-    code_rows = codes + output[:, None].to(tl.int64) * row_bytes
+    of_output = output.to(tl.int64)
+    code_rows = codes + of_output[:, None] * row_bytes
     row_starts = rows + row[None, :].to(tl.int64) * inputs
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     first = part * steps_each
     for step in range(first, min(first + steps_each, num_steps)):
         byte = step * width + column
         code = tl.load(code_rows + byte[None, :], mask=has_output[:, None] & (byte < row_bytes)[None, :], other=0)
-        if KIND == INT4:
+        if is_half:
             even = 2 * byte  # a byte's first input is in the lower half
             x = tl.load(row_starts + even[:, None], mask=has_row[None, :] & (even < inputs)[:, None], other=0.0)
             y = tl.load(row_starts + even[:, None] + 1, mask=has_row[None, :] & (even + 1 < inputs)[:, None], other=0.0)
-            low = ((code & 15).to(tl.int32) - 8).to(dtype)
-            high = ((code >> 4).to(tl.int32) - 8).to(dtype)
-            products = tl.dot(low, x, input_precision=PRECISION)
+            low = load_numbers(code & 15, levels, zero, dtype, KIND, NATIVE)
+            high = load_numbers(code >> 4, levels, zero, dtype, KIND, NATIVE)
+            if (GROUP > 0) & (GROUP < STEP):
+                inside = has_output[:, None] & (even < inputs)[None, :]
+                group = even // GROUP
+                each = tl.load(scales + of_output[:, None] * num_groups + group[None, :], mask=inside, other=0.0)
+                each = each.to(tl.float32)
+                low = (low.to(tl.float32) * each).to(dtype)
+                high = (high.to(tl.float32) * each).to(dtype)
+                products = tl.dot(low, x, total, input_precision=PRECISION)
+            else:
+                products = tl.dot(low, x, input_precision=PRECISION)
             products = tl.dot(high, y, products, input_precision=PRECISION)
         else:
             x = tl.load(row_starts + byte[:, None], mask=has_row[None, :] & (byte < inputs)[:, None], other=0.0)
-            if KIND == INT8:
-                products = tl.dot((code.to(tl.int32) - 128).to(dtype), x, input_precision=PRECISION)
+            values = load_numbers(code, levels, zero, dtype, KIND, NATIVE)
+            if GROUP == 0:
+                products = tl.dot(values, x, total, input_precision=PRECISION)
             else:
-                total = tl.dot(_widened(code, dtype, NATIVE), x, total, input_precision=PRECISION)
-        if KIND != FLOAT8:
-            scale = tl.load(scales + output.to(tl.int64) * num_steps + step, mask=has_output, other=0.0)
-            total += products * scale.to(tl.float32)[:, None]
-    if KIND == FLOAT8:
+                products = tl.dot(values, x, input_precision=PRECISION)
+        if GROUP == STEP:
+            scale = load_nested(scales, nest, of_output, step, num_groups, has_output, 0, NESTED, IN_NEST)
+            total += products * scale[:, None]
+            if OFFSET != NO_OFFSET:
+                offset = load_offsets(
+                    offsets, scale, nest, of_output, step, num_groups, has_output, OFFSET, NESTED, IN_NEST
+                )
+                sums = tl.sum(x.to(tl.float32), axis=0)
+                if is_half:
+                    sums += tl.sum(y.to(tl.float32), axis=0)
+                total += offset[:, None] * sums[None, :]
+        else:
+            total = products
+    if GROUP == 0:
         total *= tl.load(scales + output, mask=has_output, other=0.0)[:, None]
     to = row[None, :].to(tl.int64) * outputs + output[:, None]
     inside = has_output[:, None] & has_row[None, :]
@@ -105,34 +130,16 @@ def add_parts_program(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def widen_program(
-    codes, scales, out, inputs, row_bytes, num_groups,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Widen a block of bytes of one output's weights; `GROUP` bytes share a scale."""
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    byte = start + tl.arange(0, BLOCK)
-    inside = byte < row_bytes
-    code = tl.load(codes + row * row_bytes + byte, mask=inside, other=0)
-    if KIND == FLOAT8:
-        values = _widened(code, tl.float32, NATIVE) * tl.load(scales + row)
-    else:
-        scale = tl.load(scales + row * num_groups + byte // GROUP, mask=inside, other=0.0).to(tl.float32)
-        if KIND == INT8:
-            values = (code.to(tl.int32) - 128).to(tl.float32) * scale
-        else:
-            low = ((code & 15).to(tl.int32) - 8).to(tl.float32) * scale
-            values = tl.interleave(low, ((code >> 4).to(tl.int32) - 8).to(tl.float32) * scale)
-    place = start + tl.arange(0, BLOCK)
-    if KIND == INT4:
-        place = 2 * start + tl.arange(0, 2 * BLOCK)
-    tl.store(out + row * inputs + place, values.to(out.dtype.element_ty), mask=place < inputs)
+def step_of(weight: QuantizedWeight) -> int:
+    """Return the inputs of a step of a program: those of a group, or of several small ones of 4 bits."""
+    if has_one_scale(weight):
+        return _WHOLE_STEP
+    return max(weight.group_size, _LEAST_BYTES * (2 if weight.is_packed else 1))
 
 
-def num_parts(inputs: int, outputs: int, kind: str) -> int:
+def num_parts(inputs: int, outputs: int, step: int) -> int:
     """Return the number of parts that a layer's inputs are split into: 1, 2, 4, 8 or 16."""
-    blocks, steps, parts = -(-outputs // _OUTPUTS), -(-inputs // _STEPS[kind]), 1
+    blocks, steps, parts = -(-outputs // _OUTPUTS), -(-inputs // step), 1
     while parts < 16 and blocks * parts < _PROGRAMS and steps // (2 * parts) >= _LEAST_STEPS:
         parts *= 2
     return parts
@@ -140,9 +147,7 @@ def num_parts(inputs: int, outputs: int, kind: str) -> int:
 
 def product(
     rows: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    kind: str,
+    weight: QuantizedWeight,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
@@ -156,15 +161,14 @@ def product(
         has_float8: Whether the device has instructions for e4m3, or None to detect it.
     """
     assert rows.is_contiguous()
-    assert codes.is_contiguous()
-    assert scales.is_contiguous()
     num_rows, inputs = rows.shape
-    outputs, row_bytes = codes.shape
+    outputs, row_bytes = weight.codes.shape
     result = rows.new_empty(num_rows, outputs) if out is None else out
     if not num_rows:
         return result
-    step, parts = _STEPS[kind], num_parts(inputs, outputs, kind) if parts is None else parts
-    has_float8 = _has_float8(rows.device) if has_float8 is None else has_float8
+    step = step_of(weight)
+    parts = num_parts(inputs, outputs, step) if parts is None else parts
+    has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
     is_wide = rows.dtype == torch.float32
@@ -172,10 +176,12 @@ def product(
     block = next((size for size in sizes if num_rows <= size), sizes[-1])
     together = _OUTPUTS if block == _ROWS[0] or is_wide else 2 * _OUTPUTS
     stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # fits into 99 KB, the least shared memory of GPUs
-    given = codes if bias is None else bias
+    given = rows if bias is None else bias
+    stored, constants = stored_arguments(weight)
     product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
-        rows, codes, scales, given, summed, num_rows, inputs, outputs, row_bytes, num_steps, -(-num_steps // parts),
-        KIND=_KINDS[kind], NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
+        rows, *stored, given, summed,
+        num_rows, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, -(-num_steps // parts),
+        **constants, NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
         ROWS=block, OUTPUTS=together, PRECISION="ieee", num_warps=together // 16, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -197,34 +203,14 @@ def product(
 
 
 def product_of_many(
-    rows: Tensor, codes: Tensor, scales: Tensor, kind: str, bias: Tensor | None = None, out: Tensor | None = None
+    rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Compute `plain_layer.product` for some outputs at a time, with weights widened once for all rows."""
-    outputs, inputs = len(codes), rows.shape[1]
+    outputs, inputs = weight.out_features, rows.shape[1]
     together = max(1, _AT_ONCE // inputs)
     result = rows.new_empty(len(rows), outputs) if out is None else out
     for start in range(0, outputs, together):
         part = slice(start, start + together)
-        weight = widen(codes[part], scales[part], kind, inputs, rows.dtype)
-        result[:, part] = functional.linear(rows, weight, None if bias is None else bias[part])
+        wide = widen(weight.part(part), rows.dtype)
+        result[:, part] = functional.linear(rows, wide, None if bias is None else bias[part])
     return result
-
-
-def widen(
-    codes: Tensor, scales: Tensor, kind: str, inputs: int, dtype: torch.dtype, *, has_float8: bool | None = None
-) -> Tensor:
-    """Compute `plain_layer.widened`."""
-    outputs, row_bytes = codes.shape
-    has_float8 = _has_float8(codes.device) if has_float8 is None else has_float8
-    weight = torch.empty((outputs, inputs), dtype=dtype, device=codes.device)
-    widen_program[(outputs, triton.cdiv(row_bytes, _BYTES))](
-        codes, scales, weight, inputs, row_bytes, 1 if kind == "fp8" else scales.shape[1],
-        KIND=_KINDS[kind], NATIVE=has_float8, GROUP=_STEPS[kind] // 2 if kind == "int4" else _STEPS[kind],
-        BLOCK=_BYTES, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    return weight
-
-
-@cache
-def _has_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE_FLOAT8

@@ -61,7 +61,7 @@ class TargetEnds(NamedTuple):
             )
         if isinstance(model, DeviceDecoder):
             return cls(
-                lambda ids: functional.embedding(ids, model.embedding),
+                model.embedding,
                 model.head,
                 lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], model.norm, model.eps),
             )
@@ -71,7 +71,7 @@ class TargetEnds(NamedTuple):
         last_norm = getattr(trunk.get_decoder(), "norm", None)
         embedding = trunk.get_input_embeddings()
         if isinstance(embedding, QuantizedEmbedding):
-            return cls(embedding.call.rows, head, last_norm)
+            return cls(embedding.rows, head, last_norm)
         return cls(lambda ids: functional.embedding(ids, embedding.weight), head, last_norm)
 
 

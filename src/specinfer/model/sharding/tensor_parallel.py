@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import BITS, GROUP_SIZES
+from specinfer.kernels.quantization import BITS
+from specinfer.kernels.quantized_weight import GROUP_SIZES
 from specinfer.model.cut import Cut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
