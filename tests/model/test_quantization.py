@@ -5,6 +5,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,9 +286,13 @@ def _dequantized(runner: ModelRunner) -> ModelRunner:
     return ModelRunner(loaded, 256)
 
 
+# Of those without attention one family for each kind of layer.
+_MIXED = {"lfm2": "int8", "qwen3_5_text": "int4", "bamba": "int8", "mamba": "int4", "bailing_hybrid": "int8",
+          "minimax": "int4", "recurrent_gemma": "int8"}  # fmt: skip
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "quantization"), [*product(FAMILIES, QUANTIZATIONS), *_MIXED.items()])
 def test_every_family(family: str, quantization: str, runner_of: Runners) -> None:
     """Its results are close to those of the rounded weights in fp32."""
     runner = runner_of(family, quantization=quantization)

@@ -116,6 +116,26 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
 
 
 @native
+@pytest.mark.parametrize(
+    ("family", "name", "drafter"),
+    [("qwen3_5_text", "AWQ", "self:int4"), ("falcon_h1", "pack-quantized", "self:int8"), ("lfm2", "FP8 of 128", "suffix")],
+)
+def test_layers_without_attention_compute_with_codes(family: str, name: str, drafter: str, tmp_path: Path) -> None:
+    """Their projections do; convolutions and the parameters of recurrences stay as they are."""
+    sizes = {"linear_value_head_dim": 8, "linear_num_value_heads": 8, "linear_num_key_heads": 4} if "qwen" in family else {}
+    sizes |= {"mamba_n_heads": 8, "mamba_d_ssm": 128} if family == "falcon_h1" else {}
+    source = save_model(tmp_path / "source", family, hidden_size=64, intermediate_size=64, **sizes)
+    plain, folder = save_quantized(source, tmp_path / "quantized", name), tmp_path / "quantized"
+    exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
+    loaded = load_model(folder, torch.bfloat16, CPU)
+    kind = "FP8" if name.startswith("FP8") else "int4"
+    assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", kind)
+    found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
+    assert (found - exact).std(dim=1).median() < 0.05 * exact.std()
+    assert _texts(folder, dtype="bfloat16", drafters=drafter, tree="2,2,1") == _texts(folder, dtype="bfloat16", tree="off")
+
+
+@native
 @pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "AWQ"), ("qwen3_moe", "FP8 of 128"), ("mixtral", "AWQ")])
 def test_experts_compute_with_their_codes_or_are_decoded(family: str, name: str, tmp_path: Path) -> None:
     sizes = {"intermediate_size": 32} if family == "mixtral" else {"moe_intermediate_size": 32}

@@ -54,8 +54,8 @@ def quantize_linears(
 ) -> None:
     """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
-    Embeddings are not quantized, even if they are tied to the head. Neither are norms, routers, and experts that are
-    one stack of matrices.
+    Embeddings are not quantized, even if they are tied to the head. Neither are norms, routers, convolutions, and
+    experts or gates that are one stack of matrices.
 
     Args:
         config: The model's configuration, or None for a drafter's layers, all of whose linear layers are quantized.
@@ -66,8 +66,8 @@ def quantize_linears(
     inside = ("",) if config is None else layer_names(model, config.get_text_config().num_hidden_layers)
     heads = _head_names(model)
     names = [name for name in quantizable_names(model, inside) if name not in heads]
-    stacks = {name for name, weight in model.named_parameters() if weight.ndim > 2 and name.startswith(inside)}
-    stacks = {name for name in stacks if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d)}
+    weights = [(name, weight) for name, weight in model.named_parameters() if name.startswith(inside)]
+    stacks = {name for name, weight in weights if sum(size > 1 for size in weight.shape) > 2}  # no convolutions
     if not names:
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
         raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")
@@ -80,7 +80,7 @@ def quantize_linears(
         model.set_submodule(name, QUANTIZE[kind](layer, native))
     if stacks and warns:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
-        logger.warning("experts stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
+        logger.warning("stacked matrices stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 
 
 def place_codes(
