@@ -5,6 +5,7 @@ import sys
 import typer
 
 from benchmarks.host_command import host
+from benchmarks.hybrid_command import hybrid
 from benchmarks.kernels.command import kernels
 from benchmarks.latency_command import latency
 from benchmarks.offload.command import offload
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (latency, kernels, offload, parallel, schedule, perplexity, host, paper):
+for command in (latency, kernels, offload, parallel, schedule, perplexity, host, hybrid, paper):
     add_command(app, command)
 
 

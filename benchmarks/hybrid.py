@@ -1,0 +1,223 @@
+"""Passes of a random model most of whose layers have no attention: trees against one row, prompts against transformers.
+
+The weights are random, which changes no cost of a pass. All passes take turns, and each timed one follows an untimed
+one, so ratios hold on a machine that does other work, too.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specinfer import kernels
+from specinfer.bench.bandwidth import Bandwidth
+from specinfer.bench.clock import now
+from specinfer.bench.options import check_whole
+from specinfer.bench.roofline import read_bytes
+from specinfer.core.tree import TokenTree
+from specinfer.model.batch import Piece
+from specinfer.model.capacity import bytes_per_token
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.recurrent.layers import state_bytes
+from specinfer.model.recurrent.states import ROWS_PER_REQUEST
+from specinfer.model.runner import ModelRunner
+from specinfer.reporting.environment import surroundings
+from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.progress_bar import stage_bar
+
+# About 50 million parameters a layer, and every fourth has attention, where a family has any.
+_WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "tie_word_embeddings": True}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
+_MAMBA = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _WIDE | _HEADS | {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
+    "bamba": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4},
+    "lfm2": _WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4, "block_auto_adjust_ff_dim": False},
+    "mamba": {"hidden_size": 2048, "vocab_size": 65536, "tie_word_embeddings": True},
+}
+_NUM_REQUESTS, _NODES = 8, 16  # of the memory that is reported
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """Options of the measurement.
+
+    Attributes:
+        family: One of `FAMILIES`.
+        layers: Number of layers; 20 make about a billion parameters.
+        rows: Numbers of nodes of the trees, beside one.
+        prompt: Tokens of the prompt.
+        context: Tokens before a tree.
+        repeats: Timed passes of each kind.
+        compares: Whether transformers computes the prompt, too, which takes the memory of another copy.
+        json: File to write the numbers to.
+
+    Raises:
+        ValueError: A field is out of range. The message names it.
+    """
+
+    family: str = "qwen3_5_text"
+    layers: int = 20
+    rows: tuple[int, ...] = (8, 16)
+    prompt: int = 450
+    context: int = 256
+    repeats: int = 7
+    compares: bool = True
+    json: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family: {self.family!r} is none of {', '.join(FAMILIES)}")
+        for name, least in (("layers", 4), ("prompt", 1), ("context", 1), ("repeats", 1)):
+            check_whole(name, getattr(self, name), least, 2**14)
+
+
+def run_hybrid(config: HybridConfig, console: Console | None = None) -> dict[str, Any]:
+    """Measure, write the requested file, and return the numbers; times are in milliseconds.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    check_files(config.json, None)
+    with stage_bar(console) as progress, _random_folder(config) as folder:
+        progress.stage("loading")
+        loaded = load_model(folder, torch.bfloat16, torch.device("cpu"))
+        passes = {f"tree of {size}": _tree(loaded, size, config.context) for size in (1, *config.rows)}
+        passes |= {f"prompt of {config.prompt}": _prompt(loaded, config.prompt)}
+        if config.compares:
+            passes["transformers"] = _theirs(folder, loaded.vocab_size, config.prompt)
+        bandwidth = Bandwidth(torch.device("cpu"))
+        times: dict[str, list[float]] = {name: [] for name in passes}
+        progress.stage("measuring", config.repeats * len(passes))
+        for _ in range(config.repeats):
+            bandwidth.measure()
+            for name, run in passes.items():
+                run()
+                started = now(torch.device("cpu"))
+                run()
+                times[name].append(1000 * (now(torch.device("cpu")) - started))
+                progress.advance()
+        result = _report(loaded, times, max(max(rates) for rates in bandwidth.rates.values()), config)
+    if config.json is not None:
+        write_json(config.json, result)
+    return result
+
+
+def _report(
+    loaded: LoadedModel, times: dict[str, list[float]], bandwidth: float, config: HybridConfig
+) -> dict[str, Any]:
+    one = times["tree of 1"]
+    ratios = {f"T({n})/T(1)": _ratio(times[f"tree of {n}"], one) for n in config.rows}
+    if config.compares:
+        ratios["prompt, to transformers"] = _ratio(times[f"prompt of {config.prompt}"], times["transformers"])
+    ratios["one row, to reading the weights at the best bandwidth"] = (
+        median(one) / 1000 * bandwidth / read_bytes(loaded)
+    )
+    state, token = state_bytes(loaded.model), bytes_per_token([loaded])
+    return {
+        "ms": {name: median(values) for name, values in times.items()},
+        "ratios": ratios,
+        "bytes": {
+            "weights": read_bytes(loaded),
+            "one state": state,
+            f"states of {_NUM_REQUESTS} requests": ROWS_PER_REQUEST * _NUM_REQUESTS * state,
+            f"slots of {_NUM_REQUESTS} trees of {_NODES} nodes": _NUM_REQUESTS * _NODES * token,
+            "a state for each of these nodes instead": _NUM_REQUESTS * _NODES * state,
+        },
+        "parameters": loaded.num_parameters,
+        "kernels": kernels.describe(),
+        "options": asdict(config) | {"json": None if config.json is None else str(config.json)},
+        "environment": surroundings(),
+    }
+
+
+def _ratio(times: list[float], others: list[float]) -> float:
+    """Return the median of the ratios of passes in the same round."""
+    return median(a / b for a, b in zip(times, others, strict=True))
+
+
+def print_hybrid(report: dict[str, Any], console: Console) -> None:
+    """Print times, ratios and memory."""
+    options = report["options"]
+    parameters = report["parameters"] / 1e9
+    console.print(f"{options['family']}, {options['layers']} layers, {parameters:.2f} billion random bfloat16 weights")
+    console.print(f"{report['kernels']}; {report['environment']['num_threads']} threads")
+    for name, value in report["ms"].items():
+        console.print(f"{name:>56} {value:10.1f} ms")
+    for name, value in report["ratios"].items():
+        console.print(f"{name:>56} {value:10.2f}")
+    for name, value in report["bytes"].items():
+        console.print(f"{name:>56} {value / 2**20:10.1f} MiB")
+
+
+@contextmanager
+def _random_folder(config: HybridConfig) -> Iterator[Path]:
+    """Write a random model for the time of a measurement."""
+    fields = FAMILIES[config.family] | {"num_hidden_layers": config.layers}
+    attending = list(range(3, config.layers, 4))
+    if config.family == "bamba":
+        fields = fields | {"attn_layer_indices": attending}
+    elif config.family != "mamba":
+        other = "conv" if config.family == "lfm2" else "linear_attention"
+        fields = fields | {"layer_types": ["full_attention" if i in attending else other for i in range(config.layers)]}
+    folder = Path(tempfile.mkdtemp(prefix="hybrid-"))
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.family, **fields), dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        assert json.loads((folder / "config.json").read_text())["model_type"] == config.family
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _tree(loaded: LoadedModel, size: int, context: int) -> Callable[[], None]:
+    """Return a pass over a tree, whose request continues from the state before its root."""
+    source = np.random.default_rng(size)
+    tokens = source.integers(loaded.vocab_size, size=context + size).tolist()
+    parents = (-1, *(int(source.integers(node)) for node in range(1, size)))
+    runner, slots = ModelRunner(loaded, context + size), np.arange(context + size)
+    runner.forward([Piece.of_span(tokens[:context], None, slots[:0], slots[:context])])
+    tree = TokenTree(tuple(tokens[context:]), parents)
+    piece = Piece.of_span(tokens[context : context + 1], tree, slots[:context], slots[context:])
+    return lambda: _checked(runner, piece)
+
+
+def _prompt(loaded: LoadedModel, size: int) -> Callable[[], None]:
+    tokens = np.random.default_rng(0).integers(loaded.vocab_size, size=size).tolist()
+    runner, slots = ModelRunner(loaded, size), np.arange(size)
+    piece = Piece.of_span(tokens, TokenTree.root(tokens[-1]), slots[:0], slots)
+    return lambda: _checked(runner, piece)
+
+
+def _checked(runner: ModelRunner, piece: Piece) -> None:
+    if not bool(runner.forward([piece])[-1].isfinite().all()):
+        raise RuntimeError("a pass gave values that are no numbers")
+
+
+def _theirs(folder: Path, vocab_size: int, size: int) -> Callable[[], None]:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    ids = torch.from_numpy(np.random.default_rng(0).integers(vocab_size, size=(1, size)))
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    return run
+
+
+if __name__ == "__main__":
+    from benchmarks.program import run
+
+    run("hybrid")
