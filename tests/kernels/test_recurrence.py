@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from native import ISAS, each_isa
-from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, NativeScan, RecurrenceCall
+from specinfer.kernels.recurrence import ConvolutionCall, Decays, HeadSizes, NativeScan, RecurrenceCall
 from specinfer.model.recurrent.short_conv import convolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,21 +53,35 @@ class Layer(NamedTuple):
     bias: Tensor
     decay: Tensor
     skip: Tensor | None
+    width: int  # of what is stored of a token
 
 
-def _layer(heads: int, repeats: int, key_dim: int, value_dim: int, is_delta: bool) -> Layer:
-    keys, values = heads * key_dim, heads * repeats * value_dim
+KINDS: tuple[tuple[bool, Decays, float], ...] = (
+    (True, "head", 0.0), (False, "head", 0.01), (True, "key", 0.0), (True, "key", -3.0), (False, "column", 0.0),
+)  # fmt: skip
+
+
+def _layer(heads: int, repeats: int, key_dim: int, value_dim: int, kind: tuple[bool, Decays, float]) -> Layer:
+    is_delta, decays, least = kind
+    if decays == "column":
+        heads, repeats, value_dim = 1, 1, heads * repeats * value_dim
+    keys, values, all_heads = heads * key_dim, heads * repeats * value_dim, heads * repeats
     places = (0, keys, 2 * keys) if is_delta else (values + keys, values, 0)
-    sizes = HeadSizes(heads * repeats, heads, key_dim, value_dim, 2 * keys + values, *places)
-    bias, decay = _random((heads * repeats,), 1), -_random((heads * repeats,), 2).exp()
-    skip = None if is_delta else _random((heads * repeats,), 3)
-    return Layer(sizes, RecurrenceCall(sizes, bias, decay, skip, (0.01, 2.0)), bias, decay, skip)
+    sizes = HeadSizes(all_heads, heads, key_dim, value_dim, 2 * keys + values, *places)
+    steps = all_heads * (key_dim if decays == "key" else 1)
+    bias = _random((steps,), 1)
+    decay = -_random((key_dim, value_dim) if decays == "column" else (all_heads,), 2).exp()
+    skip = None if is_delta else _random((all_heads,), 3)
+    call = RecurrenceCall(sizes, bias, decay, skip, (least, 2.0), is_delta=is_delta, decays=decays)
+    return Layer(sizes, call, bias, decay, skip, value_dim if decays == "column" else steps + all_heads * is_delta)
 
 
-def _plain(layer: Layer, mixed: Tensor, stored: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+def _plain(
+    layer: Layer, kind: tuple[bool, Decays, float], mixed: Tensor, stored: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
     """One token, in float64: its result and the state after it. mixed: [channels], stored: [width]."""
-    sizes, is_delta = layer.sizes, layer.skip is None
-    repeats = sizes.num_heads // sizes.num_key_heads
+    sizes, (is_delta, decays, least) = layer.sizes, kind
+    repeats, each = sizes.num_heads // sizes.num_key_heads, sizes.key_dim if decays == "key" else 1
     result, after = torch.empty(sizes.num_heads, sizes.value_dim).double(), states.clone()
     for head in range(sizes.num_heads):
         query, key = (
@@ -75,16 +89,19 @@ def _plain(layer: Layer, mixed: Tensor, stored: Tensor, states: Tensor) -> tuple
             for first in (sizes.query, sizes.key)
         )
         value = mixed[sizes.value + head * sizes.value_dim :][: sizes.value_dim].double()
-        share, step = stored[head :: sizes.num_heads].double() if is_delta else stored[[head, head]].double()
-        step = functional.softplus(step + layer.bias[head])
-        step = step if is_delta else step.clamp(0.01, 2.0)
-        state = states[head] * (layer.decay[head] * step).exp()
+        if decays == "column":
+            state, change = states[head] * (layer.decay * stored).double().exp(), value
+        else:
+            place = sizes.num_heads * is_delta + head * each
+            step = (stored[place : place + each] + layer.bias[head * each :][:each]).double()
+            size = functional.softplus(step) if is_delta else functional.softplus(step).clamp(least, 2.0)
+            bounded = least * (-layer.decay[head] * step).sigmoid()
+            state = states[head] * (bounded if least < 0 else layer.decay[head] * size).exp().unsqueeze(1)
+            change = value * size[0]
         if is_delta:
             query, key = (one / (one.pow(2).sum() + 1e-6).sqrt() for one in (query, key))
             query = query * sizes.key_dim**-0.5
-            change = (value - state.T @ key) * 2.0 * share.sigmoid()
-        else:
-            change = value * step
+            change = (value - state.T @ key) * 2.0 * stored[head].double().sigmoid()
         after[head] = state + torch.outer(key, change)
         result[head] = after[head].T @ query
         if layer.skip is not None:
@@ -107,25 +124,26 @@ def _scan(
 LAYERS = [(1, 1, 1, 1), (2, 1, 8, 6), (1, 3, 7, 33), (2, 2, 16, 64)]
 
 
-@pytest.mark.parametrize("is_delta", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recurrences_are_those_of_each_path(
-    isa: str, shape: tuple[int, int, int, int], is_delta: bool, dtype: torch.dtype
+    isa: str, shape: tuple[int, int, int, int], kind: tuple[bool, Decays, float], dtype: torch.dtype
 ) -> None:
     """Two trees and a chain; each continues from a row that another one writes."""
-    layer = _layer(*shape, is_delta)
+    layer = _layer(*shape, kind)
+    dtype = torch.float32 if kind[1] == "column" else dtype
     trees = [[-1, 0, 0, 1, 1, 3, 2, -1], [-1, 0, 1], [-1, -1, 0, 0]]
     first_rows, kept = [0, -1, 1], {0: 1, 10: 0, 11: 2}
     mixed = _random((15, layer.sizes.num_channels), 4)
-    stored = _random((15, 1, layer.sizes.num_heads * (1 + is_delta)), 5).to(dtype)
+    stored = _stored(layer, kind, 15).to(dtype)
     pool = _random(_pool_shape(layer, 3), 6)
     states, wanted, first = {}, [], 0
     for tree, row in zip(trees, first_rows, strict=True):
         states[-1] = torch.zeros(pool.shape[1:]).double() if row < 0 else pool[row].double()
         for i, parent in enumerate(tree):
             before = states[-1 if parent < 0 else first + parent]
-            result, states[first + i] = _plain(layer, mixed[first + i], stored[first + i, 0], before)
+            result, states[first + i] = _plain(layer, kind, mixed[first + i], stored[first + i, 0], before)
             wanted.append(result)
         first += len(tree)
     found = layer.call(_scan(trees, first_rows, kept), mixed.clone(), stored, pool)
@@ -139,21 +157,31 @@ def _pool_shape(layer: Layer, rows: int) -> tuple[int, ...]:
     return (rows, layer.sizes.num_heads, layer.sizes.key_dim, layer.sizes.value_dim)
 
 
-@pytest.mark.parametrize("is_delta", [True, False])
-def test_a_token_is_the_same_to_the_bit_in_any_pass(isa: str, is_delta: bool) -> None:
-    layer = _layer(2, 2, 16, 40, is_delta)
+def _stored(layer: Layer, kind: tuple[bool, Decays, float], tokens: int) -> Tensor:
+    stored = _random((tokens, 1, layer.width), 5)
+    return functional.softplus(stored) if kind[1] == "column" else stored
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_token_is_the_same_to_the_bit_in_any_pass(isa: str, kind: tuple[bool, Decays, float]) -> None:
+    layer = _layer(2, 2, 16, 40, kind)
     mixed = _random((20, layer.sizes.num_channels), 7)
-    stored = _random((20, 1, layer.sizes.num_heads * (1 + is_delta)), 8)
+    stored = _stored(layer, kind, 20)
+
+    def of(tokens: Sequence[int]) -> Tensor:
+        """Steps by token instead of by slot."""
+        return stored[list(tokens)] if kind[1] == "column" else stored
+
     whole = layer.call(_scan([range(-1, 19)], [-1], {}), mixed.clone(), stored, None)
     pool = torch.full(_pool_shape(layer, 1), torch.nan)
     chunks = []
     for start, end in ((0, 1), (1, 8), (8, 20)):
         scan = _scan([range(-1, end - start - 1)], [0 if start else -1], {end - start - 1: 0}, np.arange(start, end))
-        chunks.append(layer.call(scan, mixed[start:end].clone(), stored, pool))
+        chunks.append(layer.call(scan, mixed[start:end].clone(), of(range(start, end)), pool))
     assert torch.equal(torch.cat(chunks), whole)
     # The chain as a branch of a tree, next to another request.
     order = [*range(18), 5, 18, 6, 19, 7]
     parents = [*range(-1, 17), 17, 17, 18, 19, 19]
     scan = _scan([[-1, 0, 0], parents], [-1, -1], {}, np.asarray([3, 4, 5, *order]))
-    tree = layer.call(scan, mixed[[3, 4, 5, *order]].clone(), stored, None)[3:]
+    tree = layer.call(scan, mixed[[3, 4, 5, *order]].clone(), of([3, 4, 5, *order]), None)[3:]
     assert torch.equal(tree[[*range(18), 19, 21]], whole)

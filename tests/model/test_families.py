@@ -66,7 +66,10 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
     torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["lfm2-biased", "qwen3_next", "bamba"])
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2-biased", "qwen3_next", "bamba", "mamba", "kimi_linear", "bailing_hybrid", "recurrent_gemma", "minimax"],
+)
 def test_convolutions_and_recurrences_are_the_same_without_native_kernels(
     family: str, runner_of: Callable[..., ModelRunner]
 ) -> None:
@@ -260,13 +263,11 @@ def test_what_cannot_run_is_refused_by_name(family: str, tmp_path: Path) -> None
         load_model(tmp_path, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_what_layers_without_attention_do_not_support_is_refused_with_the_remedy(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", sorted(LOOP_REPLACED))
+def test_stages_of_a_definition_that_is_replaced_are_refused_with_the_remedy(family: str, tmp_path: Path) -> None:
     tiny.save_model(tmp_path, family)
-    is_whole = family.split("-")[0] in LOOP_REPLACED
-    for option in ("tensor_parallel_size", *(["pipeline_parallel_size"] if is_whole else [])):
-        with pytest.raises(ModelError, match=rf"^{option}: .*; use 1"):  # before ranks are started
-            LLM(tmp_path, drafters=[], **{option: 2})
+    with pytest.raises(ModelError, match=r"^pipeline_parallel_size: .*; use 1, or tensor"):  # before ranks are started
+        LLM(tmp_path, drafters=[], pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

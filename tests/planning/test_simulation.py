@@ -256,13 +256,13 @@ def test_one_request_passes_the_stages_one_after_the_other() -> None:
     ("family", "num_attending", "num_layers", "splits"),
     [
         ("llama", 2, 2, {(1, 1), (1, 2), (2, 1)}),
-        ("qwen3_next", 1, 3, {(1, 1), (1, 2)}),
-        ("nemotron_h", 1, 5, {(1, 1), (1, 2)}),
-        ("falcon_h1", 2, 2, {(1, 1)}),
+        ("qwen3_next", 1, 3, {(1, 1), (1, 2), (2, 1)}),
+        ("nemotron_h", 1, 5, {(1, 1), (1, 2), (2, 1)}),
+        ("falcon_h1", 2, 2, {(1, 1), (2, 1)}),
         ("mamba2", 0, 2, {(1, 1)}),
     ],
 )
-def test_layers_without_attention_have_no_keys_and_go_into_stages_at_most(
+def test_layers_without_attention_have_no_keys_and_are_split_as_their_family_can_be(
     family: str, num_attending: int, num_layers: int, splits: set[tuple[int, int]], tmp_path: Path
 ) -> None:
     shape = TargetShape.of(save_model(tmp_path, family), 2.0)

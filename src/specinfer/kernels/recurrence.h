@@ -1,4 +1,4 @@
-// Short convolutions and recurrences over token trees: the gated delta rule, and linear recurrences with a decay.
+// Short convolutions and recurrences over token trees: delta rules, and linear recurrences with a decay.
 //
 // A head's state is a matrix [key_dim][value_dim]. Its columns do not depend on each other: a work item is some columns
 // of one head, which stay in the nearest cache while all tokens of the pass go through them, each from its parent's
@@ -61,7 +61,17 @@ static void convolve(const Convolution *layer, const int64_t *paths, float *resu
     });
 }
 
-static INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+// log(1 + e^x); log(1 + z) is twice the inverse hyperbolic tangent of z / (2 + z), which is a third at most.
+static INLINE Floats softplus(Floats x) {
+    const Floats z = exponential(select(x > 0.0f, -x, x)), w = z / (2.0f + z), square = w * w;
+    Floats p = square * (2.0f / 13) + 2.0f / 11;
+    p = p * square + 2.0f / 9;
+    p = p * square + 2.0f / 7;
+    p = p * square + 2.0f / 5;
+    p = p * square + 2.0f / 3;
+    p = p * square + 2.0f;
+    return select(x > 0.0f, x, Floats{}) + w * p;
+}
 
 // x / sqrt(sum of squares) * scale.
 static INLINE void make_unit(float *x, int64_t size, float scale) {
@@ -74,10 +84,12 @@ static INLINE void make_unit(float *x, int64_t size, float scale) {
     for (k = 0; k < size; k++) x[k] *= factor;
 }
 
-// What the recurrence reads of a token: unit keys and queries, and two numbers for each head, `rates` [heads][2]: what
-// is kept of the state, and the share of the change.
+// How many numbers a head's rates are: its share of the change, then what is kept of the state, or of each key of it.
+static INLINE int64_t rates_of(const Recurrence *layer) { return 1 + (layer->decays == OF_KEY ? layer->key_dim : 1); }
+
+// What the recurrence reads of a token: unit keys and queries, and the rates of each head.
 static INLINE void prepare(const Recurrence *layer, int64_t slot, float *mixed, float *rates) {
-    const int64_t heads = layer->heads;
+    const int64_t heads = layer->heads, size = rates_of(layer), each = size - 1;
     const int type = layer->type;
     if (layer->is_delta) {
         const float scale = 1.0f / sqrtf((float)layer->key_dim);
@@ -86,31 +98,39 @@ static INLINE void prepare(const Recurrence *layer, int64_t slot, float *mixed, 
             make_unit(mixed + layer->key + h * layer->key_dim, layer->key_dim, 1.0f);
         }
     }
-    for (int64_t h = 0; h < heads; h++) {
-        float share, step;
-        if (layer->is_delta) {
-            share = rounded_one(1.0f / (1.0f + expf(-number_at(layer->stored, type, slot * 2 * heads + h))), type);
-            share *= layer->most;
-            step = softplus(number_at(layer->stored, type, (slot * 2 + 1) * heads + h) + layer->bias[h]);
-        } else {
-            step = rounded_one(number_at(layer->stored, type, slot * heads + h) + rounded_one(layer->bias[h], type), type);
-            step = rounded_one(softplus(step), type);
-            share = step = step < layer->least ? layer->least : step > layer->most ? layer->most : step;
+    for (int64_t h = 0; h < heads; h++, rates += size) {
+        const float decay = layer->decay[h];
+        if (!layer->is_delta) {
+            float step = rounded_one(number_at(layer->stored, type, slot * heads + h) + rounded_one(layer->bias[h], type), type);
+            step = rounded_one(softplus(Floats{} + step)[0], type);
+            rates[0] = step < layer->least ? layer->least : step > layer->most ? layer->most : step;
+            rates[1] = expf(decay * rates[0]);
+            continue;
         }
-        rates[2 * h] = expf(layer->decay[h] * step);
-        rates[2 * h + 1] = share;
+        const float beta = number_at(layer->stored, type, slot * heads * size + h);
+        rates[0] = rounded_one(1.0f / (1.0f + expf(-beta)), type) * layer->most;
+        for (int64_t k = 0; k < each; k += LANES) {
+            const int64_t count = each - k < LANES ? each - k : LANES;
+            const Floats step = numbers_at(layer->stored, type, slot * heads * size + heads + h * each + k, count) +
+                                numbers_at(layer->bias, FP32, h * each + k, count);
+            const Floats kept = exponential(
+                layer->least < 0 ? layer->least / (1.0f + exponential(step * decay)) : softplus(step) * decay);
+            memcpy(rates + 1 + k, &kept, count * sizeof(float));
+        }
     }
 }
 
 // result [2] = query . state after a token, whose value is in `change` [2]. `to` may be `from`; both are [keys][2].
-template <bool DELTA>
-static INLINE void step(const Floats *from, Floats *to, int64_t keys, const float *key, const float *query, float kept,
+// kept(k, c): what is kept of them.
+template <bool DELTA, int DECAYS, class Kept>
+static INLINE void step(const Floats *from, Floats *to, int64_t keys, const float *key, const float *query, Kept kept,
                         float share, Floats *change, Floats *result) {
     if constexpr (DELTA) {
         Floats found[4] = {};
         const auto look = [&](int64_t k, int half) ALWAYS {
-            found[half] += from[2 * k] * key[k];
-            found[half + 1] += from[2 * k + 1] * key[k];
+            const float seen = DECAYS == OF_KEY ? key[k] * kept(k, 0) : key[k];
+            found[half] += from[2 * k] * seen;
+            found[half + 1] += from[2 * k + 1] * seen;
         };
         int64_t k = 0;
         for (; k + 2 <= keys; k += 2) {
@@ -118,13 +138,14 @@ static INLINE void step(const Floats *from, Floats *to, int64_t keys, const floa
             look(k + 1, 2);
         }
         if (k < keys) look(k, 0);
-        each<2>([&](auto c) ALWAYS { change[c] -= (found[c] + found[c + 2]) * kept; });
+        const float rest = DECAYS == OF_KEY ? 1.0f : kept(0, 0);
+        each<2>([&](auto c) ALWAYS { change[c] -= (found[c] + found[c + 2]) * rest; });
     }
     each<2>([&](auto c) ALWAYS { change[c] *= share; });
     Floats sums[4] = {};
     const auto move = [&](int64_t k, int half) ALWAYS {
         each<2>([&](auto c) ALWAYS {
-            const Floats state = from[2 * k + c] * kept + change[c] * key[k];
+            const Floats state = from[2 * k + c] * kept(k, c) + change[c] * key[k];
             to[2 * k + c] = state;
             sums[half + c] += state * query[k];
         });
@@ -144,7 +165,7 @@ static INLINE void load_state(const float *pool, Floats *state, int64_t keys, in
     for (int64_t k = 0; pool && k < keys; k++) memcpy(state + 2 * k, pool + k * stride, columns * sizeof(float));
 }
 
-template <bool DELTA>
+template <bool DELTA, int DECAYS>
 static void recur_columns(const Recurrence *layer, const Scan *scan, const float *mixed, const float *rates,
                           float *result, int64_t head, int64_t first) {
     const int64_t keys = layer->key_dim, values = layer->value_dim, heads = layer->heads;
@@ -160,13 +181,22 @@ static void recur_columns(const Recurrence *layer, const Scan *scan, const float
     }
     for (int64_t t = 0; t < scan->tokens; t++) {
         const float *token = mixed + t * layer->channels, *value = token + layer->value + head * values + first;
-        const float *rate = rates + 2 * (t * heads + head);
+        const float *rate = rates + (DECAYS == OF_COLUMN ? t * values + first : (t * heads + head) * rates_of(layer));
         Floats *to = states + scan->to[t] * keys * 2;
-        Floats change[2], found[2];
-        each<2>([&](auto c) ALWAYS { change[c] = numbers_at(value, FP32, c * LANES, columns - c * LANES); });
+        Floats change[2], steps[2], found[2];
+        each<2>([&](auto c) ALWAYS {
+            change[c] = numbers_at(value, FP32, c * LANES, columns - c * LANES);
+            if (DECAYS == OF_COLUMN) steps[c] = numbers_at(rate, FP32, c * LANES, columns - c * LANES);
+        });
         const Floats inputs[2] = {change[0], change[1]};
-        step<DELTA>(states + scan->from[t] * keys * 2, to, keys, token + layer->key + key_head * keys,
-                    token + layer->query + key_head * keys, rate[0], rate[1], change, found);
+        const auto kept = [&](int64_t k, int c) ALWAYS {
+            if constexpr (DECAYS == OF_COLUMN)
+                return exponential(steps[c] * numbers_at(layer->decay, FP32, k * values + first + c * LANES, columns - c * LANES));
+            else
+                return rate[DECAYS == OF_KEY ? 1 + k : 1];
+        };
+        step<DELTA, DECAYS>(states + scan->from[t] * keys * 2, to, keys, token + layer->key + key_head * keys,
+                            token + layer->query + key_head * keys, kept, DECAYS == OF_COLUMN ? 1.0f : rate[0], change, found);
         if (scan->rows[t] >= 0)
             for (int64_t k = 0; k < keys; k++)
                 memcpy(pool + scan->rows[t] * whole + k * values, to + 2 * k, columns * sizeof(float));
@@ -176,14 +206,18 @@ static void recur_columns(const Recurrence *layer, const Scan *scan, const float
     }
 }
 
-// mixed: [tokens][channels] results of the convolution, changed in place; rates: scratch [tokens][heads][2];
-// result: [results][heads][value_dim].
+// mixed: [tokens][channels] results of the convolution, changed in place; rates: scratch [tokens][heads][rates_of], but
+// OF_COLUMN the steps [tokens][value_dim]; result: [results][heads][value_dim].
 static void recur(const Recurrence *layer, const Scan *scan, float *mixed, float *rates, float *result, int threads) {
     const int64_t blocks = (layer->value_dim + COLUMNS - 1) / COLUMNS, items = layer->heads * blocks;
-    in_parallel(scan->tokens, 1 + FEW_CHANNELS / layer->channels, threads, [&](int64_t t) {
-        prepare(layer, scan->slots[t], mixed + t * layer->channels, rates + t * layer->heads * 2);
-    });
-    const auto one = layer->is_delta ? recur_columns<true> : recur_columns<false>;
+    if (layer->decays != OF_COLUMN)
+        in_parallel(scan->tokens, 1 + FEW_CHANNELS / layer->channels, threads, [&](int64_t t) {
+            prepare(layer, scan->slots[t], mixed + t * layer->channels, rates + t * layer->heads * rates_of(layer));
+        });
+    const auto one = layer->decays == OF_COLUMN ? recur_columns<false, OF_COLUMN>
+                     : layer->decays == OF_KEY  ? recur_columns<true, OF_KEY>
+                     : layer->is_delta          ? recur_columns<true, OF_HEAD>
+                                                : recur_columns<false, OF_HEAD>;
     in_parallel(items, shares(items, threads), threads, [&](int64_t i) {
         one(layer, scan, mixed, rates, result, i / blocks, i % blocks * COLUMNS);
     });

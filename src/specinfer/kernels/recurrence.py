@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from torch import Tensor
 from specinfer.kernels.library import call
 from specinfer.kernels.panels import TYPES
 
+# What has a decay of its own: a head's state, each of its rows (keys), or each number in it.
+Decays = Literal["head", "key", "column"]
+_DECAYS: dict[Decays, int] = {"head": 0, "key": 1, "column": 2}
 _Integers = npt.NDArray[np.int64]
 
 
@@ -30,7 +33,7 @@ class _Recurrence(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("channels", "query", "key", "value")),
         *((name, ctypes.c_float) for name in ("least", "most")),
-        *((name, ctypes.c_int32) for name in ("type", "is_delta")),
+        *((name, ctypes.c_int32) for name in ("type", "is_delta", "decays")),
     )
 
 
@@ -160,24 +163,37 @@ class RecurrenceCall:
     """The recurrence of one layer.
 
     Args:
-        bias: [heads] what is added to steps.
-        decay: [heads] what steps are multiplied by, to be the logarithm of what is kept of a state.
-        skip: [heads] share of the values in the results. None for a delta rule.
+        bias: [heads] what is added to steps; [heads, key_dim] if each key has its own. Of "column" decays not read.
+        decay: [heads] what steps are multiplied by, to be the logarithm of what is kept of a state; of "column" decays
+            [key_dim, value_dim].
+        skip: [heads] share of the values in the results, or None for none.
         limits: Least and greatest step of a recurrence that is no delta rule; of a delta rule, the second is the
-            greatest beta.
+            greatest beta. If the first is negative, a delta rule keeps its power, times the sigmoid of minus a step
+            times its decay.
+        is_delta: Whether a value is the change of what the state returns for its key.
     """
 
     def __init__(
         self,
         sizes: HeadSizes,
-        bias: Tensor,
+        bias: Tensor | None,
         decay: Tensor,
         skip: Tensor | None = None,
         limits: tuple[float, float] = (0.0, float("inf")),
+        *,
+        is_delta: bool = False,
+        decays: Decays = "head",
     ) -> None:
-        self._sizes, self._limits, self._is_delta = sizes, limits, skip is None
+        self._sizes, self._limits, self._is_delta, self._decays = sizes, limits, is_delta, decays
         vectors = (bias, decay, skip)
         self._vectors = [None if one is None else one.detach().float().contiguous() for one in vectors]
+        self._num_steps = sizes.num_heads * (sizes.key_dim if decays == "key" else 1)
+        if decays == "column":
+            assert not is_delta
+            assert decay.shape == (sizes.key_dim, sizes.value_dim)
+        else:
+            assert bias is not None
+            assert (bias.numel(), decay.numel()) == (self._num_steps, sizes.num_heads)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -187,19 +203,25 @@ class RecurrenceCall:
 
         Args:
             mixed: [tokens, channels] float32 queries, keys and values, which may be overwritten.
-            stored: [slots, 1, width] steps of each head before activation; of a delta rule, beta comes before them.
+            stored: [slots, 1, width] steps before activation, of each head or each of its keys; of a delta rule, the
+                betas of all heads come before them. Of "column" decays [tokens, 1, value_dim] float32 steps.
             pool: [rows, heads, key_dim, value_dim] float32 kept states, or None for none.
         """
         sizes, heads = self._sizes, self._sizes.num_heads
         assert mixed.is_contiguous()
         assert stored.is_contiguous()
         assert mixed.shape == (scan.num_tokens, sizes.num_channels)
-        assert stored.shape[1:] == (1, heads * (1 + self._is_delta))
         assert pool is None or (pool.shape[1:] == (heads, sizes.key_dim, sizes.value_dim) and pool.is_contiguous())
+        if self._decays == "column":
+            assert (stored.shape, stored.dtype) == ((scan.num_tokens, 1, sizes.value_dim), torch.float32)
+            rates = stored
+        else:
+            assert stored.shape[1:] == (1, self._num_steps + heads * self._is_delta)
+            rates = torch.empty(scan.num_tokens, heads + self._num_steps)
         tensors = (stored, pool, *self._vectors)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        layer = _Recurrence(*addresses, *astuple(sizes), *self._limits, TYPES[stored.dtype], self._is_delta)
-        rates = torch.empty(scan.num_tokens, heads, 2)
+        kind = (TYPES[stored.dtype], self._is_delta, _DECAYS[self._decays])
+        layer = _Recurrence(*addresses, *astuple(sizes), *self._limits, *kind)
         result = torch.empty(scan.num_results, heads, sizes.value_dim)
         places = (mixed.data_ptr(), rates.data_ptr(), result.data_ptr())
         call("specinfer_recur", ctypes.addressof(layer), scan.address, *places)

@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 19;
+static const int LAYOUT = 20;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 };  // as in panels.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -133,14 +133,16 @@ struct Convolution {  // with one filter for each channel; as in recurrence.py
     int32_t type, activates;  // of the inputs, to which results are rounded; whether SiLU follows
 };
 
+enum Decay { OF_HEAD, OF_KEY, OF_COLUMN };  // what has a decay of its own; as in recurrence.py
+
 struct Recurrence {  // as in recurrence.py
-    const void *stored;                  // [slots][heads] steps before activation; of a delta rule [slots][2][heads], after beta
+    const void *stored;                  // [slots][heads] steps before activation; of a delta rule after [heads] betas
     float *pool;                         // [rows][heads][key_dim][value_dim] kept states, or null
     const float *bias, *decay, *skip;    // [heads] added to steps, times them the logarithm of what is kept; or null
     int64_t heads, key_heads, key_dim, value_dim;
     int64_t channels, query, key, value;  // of a token's inputs: their number, and where each kind begins
-    float least, most;                    // of a step
-    int32_t type, is_delta;
+    float least, most;  // of a step; of a delta rule the least logarithm of what is kept, if negative, and the most of beta
+    int32_t type, is_delta, decays;  // OF_KEY: stored steps and bias are of each key; OF_COLUMN: decay is [key_dim][value_dim]
 };
 
 struct Scan {  // the tokens of a pass in the order of a recurrence; as in recurrence.py

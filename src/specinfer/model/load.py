@@ -33,7 +33,7 @@ from specinfer.model.offload.budget import release_freed_memory
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
 from specinfer.model.quantized.sources import kept_quantization
-from specinfer.model.recurrent.layers import check_split
+from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
 from specinfer.model.streamed import load_streamed
@@ -172,7 +172,7 @@ def load_model(
     check_architecture(config)
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
-    check_split(config, shard.tensor.size, shard.num_stages)
+    check_stages(config, shard.num_stages)
     job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map)
     if quantization is None and not job.keeps_codes:
         job = replace(job, quantization=kept_quantization(folder))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from specinfer.model.definition import load_config
 from specinfer.model.folder import weight_shapes
-from specinfer.model.recurrent.layers import num_attending, splits
+from specinfer.model.recurrent.layers import has_stages, num_attending
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.planning.network import Floats, Link
 from specinfer.policy.cost_model import CostModel, Curve
@@ -41,7 +41,6 @@ class TargetShape:
             means over the layers, some of which may have no attention.
         head_parameters: Parameters of the output head.
         bytes_per_parameter: Bytes of one parameter in memory.
-        by_heads: Whether layers can be split over tensor-parallel ranks.
         by_layers: Whether the target can be split into stages.
     """
 
@@ -53,14 +52,12 @@ class TargetShape:
     kv_parameters: int
     head_parameters: int
     bytes_per_parameter: float
-    by_heads: bool = True
     by_layers: bool = True
 
     @classmethod
     def of(cls, folder: Path, bytes_per_parameter: float) -> Self:
         """Return the shape of the target in a folder, counted in the headers of its weight files."""
         config = load_config(folder).get_text_config()
-        by_heads, by_layers = splits(config)
         in_layers = sum(prod(shape) for name, shape in weight_shapes(folder).items() if _LAYER_WEIGHT.search(name))
         width, num_heads = config.hidden_size, getattr(config, "num_attention_heads", 1)  # 1: it has no attention
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -74,8 +71,7 @@ class TargetShape:
             kv_parameters=2 * width * num_kv_heads * head_dim * num_attending(config) // config.num_hidden_layers,
             head_parameters=config.vocab_size * width,
             bytes_per_parameter=bytes_per_parameter,
-            by_heads=by_heads,
-            by_layers=by_layers,
+            by_layers=has_stages(config),
         )
 
     @property

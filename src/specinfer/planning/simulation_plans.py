@@ -179,7 +179,7 @@ def splits_for(shape: TargetShape, num_ranks: int) -> Iterator[tuple[int, int]]:
     Numbers of stages are powers of two, or three times a power of two.
     """
     most_stages = shape.num_layers if shape.by_layers else 1
-    for tensor in range(1, (min(num_ranks, shape.num_heads) if shape.by_heads else 1) + 1):
+    for tensor in range(1, min(num_ranks, shape.num_heads) + 1):
         if shape.num_heads % tensor or max(tensor, shape.num_kv_heads) % min(tensor, shape.num_kv_heads):
             continue
         for pipeline in sorted({base << power for base in (1, 3) for power in range(MAX_MACHINES.bit_length())}):

@@ -15,7 +15,7 @@ from specinfer.model.fused import FusedDecoder
 from specinfer.model.layer_kind import FAMILIES as FUSED
 from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes
-from tiny import FAMILIES, make_model, save_model
+from tiny import FAMILIES, HYBRIDS, make_model, save_model
 
 CPU = torch.device("cpu")
 # Ranks of a tensor group, and stages. Four ranks share two KV heads, or one.
@@ -69,6 +69,21 @@ def test_other_layouts_of_fused_projections(tmp_path: Path, name: str) -> None:
     for size in (2, 4):
         for found, whole in zip(Ranks(folder, (size, 1), native=False).logits(), wanted, strict=True):
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+_MIXED = [*((family, {}) for family in HYBRIDS), ("granitemoehybrid", {"mamba_n_groups": 1})]
+
+
+@pytest.mark.parametrize(("family", "changes"), _MIXED)
+def test_shards_of_layers_without_attention(tmp_path: Path, family: str, changes: dict[str, int]) -> None:
+    """Also with one group of keys for all heads, which are then normalized together."""
+    folder = save_model(tmp_path, family, **changes)
+    wanted, ranks = Ranks(folder, WHOLE, native=False), Ranks(folder, (2, 1))
+    for found, whole in zip(ranks.logits(), wanted.logits(), strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    shapes = [one.layer_shapes for one in (*wanted.all, *ranks.all)]
+    whole_width, *widths = [sum(shape.num_kv_heads * shape.key_dim for shape in one) for one in shapes]
+    assert whole_width > widths[0] == widths[1]
 
 
 @native

@@ -20,10 +20,13 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
 class GatedDelta(nn.Module):
     """A loaded gated delta rule layer, on token trees."""
+
+    counts = ("num_k_heads", "num_v_heads")
 
     # Submodules keep the names of transformers, some of which only one family has.
     in_proj_qkvz: nn.Linear
@@ -58,6 +61,14 @@ class GatedDelta(nn.Module):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return (self.num_v_heads, self.head_k_dim, self.head_v_dim)
+
+    @property
+    def blocks(self) -> Blocks:
+        keys, values = Block(self.num_k_heads * self.head_k_dim), Block(self.num_v_heads * self.head_v_dim)
+        linear = {name for name, child in self.named_children() if isinstance(child, nn.Linear)}
+        special = dict.fromkeys({"in_proj_qkv"} & linear | {"conv1d"}, (keys, keys, values))
+        last = dict.fromkeys({"out_proj", "o_proj"} & linear)
+        return dict.fromkeys((*linear, "A_log", "dt_bias"), EVENLY) | special | last
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         inputs, gate, rates = self._project(hidden_states[0])
@@ -98,7 +109,8 @@ class GatedDelta(nn.Module):
         width = 2 * keys + self.num_v_heads * self.head_v_dim
         sizes = HeadSizes(*heads, self.head_k_dim, self.head_v_dim, width, query=0, key=keys, value=2 * keys)
         convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
-        return convolution, RecurrenceCall(sizes, self.dt_bias, -self.A_log.float().exp(), limits=(0.0, self.max_beta))
+        decay, limits = -self.A_log.float().exp(), (0.0, self.max_beta)
+        return convolution, RecurrenceCall(sizes, self.dt_bias, decay, limits=limits, is_delta=True)
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
         """Return [scanned, value heads, value_dim] float32 results of the recurrence for all tokens of the scan."""

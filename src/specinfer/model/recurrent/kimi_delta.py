@@ -13,16 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.recurrence import ConvolutionCall
+from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.gated_delta import unit
-from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
 class KimiDelta(nn.Module):
     """A loaded delta rule layer with a decay for each channel, on token trees."""
+
+    counts = ("num_heads",)
 
     conv1d: nn.Conv1d
     q_proj: nn.Linear
@@ -51,34 +54,48 @@ class KimiDelta(nn.Module):
     def state_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.head_dim, self.head_dim)
 
+    @property
+    def blocks(self) -> Blocks:
+        evenly = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.dt_bias")
+        gates = ("g_proj", "forget_gate.f_proj") if hasattr(self, "g_proj") else ("g_b_proj", "forget_gate.f_b_proj")
+        rest = {"conv1d": (Block(self.num_heads * self.head_dim),) * 3, "forget_gate.A_log": (Block(self.num_heads),)}
+        return {**dict.fromkeys((*evenly, *gates), EVENLY), **rest, "o_proj": None}
+
+    @property
+    def _gate(self) -> Any:
+        return self.forget_gate
+
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         hidden: Tensor = hidden_states[0]
-        inputs = torch.cat([project(hidden) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        forget: Any = self.forget_gate
+        inputs, forget = torch.cat([one(hidden) for one in (self.q_proj, self.k_proj, self.v_proj)], dim=-1), self._gate
         if hasattr(self, "g_proj"):
             gate, decay = self.g_proj(hidden), forget.f_proj(hidden)
         else:
             gate, decay = self.g_b_proj(self.g_a_proj(hidden)), forget.f_b_proj(forget.f_a_proj(hidden))
         store_inputs(forward_batch, self.layer_idx, inputs, torch.cat([self.b_proj(hidden), decay], dim=-1))
-        out = self._recur(forward_batch)[forward_batch.scan.new].to(inputs.dtype)
+        if forward_batch.uses_native:
+            out = recur_natively(forward_batch, self.layer_idx, *self._native)
+        else:
+            out = self._recur(forward_batch)[forward_batch.scan.new]
+        out = out.to(inputs.dtype)
         normed = self.o_norm(out.flatten(0, 1), gate.reshape(-1, self.head_dim))
         mixed: Tensor = self.o_proj(normed.view(len(out), -1))
         return mixed.unsqueeze(0)
 
     @cached_property
-    def _native(self) -> ConvolutionCall:
-        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
-
-    def _convolve(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, channels] results of the convolution for all tokens of the scan."""
-        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
-        if batch.uses_native:
-            return self._native(stored, paths)
-        return functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype))
+    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+        heads, dim, gate = self.num_heads, self.head_dim, self._gate
+        width = heads * dim
+        sizes = HeadSizes(heads, heads, dim, dim, 3 * width, query=0, key=width, value=2 * width)
+        decay, limits = -gate.A_log.float().exp().flatten(), (self.least_decay or 0.0, 1.0)
+        recurrence = RecurrenceCall(sizes, gate.dt_bias, decay, limits=limits, is_delta=True, decays="key")
+        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True), recurrence
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
         """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
-        mixed = self._convolve(batch).float().unflatten(1, (3, self.num_heads, self.head_dim))
+        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
+        mixed = functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype)).float()
+        mixed = mixed.unflatten(1, (3, self.num_heads, self.head_dim))
         query, key, value = unit(mixed[:, 0]) * self.head_dim**-0.5, unit(mixed[:, 1]), mixed[:, 2]
         stored = batch.store.values[self.layer_idx][batch.scan.slots, 0]
         beta = stored[:, : self.num_heads].sigmoid().float()
@@ -97,7 +114,7 @@ class KimiDelta(nn.Module):
 
     def _log_decay(self, projected: Tensor) -> Tensor:
         """Return [tokens, heads, channels] the logarithm of what a token keeps of each channel."""
-        gate: Any = self.forget_gate
+        gate = self._gate
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)
         shifted: Tensor = projected + gate.dt_bias.float().view(self.num_heads, -1)
         if self.least_decay is not None:

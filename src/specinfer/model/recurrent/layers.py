@@ -123,41 +123,42 @@ def _kind(module: nn.Module, kinds: Mapping[str, type[nn.Module]]) -> Any:
 
 def is_hybrid(model: nn.Module) -> bool:
     """Return whether a model has layers that were replaced."""
-    kinds = tuple(set(_REPLACED.values()))
-    return any(isinstance(module, kinds) for module in model.modules())
+    return any(map(is_recurrent, model.modules()))
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module is a layer, or a part of one, that replaces one without attention."""
+    return isinstance(module, tuple(set(_REPLACED.values())))
 
 
 def weights_in_memory(model: nn.Module) -> set[str]:
     """Return the names of weights that layers without attention read other than by calling a linear layer."""
-    kinds = tuple(set(_REPLACED.values()))
     return {
         f"{outer}.{name}.{weight}".replace("..", ".")
         for outer, layer in model.named_modules()
-        if isinstance(layer, kinds)
+        if is_recurrent(layer)
         for name, module in layer.named_modules()
         if not isinstance(module, nn.Linear)
         for weight in (*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False)))
     }
 
 
-def splits(config: Any) -> tuple[bool, bool]:
-    """Return whether a model's layers can be split over tensor-parallel ranks, and the model into stages."""
-    kinds = _types(config)
-    return not kinds, not kinds or config.model_type not in LOOP_REPLACED
+def has_stages(config: Any) -> bool:
+    """Return whether a model can be split into stages."""
+    return not _types(config) or config.model_type not in LOOP_REPLACED
 
 
-def check_split(config: Any, tensor_parallel_size: int, num_stages: int) -> None:
-    """Refuse what layers that are replaced do not support.
+def check_stages(config: Any, num_stages: int) -> None:
+    """Refuse stages of a model whose loop over layers is replaced.
 
     Raises:
-        ModelError: The model has such layers, and is to be split.
+        ModelError: The model is such a one, and is to be split into stages.
     """
-    by_heads, by_layers = splits(config)
-    why = f"family {config.model_type!r} has layers of type {', '.join(_types(config))}, which"
-    if tensor_parallel_size > 1 and not by_heads:
-        raise ModelError(f"tensor_parallel_size: {why} are not split; use 1")
-    if num_stages > 1 and not by_layers:
-        raise ModelError(f"pipeline_parallel_size: {why} are not split into stages; use 1")
+    if num_stages > 1 and not has_stages(config):
+        raise ModelError(
+            f"pipeline_parallel_size: family {config.model_type!r} has layers of type {', '.join(_types(config))}, "
+            "which are not split into stages; use 1, or tensor_parallel_size"
+        )
 
 
 def _types(config: Any) -> list[str]:

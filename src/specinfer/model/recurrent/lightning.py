@@ -18,10 +18,13 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import store_inputs
+from specinfer.model.recurrent.split import EVENLY, Blocks
 
 
 class Lightning(nn.Module):
     """A loaded layer of lightning attention, on token trees."""
+
+    counts = ("num_heads",)
 
     qkv_proj: nn.Linear
     out_proj: nn.Linear
@@ -41,6 +44,10 @@ class Lightning(nn.Module):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.head_dim, self.head_dim)
+
+    @property
+    def blocks(self) -> Blocks:
+        return {**dict.fromkeys(("qkv_proj", "output_gate", "slope_rate", "norm"), EVENLY), "out_proj": None}
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> tuple[Tensor, None]:
         batch, hidden = forward_batch, hidden_states[0]

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.recurrence import ConvolutionCall
+from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.recurrence import recur, recur_channels_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
 class Mamba(nn.Module):
     """A loaded Mamba layer, on token trees."""
+
+    counts = ("width",)
 
     conv1d: nn.Conv1d
     in_proj: nn.Linear
@@ -46,6 +49,11 @@ class Mamba(nn.Module):
     def state_shape(self) -> tuple[int, ...]:
         return (self.state_size, self.width)
 
+    @property
+    def blocks(self) -> Blocks:
+        evenly = dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), EVENLY)
+        return {**evenly, "in_proj": (Block(self.width),) * 2, "x_proj": None, "out_proj": None}
+
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         batch, layer = forward_batch, self.layer_idx
         inputs, gate = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
@@ -59,28 +67,36 @@ class Mamba(nn.Module):
         projected = torch.cat(parts, dim=-1)
         stored = batch.store.values[layer]
         stored[batch.slots, 0] = projected.to(stored.dtype)
-        out = self._recur(batch, mixed.float())[batch.scan.new] * functional.silu(gate.float())
+        out = self._recur(batch, mixed.float()) * functional.silu(gate.float())
         result: Tensor = self.out_proj(out.to(inputs.dtype))
         return result.unsqueeze(0)
 
     @cached_property
-    def _native(self) -> ConvolutionCall:
-        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
+    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+        states, width = self.state_size, self.width
+        sizes = HeadSizes(1, 1, states, width, 2 * states + width, query=states, key=0, value=2 * states)
+        recurrence = RecurrenceCall(sizes, None, -self.A_log.float().exp().T, decays="column")
+        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True), recurrence
 
     def _convolve(self, batch: ForwardBatch) -> Tensor:
         """Return [scanned, width] results of the convolution for all tokens of the scan."""
         stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
         if batch.uses_native:
-            return self._native(stored, paths)
+            return self._native[0](stored, paths)
         return functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype))
 
     def _recur(self, batch: ForwardBatch, x: Tensor) -> Tensor:
-        """Return [scanned, width] float32 results of the recurrence for all tokens of the scan."""
+        """Return the [tokens, width] float32 results of the recurrence; x: [scanned, width] its inputs."""
         stored = batch.store.values[self.layer_idx][batch.scan.slots, 0]
-        low, key, query = stored.split([self.rank, self.state_size, self.state_size], dim=-1)
-        key, query = key.float(), query.float()
-        steps = functional.softplus(self.dt_proj(low).float())
-        decay, added = -self.A_log.float().exp().T, steps * x
+        low, ends = stored.split([self.rank, 2 * self.state_size], dim=-1)
+        steps: Tensor = functional.softplus(self.dt_proj(low).float())
+        added = steps * x
+        rest: Tensor = self.D.float() * x[batch.scan.new]
+        if batch.uses_native:
+            mixed = torch.cat([ends.float(), added], dim=-1)
+            return rest + recur_channels_natively(batch, self.layer_idx, self._native[1], mixed, steps)
+        key, query = ends.float().chunk(2, dim=-1)
+        decay = -self.A_log.float().exp().T
 
         def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
             kept = (decay * steps[of].unsqueeze(1)).exp()
@@ -89,5 +105,4 @@ class Mamba(nn.Module):
 
         result = torch.empty_like(x)
         recur(batch, self.layer_idx, self.state_shape, step, result)
-        result += self.D.float() * x
-        return result
+        return rest + result[batch.scan.new]

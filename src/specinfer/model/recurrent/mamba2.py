@@ -18,6 +18,7 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur, recur_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
 class Mamba2(nn.Module):
@@ -52,6 +53,20 @@ class Mamba2(nn.Module):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.state_size, self.head_dim)
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        return ("num_heads",) if self.num_groups == 1 else ("num_heads", "num_groups")
+
+    @property
+    def blocks(self) -> Blocks:
+        heads, values = Block(self.num_heads), Block(self.num_heads * self.head_dim)
+        ends = (Block(self.num_groups * self.state_size, is_split=self.num_groups > 1),) * 2
+        projected = (values, values, *ends, heads)
+        norm = ("norm",) if self.has_norm else ()  # over all heads
+        evenly = dict.fromkeys(("A_log", "D", "dt_bias", *norm), EVENLY)
+        factors = {} if self.factors is None else {"factors": projected}
+        return {**evenly, **factors, "in_proj": projected, "conv1d": (values, *ends), "out_proj": None}
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size

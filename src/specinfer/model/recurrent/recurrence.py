@@ -25,6 +25,24 @@ def recur_natively(batch: ForwardBatch, layer: int, convolution: ConvolutionCall
     return result
 
 
+def recur_channels_natively(
+    batch: ForwardBatch, layer: int, recurrence: RecurrenceCall, mixed: Tensor, steps: Tensor
+) -> Tensor:
+    """Return the [tokens, width] float32 results of a recurrence whose numbers have a decay each, and keep its states.
+
+    Args:
+        layer: Number of the layer.
+        mixed: [scanned, channels] float32 queries, keys and values.
+        steps: [scanned, width] float32 steps.
+    """
+    states = batch.store.states
+    pool = states.pools.get(layer)
+    pool = None if pool is None else pool.view(len(pool), 1, -1, steps.shape[1])
+    result = recurrence(batch.scan.native, mixed, steps.unsqueeze(1), pool)
+    states.wrote(layer)
+    return result.squeeze(1)
+
+
 def recur(batch: ForwardBatch, layer: int, state_shape: tuple[int, ...], step: Step, result: Tensor) -> None:
     """Compute a recurrence level by level, each token from its parent's state, and keep the states that are wanted.
 

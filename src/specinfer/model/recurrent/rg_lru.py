@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.kernels.recurrence import ConvolutionCall
+from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.recurrence import recur, recur_channels_natively
 from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.split import EVENLY, Blocks
 
 _DECAY = -8.0  # of a gate that is fully open, for each unit of the parameter
 
@@ -27,6 +28,8 @@ class RgLru(nn.Module):
     Args:
         layer_idx: Number of the layer, which the block does not have.
     """
+
+    counts = ("width",)
 
     linear_x: nn.Linear
     linear_y: nn.Linear
@@ -44,22 +47,30 @@ class RgLru(nn.Module):
     def state_shape(self) -> tuple[int, ...]:
         return (self.width,)
 
+    @property
+    def blocks(self) -> Blocks:
+        gates = (f"rg_lru.{name}" for name, _ in self.rg_lru.named_parameters())
+        return {**dict.fromkeys(("linear_x", "linear_y", "conv_1d", *gates), EVENLY), "linear_out": None}
+
     def forward(self, input_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> tuple[Tensor, None]:
         batch, hidden = forward_batch, input_states[0]
         gate = self.act_fn(self.linear_y(hidden))
         store_inputs(batch, self.layer_idx, self.linear_x(hidden))
-        out = self._recur(batch)[batch.scan.new].to(hidden.dtype)
+        out = self._recur(batch).to(hidden.dtype)
         mixed: Tensor = self.linear_out(out * gate)
         return mixed.unsqueeze(0), None
 
     @cached_property
-    def _native(self) -> ConvolutionCall:
-        return ConvolutionCall(self.conv_1d.weight, self.conv_1d.bias, activates=False)
+    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+        # Keys and queries are 1, and steps the logarithms of what is kept.
+        sizes = HeadSizes(1, 1, 1, self.width, 1 + self.width, query=0, key=0, value=1)
+        recurrence = RecurrenceCall(sizes, None, torch.ones(1, self.width), decays="column")
+        return ConvolutionCall(self.conv_1d.weight, self.conv_1d.bias, activates=False), recurrence
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, width] results of the recurrence for all tokens of the scan."""
+        """Return [tokens, width] results of the recurrence."""
         stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv_1d.kernel_size[0])
-        mixed = self._native(stored, paths) if batch.uses_native else convolve(self.conv_1d, stored, paths)
+        mixed = self._native[0](stored, paths) if batch.uses_native else convolve(self.conv_1d, stored, paths)
         x, unit = mixed.to(stored.dtype), self.rg_lru
         taken, kept = (
             self._gate(x, weight, bias)
@@ -71,7 +82,13 @@ class RgLru(nn.Module):
         decay = _DECAY * kept * functional.softplus(unit.recurrent_param)  # type: ignore[arg-type]
         is_first = batch.scan.paths(2)[:, :1] < 0  # of its request; the others are scaled by what they leave
         scale = (1 - (2 * decay).exp()).sqrt().masked_fill(is_first, 1.0)
-        added, kept = (x * taken * scale.to(x.dtype)).float(), decay.exp().float()
+        added = (x * taken * scale.to(x.dtype)).float()
+        if batch.uses_native:
+            ones = torch.ones(len(added), 1)
+            return recur_channels_natively(
+                batch, self.layer_idx, self._native[1], torch.cat([ones, added], dim=-1), decay.float()
+            )
+        kept = decay.exp().float()
 
         def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
             states = states * kept[of] + added[of]
@@ -79,7 +96,7 @@ class RgLru(nn.Module):
 
         result = torch.empty_like(added)
         recur(batch, self.layer_idx, self.state_shape, step, result)
-        return result
+        return result[batch.scan.new]
 
     def _gate(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
         """Return [tokens, width] a gate, each block of channels from itself."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specinfer.kernels.recurrence import ConvolutionCall
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
 def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor | None = None) -> None:
@@ -43,10 +44,16 @@ def convolve(conv: nn.Conv1d, stored: Tensor, paths: Tensor) -> Tensor:
 class ShortConv(nn.Module):
     """A loaded short convolution of LFM2 with gates before and after it, on token trees."""
 
+    counts: tuple[str, ...] = ()
+
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer_idx = layer.layer_idx
         self.in_proj, self.conv, self.out_proj = layer.in_proj, layer.conv, layer.out_proj
+
+    @property
+    def blocks(self) -> Blocks:
+        return {"in_proj": (Block(len(self.conv.weight)),) * 3, "conv": EVENLY, "out_proj": None}
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)

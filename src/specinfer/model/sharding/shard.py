@@ -6,7 +6,7 @@ from torch import nn
 
 from specinfer.core.errors import ModelError
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.recurrent.layers import check_split
+from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.sharding.split_plan import Heads
 from specinfer.model.sharding.stage import make_stage
 from specinfer.model.sharding.tensor_parallel import split_layers, sum_over_ranks
@@ -34,7 +34,7 @@ def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: 
     Raises:
         ModelError: The model cannot be split like this; the message names the sizes that work.
     """
-    check_split(config, tensor_parallel_size, pipeline_parallel_size)
+    check_stages(config, pipeline_parallel_size)
     Heads.of(config, 0, tensor_parallel_size)
     rank_layers(config, ShardSpec(num_stages=pipeline_parallel_size))
 

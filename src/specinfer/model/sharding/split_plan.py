@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 from specinfer.core.errors import ModelError
+from specinfer.model.recurrent.layers import LAYER_TYPES
 
 
 class Kind(Enum):
@@ -73,6 +74,41 @@ _OWN: Mapping[str, Plan] = {
         "mlp.down_proj": Kind.INPUTS,
     },
 }
+# Families with layers without attention, which are split as their classes have it: what is around those layers.
+_BY_NAME: Plan = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), Kind.OUTPUTS),
+    **dict.fromkeys(("down_proj", "w2"), Kind.INPUTS),
+}
+_OF_EXPERTS: Plan = {
+    ".gate_up_proj": (Kind.HALVES, 1), ".up_proj": (Kind.OUTPUTS, 1), ".down_proj": (Kind.INPUTS, 2), "": Kind.SUM
+}  # fmt: skip
+_OF_HEADS: Plan = {
+    **dict.fromkeys(("q_proj", "g_proj"), Kind.OUTPUTS),
+    **dict.fromkeys(("k_proj", "v_proj"), Kind.KV),
+    **dict.fromkeys(("o_proj", "out_proj"), Kind.INPUTS),
+}
+_BLOCKS = (
+    "mlp",
+    "feed_forward",
+    "mlp_block",
+    "mixer",
+    "mlp.shared_expert",
+    "mlp.shared_experts",
+    "mixer.shared_experts",
+)
+_MIXED: Plan = {
+    **{f"{outer}.{name}": kind for outer in _BLOCKS for name, kind in _BY_NAME.items()},
+    **{
+        f"{outer}.experts{name}": kind for outer in (*_BLOCKS, "block_sparse_moe") for name, kind in _OF_EXPERTS.items()
+    },
+    "shared_mlp.input_linear": Kind.HALVES,
+    "shared_mlp.output_linear": Kind.INPUTS,
+}
+_MIXED_ATTENTION: Plan = {
+    f"{outer}.{name}": kind for outer in ("self_attn", "mixer", "temporal_block") for name, kind in _OF_HEADS.items()
+}
+# Their attention joins all heads, and each rank computes all of it.
+_WHOLE_ATTENTION = frozenset({"olmo_hybrid", "kimi_linear", "bailing_hybrid"})
 _IN_LAYERS = "layers.*."  # prefix of the names in transformers' plans
 _WHOLE = {"replicated_with_grad_allreduce", "replicate"}
 _KINDS = {
@@ -106,6 +142,8 @@ class Heads:
             ModelError: The heads cannot be divided by `size`; the message names the sizes that work.
         """
         config = config.get_text_config()
+        if getattr(config, "num_attention_heads", None) is None:  # it has no attention
+            return cls(0, 0, range(0), range(0))
         num_query, num_kv = int(config.num_attention_heads), num_kv_heads(config)
         if not _divides(num_query, num_kv, size):
             fitting = [str(n) for n in range(1, num_query + 1) if _divides(num_query, num_kv, n)]
@@ -148,6 +186,9 @@ def plan_of(config: Any) -> dict[re.Pattern[str], Kind | tuple[Kind, int]]:
     """
     config = config.get_text_config()
     family = config.model_type
+    if LAYER_TYPES.intersection(getattr(config, "layer_types", None) or ()):
+        mixed = _MIXED if family in _WHOLE_ATTENTION else {**_MIXED, **_MIXED_ATTENTION}
+        return {re.compile(re.escape(name)): kind for name, kind in mixed.items()}
     plan = _OWN.get(family) or _translated(family, getattr(config, "base_model_tp_plan", None) or {})
     if not plan:
         raise _refusal(family, "it has no plan for that")

@@ -87,7 +87,7 @@ def _cut(modules: nn.ModuleList, layers: range) -> None:
         if i not in layers:
             modules[i] = (End if i == layers.stop else Placeholder)(layer)
             continue
-        for module in layer.modules():
+        for module in layer.modules() if layers.start else ():
             if isinstance(index := getattr(module, "layer_idx", None), int):
                 assert index == i
                 module.layer_idx = index - layers.start  # type: ignore[assignment]

@@ -18,6 +18,9 @@ from specinfer.model.cut import Cut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight
+from specinfer.model.recurrent.layers import is_recurrent
+from specinfer.model.recurrent.split import Block
+from specinfer.model.sharding.joined_norm import JoinedNorm
 from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
 from specinfer.parallel.group import Group
 
@@ -43,12 +46,17 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
         return []
     split = _Split(config, group, quantization)
     prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
-    sums = []
+    sums: list[str] = []
+    recurrent: list[str] = []
     for name, module in list(model.named_modules()):
         prefix = next((one for one in prefixes if name.startswith(one)), None)
-        if prefix is None:
+        if prefix is None or any(name.startswith(f"{outer}.") for outer in recurrent):
             continue
         own = name.removeprefix(prefix)
+        if is_recurrent(module):
+            recurrent.append(name)
+            sums += [f"{name}.{one}" for one in split.recurrent(own, module)]
+            continue
         if split.module(own, module):
             sums.append(name)
         if any(split.kind(f"{own}.{child}") in _BY_HEADS for child, _ in module.named_children()):
@@ -61,7 +69,11 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
 def sum_over_ranks(model: nn.Module, names: Sequence[str], group: Group) -> None:
     """Sum the results of these modules over all ranks from now on."""
     for name in names:
-        model.get_submodule(name).register_forward_hook(partial(_sum, group.all_reduce))
+        module = model.get_submodule(name)
+        if isinstance(module, JoinedNorm):
+            module.all_reduce = group.all_reduce
+        else:
+            module.register_forward_hook(partial(_sum, group.all_reduce))
 
 
 def _sum(all_reduce: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -94,6 +106,57 @@ class _Split:
         assert isinstance(kind, Kind)
         self._linear(own, module, kind)
         return kind is Kind.INPUTS
+
+    def recurrent(self, own: str, layer: Any) -> list[str]:
+        """Cut a layer without attention; return the modules within it that sum over the ranks."""
+        sums = []
+        for name, blocks in layer.blocks.items():
+            outer, _, last = name.rpartition(".")
+            module = layer.get_submodule(outer)
+            found = getattr(module, last)
+            if blocks is None:
+                self._linear(f"{own}.{name}", found, Kind.INPUTS)
+                sums.append(name)
+                continue
+            weight = found if isinstance(found, Tensor) else found.weight
+            dim = weight.shape.index(sum(block.size for block in blocks)) if blocks else 0
+            cut = Cut(dim, self._blocks(f"{own}.{name}", blocks or (Block(weight.shape[0]),)))
+            if isinstance(found, Tensor):
+                _cut(module, last, cut)
+            elif isinstance(found, nn.Linear | nn.Conv1d):
+                _cut_outputs(found, cut)
+            elif self._norm(f"{own}.{name}", layer, found, cut):
+                sums.append(name)
+        for name in layer.counts:
+            setattr(layer, name, self._even(f"{own}.{name}", getattr(layer, name)))
+        return sums
+
+    def _norm(self, own: str, layer: Any, norm: Any, cut: Cut) -> bool:
+        """Cut a norm over all heads, and return whether ranks share a group that is normalized together."""
+        if hasattr(norm, "n_groups"):
+            norm.n_groups = self._even(own, norm.n_groups)
+        elif cut.size % getattr(norm, "group_size", len(norm.weight)):
+            norm = layer.norm = JoinedNorm(norm, self.size)
+        _cut(norm, "weight", cut)
+        return isinstance(norm, JoinedNorm)
+
+    def _blocks(self, own: str, blocks: Sequence[Block]) -> tuple[range, ...]:
+        """Return the ranges of this rank in neighbouring blocks."""
+        ranges, first = [], 0
+        for size, is_split in blocks:
+            part = self._even(own, size) if is_split else size
+            start = first + (self.rank * part if is_split else 0)
+            ranges.append(range(start, start + part))
+            first += size
+        return tuple(ranges)
+
+    def _even(self, own: str, size: int) -> int:
+        if size % self.size:
+            raise ModelError(
+                f"tensor_parallel_size: {size} numbers of {own} cannot be split over {self.size} ranks; use a divisor, "
+                "or pipeline_parallel_size"
+            )
+        return size // self.size
 
     def count_heads(self, attention: Any) -> None:
         """Set the numbers of heads in an attention module to those of this rank."""
@@ -130,6 +193,9 @@ class _Split:
                 f"tensor_parallel_size: {self.size} ranks would have {size} inputs of {own} each, no whole number of "
                 f"the groups of {self._group_size} that share a scale; use fewer ranks, or leave quantization out"
             )
+        if not by_inputs and not outputs:
+            _cut_outputs(layer, Cut(dim, ranges))
+            return
         _cut(layer, "weight", Cut(dim, ranges))
         if layer.bias is not None and not by_inputs:
             _cut(layer, "bias", Cut(0, ranges))
@@ -138,10 +204,8 @@ class _Split:
         size = sum(map(len, ranges))
         if outputs:
             layer.nf = layer.nf if by_inputs else size
-        elif by_inputs:
-            layer.in_features = size
         else:
-            layer.out_features = size
+            layer.in_features = size
 
     def _bare(self, own: str, module: nn.Module, name: str, tensor: Tensor, kind: Kind, dim: int) -> None:
         if kind is Kind.ONCE:
@@ -184,6 +248,15 @@ class _Split:
 
 def _times(heads: range, each: int) -> range:
     return range(heads.start * each, heads.stop * each)
+
+
+def _cut_outputs(layer: Any, cut: Cut) -> None:
+    """Cut a linear layer, or a convolution with a filter for each channel."""
+    _cut(layer, "weight", cut)
+    if layer.bias is not None:
+        _cut(layer, "bias", Cut(0, cut.ranges))
+    if isinstance(layer, nn.Linear):
+        layer.out_features = cut.size
 
 
 def _cut(module: nn.Module, name: str, cut: Cut) -> None:
