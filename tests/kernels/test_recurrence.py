@@ -124,6 +124,7 @@ def _scan(
 LAYERS = [(1, 1, 1, 1), (2, 1, 8, 6), (1, 3, 7, 33), (2, 2, 16, 64)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -71,7 +71,12 @@ def test_other_layouts_of_fused_projections(tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
-_MIXED = [*((family, {}) for family in HYBRIDS), ("granitemoehybrid", {"mamba_n_groups": 1})]
+_EACH_KIND = ("lfm2", "qwen3_5_text", "jamba", "bailing_hybrid", "minimax", "recurrent_gemma")
+_MIXED = [
+    ("granitemoehybrid", {"mamba_n_groups": 1}),
+    *((family, {}) for family in _EACH_KIND),
+    *(pytest.param(family, {}, marks=pytest.mark.slow) for family in sorted(HYBRIDS.keys() - _EACH_KIND)),
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), _MIXED)
