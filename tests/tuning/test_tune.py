@@ -454,13 +454,13 @@ def test_extras_that_are_missing(
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(
     target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary, steps = training.level_loss, []
+    ordinary, steps = training.training_loss, []
 
     def broken(*args: Any) -> Any:
         steps.append(1)
         return ordinary(*args) * (torch.nan if len(steps) == 5 else 1.0)
 
-    monkeypatch.setattr(training, "level_loss", broken)
+    monkeypatch.setattr(training, "training_loss", broken)
     words = (target, "--drafter", "new:1", "--data", data, *SMALL, "--out", str(tmp_path / "run"), "--save-every", "0")
     line = refusal(*words)
     assert "the loss is not finite at step 4: lower --learning-rate" in line

@@ -6,11 +6,11 @@ target's.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import binary_cross_entropy, linear
 
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.training_examples import Batch
@@ -55,18 +55,40 @@ def draft_logits_of(model: Any, token_map: Tensor | None) -> DraftLogits:
     return model if isinstance(model, DraftLogits) else DraftLogits(model, token_map)
 
 
-def level_loss(logits: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
-    """Return `distillation_loss`, of heads [levels, outputs, vocab] over all levels, of which later ones count less.
+class HeadLogits(NamedTuple):
+    """The logits of a head in training, which predicts tokens of the output from different distances.
 
-    A head predicts no second token of a text, which has no pair before it.
+    Attributes:
+        logits: [predictions, vocab] float32.
+        outputs: [predictions] the output of the batch that each is of.
+        levels: [predictions] the number of draft tokens before it.
+        accepted: [predictions] its own probability that its token is accepted, or None.
     """
-    if logits.dim() == 2:
-        return distillation_loss(logits, batch.top_ids, batch.top_logprobs, weights)
-    has_pair = (batch.places > 0).float()
-    weights = has_pair if weights is None else weights * has_pair
-    losses = [distillation_loss(one, batch.top_ids, batch.top_logprobs, weights) for one in logits]
-    shares = [_LEVEL_SHARE**level for level in range(len(losses))]
-    return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum() / sum(shares)
+
+    logits: Tensor
+    outputs: Tensor
+    levels: Tensor
+    accepted: Tensor | None
+
+
+def training_loss(found: Tensor | HeadLogits, batch: Batch, weights: Tensor | None) -> Tensor:
+    """Return `distillation_loss`, of a head the mean over all levels, of which later ones count less.
+
+    A head that predicts acceptance learns the part of its distribution that is the target's, which is the probability
+    that a token drawn from it is accepted (DSpark, arXiv 2607.05147).
+    """
+    if isinstance(found, Tensor):
+        return distillation_loss(found, batch.top_ids, batch.top_logprobs, weights)
+    shares = _LEVEL_SHARE**found.levels
+    weights = shares if weights is None else shares * weights[found.outputs]
+    ids, logprobs = batch.top_ids[found.outputs], batch.top_logprobs[found.outputs]
+    loss = distillation_loss(found.logits, ids, logprobs, weights)
+    if found.accepted is None:
+        return loss
+    with torch.no_grad():
+        overlap = torch.minimum(found.logits.softmax(-1).gather(1, ids), logprobs.exp()).sum(-1).clamp(max=1.0)
+    confidence = binary_cross_entropy(found.accepted, overlap, reduction="none")
+    return loss + (confidence * weights).sum() / weights.sum().clamp_min(_LEAST)
 
 
 def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:

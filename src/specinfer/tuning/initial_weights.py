@@ -19,13 +19,13 @@ from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import TOKEN_MAP, replacing
 from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
-from specinfer.tuning.head_training import TrainableHead, export_head, new_head, read_head
+from specinfer.tuning.head_training import NEW_HEADS, export_head, new_head, read_head
+from specinfer.tuning.trainable_head import TrainableHead
 
 _FORMS = (
-    'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or "new:eagle3", '
-    "a head on the target's hidden states"
+    'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or '
+    f"{' or '.join(NEW_HEADS)}, a head on the target's hidden states"
 )
-EAGLE3 = "new:eagle3"
 _CUT = re.compile(r"layers:(\d+)")
 _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
@@ -63,7 +63,7 @@ class InitialWeights:
     @property
     def is_head(self) -> bool:
         """True for a head on the target's hidden states."""
-        return self.name == EAGLE3 if self.folder is None else find_format(self.folder) is not None
+        return self.name in NEW_HEADS if self.folder is None else find_format(self.folder) is not None
 
 
 def parse_initial_weights(name: str) -> InitialWeights:
@@ -72,7 +72,7 @@ def parse_initial_weights(name: str) -> InitialWeights:
     Raises:
         ValueError: The name has none of the forms, or there is no such folder.
     """
-    if name == EAGLE3:
+    if name in NEW_HEADS:
         return InitialWeights(name)
     if cut := _CUT.fullmatch(name):
         return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
@@ -137,7 +137,9 @@ def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[in
     """
     torch.manual_seed(seed)
     if start.is_head:
-        return new_head(target, seed, token_map) if start.folder is None else read_head(start.folder, target)
+        return (
+            new_head(start.name, target, seed, token_map) if start.folder is None else read_head(start.folder, target)
+        )
     if start.folder is not None:
         model = _load_checkpoint(start.folder, target)
     else:
@@ -232,13 +234,13 @@ def _make(start: InitialWeights, target: Path) -> Any:
 def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | None = None) -> None:
     """Write an ordinary Hugging Face folder with the target's tokenizer and a token map, if any, atomically.
 
-    A head is written in the format of the speculators library.
+    A head is written by `export_head`.
 
     Raises:
         OSError: The folder cannot be written.
     """
     if isinstance(model, TrainableHead):
-        export_head(model, target, folder)
+        export_head(model, folder)
         return
     with replacing(folder) as partial:
         model.config.use_cache = True

@@ -25,12 +25,12 @@ from specinfer.tuning.boosting import Predictions, is_predicted, predict
 from specinfer.tuning.collection import collect, load, read
 from specinfer.tuning.config import check_disk_space, find_models, open_run
 from specinfer.tuning.corpus import Prompts, read_prompts
-from specinfer.tuning.head_training import TrainableHead
 from specinfer.tuning.initial_weights import InitialWeights, build, export
 from specinfer.tuning.options import TuneConfig
 from specinfer.tuning.prediction_files import load_predictions, save_predictions
 from specinfer.tuning.result import Result, SilentObserver, StageObserver, TunedDrafter
 from specinfer.tuning.tensorboard import open_tensorboard
+from specinfer.tuning.trainable_head import TrainableHead
 from specinfer.tuning.training import (
     Progress,
     TrainingConfig,

@@ -21,14 +21,16 @@ from torch import nn
 
 from specinfer.core.errors import first_line
 from specinfer.core.noise import derive_seed
-from specinfer.learning.distillation import draft_logits_of, level_loss, restrict
+from specinfer.learning.distillation import draft_logits_of, restrict, training_loss
 from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate, write_atomically
 from specinfer.tuning.boosting import Predictions, residual_logprobs, token_weights
+from specinfer.tuning.muon import FloatMuon
 
 _WARMUP = 0.03  # part of all steps
 _FINAL = 0.02  # part of the learning rate
 _MAX_GRAD_NORM = 1.0
 _SORTED_STEPS = 16
+_NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "pairs", "confidence")  # in the names of matrices
 
 
 class TrainingError(RuntimeError):
@@ -106,7 +108,7 @@ def fit(
         TrainingError: The loss is not finite, or a checkpoint cannot be written.
         DamagedError: The checkpoint cannot be read, or belongs to another run.
     """
-    optimizers = _optimizers(model, config.learning_rate)
+    optimizers = _optimizers(model, config.learning_rate, accelerator.device)
     progress = _restore(checkpoint, model, optimizers, config) if checkpoint.exists() else Progress()
     prepared, *optimizers = accelerator.prepare(draft_logits_of(model, token_map), *optimizers)
     order = _Order(examples, config)
@@ -159,7 +161,7 @@ def _optimize(
             group["lr"] = rate
     with accelerator.autocast():
         logits = model(batch)
-    loss = level_loss(logits, batch, weights)
+    loss = training_loss(logits, batch, weights)
     accelerator.backward(loss)
     norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
     mean = float(accelerator.reduce(loss.detach(), reduction="mean"))
@@ -171,18 +173,19 @@ def _optimize(
     return mean, grad_norm
 
 
-def _optimizers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the hidden matrices, and AdamW for embeddings, head, norms and biases."""
+def _optimizers(model: nn.Module, learning_rate: float, device: torch.device) -> list[torch.optim.Optimizer]:
+    """Return Muon for the hidden matrices, and AdamW for what reads or writes tokens, vectors, norms and biases."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_hidden = parameter.ndim == 2 and not any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
+        is_hidden = parameter.ndim == 2 and not any(part in name for part in _NOT_HIDDEN)
         (matrices if is_hidden else others).append(parameter)
     found: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+        kind = FloatMuon if device.type == "cpu" else torch.optim.Muon
+        found.append(kind(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
     found.append(torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
     return found
 

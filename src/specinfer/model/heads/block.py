@@ -126,13 +126,16 @@ def _reads(checkpoint: HeadCheckpoint, fields: dict[str, Any], num_layers: int, 
     The format of the speculators library counts layers before, the others number the layers themselves, from 0.
     """
     own = fields.get("aux_hidden_state_layer_ids") if checkpoint.is_speculators else None
-    ids = own or [i + 1 for i in fields.get("target_layer_ids") or ()]
-    if not ids:
-        step = (num_layers - 4) / max(num_own - 1, 1)
-        ids = [num_layers // 2 + 1] if num_own == 1 else [round(1 + j * step) + 1 for j in range(num_own)]
+    ids = own or [i + 1 for i in fields.get("target_layer_ids") or ()] or usual_reads(num_layers, num_own)
     if min(ids) < 0 or max(ids) > num_layers:
         raise checkpoint.wrong_layers(ids, num_layers)
     return tuple(ids)
+
+
+def usual_reads(num_layers: int, num_own: int) -> list[int]:
+    """Return the layers of a target after which heads with this number of layers read where they name none."""
+    step = (num_layers - 4) / max(num_own - 1, 1)
+    return [num_layers // 2 + 1] if num_own == 1 else [round(1 + j * step) + 1 for j in range(num_own)]
 
 
 def _causal(batch: ForwardBatch) -> ForwardBatch:

@@ -35,6 +35,9 @@ class HeadCheckpoint:
         device: Device that they are moved to.
         tensors: The tensors by name, or None for all in the folder.
 
+    Attributes:
+        fields: Its config.json.
+
     Raises:
         ModelError: A file is missing or damaged.
     """
@@ -50,12 +53,12 @@ class HeadCheckpoint:
         if fields is None:
             raise ModelError(f"drafters: config.json of {folder} is missing or damaged; fetch the drafter again")
         self.folder, self.fields = folder, fields
-        self._tensors: Mapping[str, Tensor | TensorSource] = _read_tensors(folder) if tensors is None else tensors
+        self.tensors: Mapping[str, Tensor | TensorSource] = _read_tensors(folder) if tensors is None else tensors
         self._taken = set[str]()
         self.dtype, self._device = dtype, device
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def take(self, name: str, *shape: int | None) -> Tensor:
         """Return a tensor of this shape, in which None stands for any size.
@@ -63,7 +66,7 @@ class HeadCheckpoint:
         Raises:
             ModelError: There is no such tensor, its shape is another, or it has NaN or infinity.
         """
-        found = self._tensors.get(name)
+        found = self.tensors.get(name)
         if found is None:
             raise ModelError(f"drafters: {self.folder} has no tensor {name}; fetch the drafter again")
         if len(shape) != len(found.shape) or any(
@@ -154,7 +157,7 @@ class HeadCheckpoint:
 
     def check_all_taken(self) -> None:
         """Raise a `ModelError` if a tensor was not taken: the head would not compute what it was trained for."""
-        rest = sorted(name for name in self._tensors if name not in self._taken and not name.endswith(_UNREAD))
+        rest = sorted(name for name in self.tensors if name not in self._taken and not name.endswith(_UNREAD))
         if rest:
             raise ModelError(
                 f"drafters: {len(rest)} tensors of {self.folder} are not known, {rest[0]} among them; this kind of "
