@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import heads
-from heads import save_eagle3
+from heads import save_block, save_eagle3
 from specinfer import LLM, SamplingParams
 from specinfer.bench import shard_writer
 from specinfer.bench.grow import grow, grow_folder
@@ -322,10 +322,24 @@ def test_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     assert (destination / "notes.txt").read_text() == "keep"
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "speculators", "norm_before_residual": True}, {"fc_norm": True}])
-def test_a_head_that_grew_with_its_target_drafts_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"layout": "speculators", "norm_before_residual": True}),
+        ("eagle3", {"fc_norm": True}),
+        ("dflash", {"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 5]}}),
+        ("dspark", {}),
+        ("dspark", {"layout": "speculators", "aux_hidden_state_layer_ids": [2, 6], "draft_ids": range(2, 90)}),
+    ],
+    ids=str,
+)
+def test_a_head_that_grew_with_its_target_drafts_the_same(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     target, head = save_model(tmp_path / "target", "llama", num_hidden_layers=8), tmp_path / "head"
-    save_eagle3(head, draft_ids=range(2, 90), **options)
+    if kind == "eagle3":
+        save_eagle3(head, draft_ids=range(2, 90), **options)
+    else:
+        save_block(head, kind, **options)
     old = shape_of(load_config(target))
     new = Shape(hidden_size=128, num_layers=11, num_heads=16, num_kv_heads=4, intermediate_size=160)
     grown = grow_folder(target, tmp_path / "grown", new, dtype=torch.float32)
@@ -333,7 +347,7 @@ def test_a_head_that_grew_with_its_target_drafts_the_same(options: dict[str, Any
     found = [_drafted(target, head), _drafted(grown, grown_head)]
     assert found[0] == found[1]
     shape = head_shape(head, old, new)
-    assert shape == replace(new, num_layers=1)
+    assert shape == replace(new, num_layers=1 if kind == "eagle3" else 2)
     tensors = load_file(grown_head / "model.safetensors")
     assert sum(one.numel() for one in tensors.values()) == grown_parameters(head, shape)
     with pytest.raises(ValueError, match="below the model's 32"):

@@ -1,7 +1,8 @@
-"""Enlarge an EAGLE-3 head together with its target, so that it drafts the same tokens at a bigger head's cost.
+"""Enlarge an EAGLE-3 or block head together with its target, so that it drafts the same at a bigger head's cost.
 
 As in `grow.py`, new residual dimensions stay zero. The head reads the hidden states of a grown target, which are zero
-there too. Where a weight reads several vectors side by side, each of them gets its own new columns.
+there too. Where a weight reads several vectors side by side, each of them gets its own new columns. Heads of attention
+and the vectors of DSpark's pairs keep their sizes.
 """
 
 import json
@@ -19,9 +20,14 @@ from torch import Tensor
 from specinfer.bench.grow import MIN_POSITIONS, check_contains, grow_weight, place_grown, places_of_layers
 from specinfer.bench.shape import Shape, head_dim_of, shape_of
 from specinfer.model.definition import make_trunk
-from specinfer.model.heads.eagle3 import usual_reads
+from specinfer.model.heads import block, eagle3
 
-_IDS = "eagle_aux_hidden_state_layer_ids"
+GROWABLE = ("EAGLE-3", "DFlash", "JetSpec", "DSpark")  # formats
+_FAMILIES = ("llama", "qwen3")  # of layers
+_NESTED = ("eagle_config", "dflash_config", "dspark_config")  # objects with a part of a configuration's fields
+_EAGLE_IDS, _IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"  # numbers of the target's layers
+_OWN_IDS = "target_layer_ids"
+_KEPT = ("d2t", "t2d", "head_norm", "markov_w1", "markov_w2")
 
 
 def head_shape(source: Path, old_target: Shape, target: Shape) -> Shape:
@@ -41,7 +47,7 @@ def head_shape(source: Path, old_target: Shape, target: Shape) -> Shape:
 def grow_head(
     source: Path, destination: Path, old_target: Shape, target: Shape, *, seed: int = 0, dtype: torch.dtype
 ) -> Path:
-    """Grow the EAGLE-3 head in a folder for a target that grows from one shape to another; see `grow.grow_folder`."""
+    """Grow the head in a folder for a target that grows from one shape to another; see `grow.grow_folder`."""
     old, shape = shape_of(_layer_config(source)), head_shape(source, old_target, target)
     sizes = {"shape": asdict(shape), "target": asdict(target), "seed": seed, "dtype": str(dtype)}
 
@@ -77,17 +83,22 @@ def _fields(source: Path) -> dict[str, Any]:
 
 
 def _layer_config(source: Path) -> Any:
-    """Return the configuration of a head's layers."""
+    """Return the sizes of a head's layers as the configuration of Llama layers, which Qwen3's are besides two norms."""
     fields = _fields(source)
     own = fields.get("transformer_layer_config", fields)
-    if own.get("model_type", "llama") != "llama":
-        raise ValueError(f"{source} has layers of family {own['model_type']!r}: only heads of Llama layers can grow")
+    family = own.get("model_type", "llama")
+    if family not in _FAMILIES:
+        raise ValueError(f"{source} has layers of family {family!r}: only those of {' and '.join(_FAMILIES)} can grow")
     kept = {name: value for name, value in own.items() if name not in ("architectures", "torch_dtype", "dtype")}
     changes = {"model_type": "llama", "num_hidden_layers": int(own.get("num_hidden_layers") or 1)}
     return make_trunk(kept | changes).config
 
 
 def _role(name: str) -> str:
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return "head_norm"
+    if name.startswith("confidence_head."):
+        return "confidence"
     return "norm" if "norm" in name else name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
 
 
@@ -99,11 +110,13 @@ def _units(role: str, old: Shape, shape: Shape) -> tuple[tuple[int, int], ...]:
         "q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (width, queries),
         "gate_proj": (mlp, width), "up_proj": (mlp, width), "down_proj": (width, mlp),
         "fc": (width, width), "norm": (width,), "lm_head": (same, width), "embed_tokens": (same, width),
-        "mask_hidden": (same, same, width), "d2t": (same,), "t2d": (same,),
+        "mask_hidden": (same, same, width), **dict.fromkeys(_KEPT, (same, same)),
     }[role]  # fmt: skip
 
 
 def _grown_sizes(name: str, sizes: Sequence[int], old: Shape, shape: Shape) -> list[int]:
+    if _role(name) == "confidence":  # of a row of the block and, after it, the vector of a token
+        return [*sizes[:-1], sizes[-1] + shape.hidden_size - old.hidden_size] if len(sizes) > 1 else list(sizes)
     units = _units(_role(name), old, shape)[: len(sizes)]
     return [size // before * after for size, (before, after) in zip(sizes, units, strict=True)]
 
@@ -112,8 +125,12 @@ def _grown_tensor(
     name: str, tensor: Tensor, old: Shape, shape: Shape, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
     role, sizes = _role(name), _grown_sizes(name, tensor.shape, old, shape)
-    if not tensor.is_floating_point() or role in ("d2t", "t2d"):
-        return tensor
+    if role in _KEPT:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if role == "confidence":
+        parts = tensor.split([old.hidden_size, tensor.shape[-1] - old.hidden_size], -1) if tensor.ndim > 1 else ()
+        added = (parts[0], parts[0].new_zeros(1, shape.hidden_size - old.hidden_size), parts[1]) if parts else (tensor,)
+        return torch.cat(added, dim=-1).to(dtype)
     grown = torch.empty(sizes, dtype=dtype)
     new, width = grown, (old.hidden_size, shape.hidden_size)
     if _units(role, old, shape)[tensor.ndim - 1] == width:  # vectors side by side
@@ -139,9 +156,23 @@ def _grown_fields(
         fields["target_hidden_size"] = target.hidden_size
     # The hidden states before an old layer are those before its new place, whichever of the two an id means.
     places = [*places_of_layers(old_target.num_layers, target.num_layers), target.num_layers]
-    nested = fields.get("eagle_config") or {}
-    ids = fields.get(_IDS) or nested.get(_IDS)
-    if ids is None:
-        ids = [layer - (0 if own else 1) for layer in usual_reads(old_target.num_layers)]
-    new_ids = [places[layer] for layer in ids]
-    return fields | ({"eagle_config": nested | {_IDS: new_ids}} if nested.get(_IDS) else {_IDS: new_ids})
+    if not any({_EAGLE_IDS, _IDS, _OWN_IDS} & part.keys() for part in _parts(fields)):
+        fields |= _usual_ids(fields, old_target.num_layers, config.num_hidden_layers)
+    for part in _parts(fields):
+        part |= {name: [places[i] for i in part[name]] for name in (_EAGLE_IDS, _IDS, _OWN_IDS) if part.get(name)}
+    return fields
+
+
+def _parts(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects that have a head's fields."""
+    return [fields, *(fields[name] for name in _NESTED if fields.get(name))]
+
+
+def _usual_ids(fields: dict[str, Any], num_layers: int, num_own: int) -> dict[str, list[int]]:
+    """Return the ids of the layers that are read where a configuration names none."""
+    is_speculators = "transformer_layer_config" in fields
+    if any("block_size" in part for part in _parts(fields)):
+        reads, name = block.usual_reads(num_layers, num_own), _IDS if is_speculators else _OWN_IDS
+    else:
+        reads, name = list(eagle3.usual_reads(num_layers)), _EAGLE_IDS
+    return {name: reads if is_speculators else [layer - 1 for layer in reads]}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specinfer.bench.grow import grow_folder
-from specinfer.bench.grow_head import grow_head, grown_parameters, head_shape
+from specinfer.bench.grow_head import GROWABLE, grow_head, grown_parameters, head_shape
 from specinfer.bench.shape import Shape, shape_for, shape_of
 from specinfer.core.config import OffloadConfig, parse_drafters
 from specinfer.core.lookups import reserved_names
@@ -130,7 +130,7 @@ def plan_growth(models: Models, size: str, dtype: str) -> GrowthPlan:
             if name in reserved_names() or (Path(name) / TOKEN_MAP).is_file():
                 continue
             if (head := find_format(Path(name))) is not None:
-                if head != "EAGLE-3":
+                if head not in GROWABLE:
                     raise ValueError(f"{name} ({head}) fits the model as it is; leave grow out, or name a small model")
                 targets = shape_of(config), shape
                 place = _destination(Path(name), size, kind)
