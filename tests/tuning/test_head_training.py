@@ -23,6 +23,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.learning.training_examples import TrainingExample, collate
+from specinfer.tuning.block_training import TrainableBlock
 from specinfer.tuning.eagle3_training import NUM_LEVELS
 from specinfer.tuning.head_training import NEW_HEADS, export_head, new_head, read_head
 from specinfer.tuning.trainable_head import TrainableHead
@@ -176,6 +177,7 @@ def test_a_few_steps_lower_the_loss_and_resuming_gives_the_same_weights(
 
 def test_a_trained_block_head_drafts_what_it_computed_in_training(target: Path, tmp_path: Path) -> None:
     head, _ = _trained("new:dspark", target, tmp_path / "head.pt", 12)
+    assert isinstance(head, TrainableBlock)
     export_head(head, tmp_path / "written")
     with llm_of(target, tmp_path / "written", tree="1,1") as llm:
         drafter = drafter_of(llm)

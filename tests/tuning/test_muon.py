@@ -1,5 +1,7 @@
 """Muon in float32: the steps of PyTorch's, which rounds to bfloat16 on the way."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ def test_steps_are_those_of_pytorch_but_for_its_rounding(shape: tuple[int, int])
     source = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=source)
     parameters = [torch.nn.Parameter(start.clone()) for _ in range(2)]
-    options = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     optimizers = [kind([one], **options) for kind, one in zip((torch.optim.Muon, FloatMuon), parameters, strict=True)]
     for _ in range(3):
         gradient = torch.randn(shape, generator=source)

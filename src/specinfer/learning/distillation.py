@@ -19,6 +19,22 @@ _LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
 _LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0
 
 
+class HeadLogits(NamedTuple):
+    """The logits of a head in training, which predicts tokens of the output from different distances.
+
+    Attributes:
+        logits: [predictions, vocab] float32.
+        outputs: [predictions] the output of the batch that each is of.
+        levels: [predictions] the number of draft tokens before it.
+        accepted: [predictions] its own probability that its token is accepted, or None.
+    """
+
+    logits: Tensor
+    outputs: Tensor
+    levels: Tensor
+    accepted: Tensor | None
+
+
 class DraftLogits(nn.Module):
     """A drafter's logits at the trained positions of a batch, for all tokens or those of a token map.
 
@@ -34,7 +50,7 @@ class DraftLogits(nn.Module):
         self.model = model
         self.register_buffer("token_map", token_map, persistent=False)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor | HeadLogits:
         """Return [outputs, vocab] float32 logits; with a token map [outputs, mapped]."""
         if self.token_map is None:
             return generated_logits(self.model, batch)
@@ -53,22 +69,6 @@ class DraftLogits(nn.Module):
 def draft_logits_of(model: Any, token_map: Tensor | None) -> DraftLogits:
     """Return the module that computes a drafter's logits; a head in training is such a module itself."""
     return model if isinstance(model, DraftLogits) else DraftLogits(model, token_map)
-
-
-class HeadLogits(NamedTuple):
-    """The logits of a head in training, which predicts tokens of the output from different distances.
-
-    Attributes:
-        logits: [predictions, vocab] float32.
-        outputs: [predictions] the output of the batch that each is of.
-        levels: [predictions] the number of draft tokens before it.
-        accepted: [predictions] its own probability that its token is accepted, or None.
-    """
-
-    logits: Tensor
-    outputs: Tensor
-    levels: Tensor
-    accepted: Tensor | None
 
 
 def training_loss(found: Tensor | HeadLogits, batch: Batch, weights: Tensor | None) -> Tensor:

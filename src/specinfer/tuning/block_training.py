@@ -6,7 +6,7 @@ features of the tokens before its block, and the rows of its block. The pairwise
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ _PAIR_SPREAD = 0.1  # of random vectors of tokens; what follows them is learned
 class TrainableBlock(TrainableHead):
     """A block head in training."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
+    renamed: Mapping[str, str] = {
         **TrainableHead.renamed,
         "pairs.0": "markov_head.markov_w1.weight",
         "pairs.1": "markov_head.markov_w2.weight",
@@ -61,7 +61,7 @@ class TrainableBlock(TrainableHead):
         block: Block = self.model.block
         return block
 
-    def forward(self, batch: Batch) -> HeadLogits | Tensor:
+    def forward(self, batch: Batch) -> Tensor | HeadLogits:
         """Return the logits of random blocks; outside of training [outputs, draft vocabulary] of first tokens."""
         context = self.features(batch.tokens)
         counts = torch.bincount(batch.rows, minlength=len(batch.tokens))

@@ -45,7 +45,7 @@ class TrainableEagle3(TrainableHead):
         first = "midlayer." if "midlayer.hidden_norm.weight" in checkpoint else "layers.0."
         self.renamed = {**self.renamed, "hidden_norm.": f"{first}hidden_norm.", "layers.0.": first}
 
-    def forward(self, batch: Batch) -> HeadLogits | Tensor:
+    def forward(self, batch: Batch) -> Tensor | HeadLogits:
         """Return the logits of all levels; outside of training [outputs, draft vocabulary] of the first.
 
         The second token of a text has no pair to be predicted from: there are none, or the logits of the third.

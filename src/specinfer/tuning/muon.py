@@ -11,7 +11,7 @@ class FloatMuon(torch.optim.Muon):
     """PyTorch's Muon, which orthogonalizes in bfloat16; in float32 it takes a fraction of the time on most CPUs."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update all parameters that have gradients."""
         assert closure is None
         for group in self.param_groups:
