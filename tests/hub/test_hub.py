@@ -18,11 +18,13 @@ from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
+from specinfer.hub import checksums
 from specinfer.hub.auto_drafter import auto_drafters
+from specinfer.hub.checksums import damaged_files
 from specinfer.hub.files import choose_gguf, refusal
 from specinfer.hub.known_models import known_drafters, known_names, near_names
 from specinfer.hub.locate import hub_name, locate, locate_tokenizer, without_revision
-from specinfer.hub.store import cached_models, damaged_files, download, find_cached, remove
+from specinfer.hub.store import cached_models, download, find_cached, remove
 from specinfer.llm import LLM
 from specinfer.setup.model_names import usual_drafters
 from tiny import save_model, save_tokenizer
@@ -378,7 +380,9 @@ def test_a_revision_of_several_drafters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_byte_that_changes_in_the_cache_is_found(hub: FakeHub, offer: Callable[..., Path], name: str) -> None:
+def test_a_byte_that_changes_in_the_cache_is_found_and_not_loaded(
+    hub: FakeHub, offer: Callable[..., Path], name: str
+) -> None:
     offer("me/model")
     path = locate("me/model")
     assert damaged_files(path) == []
@@ -389,4 +393,21 @@ def test_a_byte_that_changes_in_the_cache_is_found(hub: FakeHub, offer: Callable
     file.write_bytes(content)
     assert damaged_files(path) == [name]
     assert cached_models(verify=True)[0].refusal == f"damaged: {name}; remove it, and pull it again"
-    assert locate(path) == path
+    for model in ("me/model", path):
+        with pytest.raises(ModelError, match=rf"is damaged: {name}, .*; remove it with specinfer rm, and pull"):
+            locate(model)
+
+
+def test_files_that_agreed_with_their_checksums_are_not_read_again(
+    hub: FakeHub, offer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer("me/twice", {"config.json": '{"model_type": "llama"}', "model.safetensors": "weights"})
+    path = locate("me/twice")
+    monkeypatch.setattr(checksums, "_digest", lambda content, size: pytest.fail(f"{content} is read again"))
+    assert locate("me/twice") == locate(path) == path
+    monkeypatch.undo()
+    (path / "model.safetensors").resolve().write_text("Weights")
+    with pytest.raises(ModelError, match=r"damaged: model\.safetensors"):
+        locate("me/twice")
+    (path / "model.safetensors").resolve().write_text("weights")
+    assert locate("me/twice") == path

@@ -39,7 +39,8 @@ def pull(
             raise ModelError(f"model: {each} is part of the package; there is nothing to download")
         if name is None or not is_on_hub(each):
             raise ModelError(f"model: {each!r} is not the name of a model on the hub, such as Qwen/Qwen3-0.6B")
-        from specinfer.hub.store import damaged_files, download
+        from specinfer.hub.checksums import damaged_files
+        from specinfer.hub.store import download
 
         with checking():
             if revision is not None:

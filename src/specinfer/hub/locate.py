@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
+from specinfer.hub.checksums import check_intact
 from specinfer.hub.files import check_gguf_name, folder_refusal
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -84,7 +85,8 @@ def locate(model: str | Path, progress: ProgressCallback | None = None) -> Path:
     """Return the folder or GGUF file of a model, downloaded from the hub if it is nowhere on this machine.
 
     Raises:
-        ModelError: There is no such model, the hub cannot be reached, or the model cannot be loaded.
+        ModelError: There is no such model, the hub cannot be reached, the model cannot be loaded, or a file in the
+            hub's cache does not have the content of its checksum.
     """
     path = local_path(model)
     if path is None:
@@ -95,6 +97,7 @@ def locate(model: str | Path, progress: ProgressCallback | None = None) -> Path:
         path = find_cached(*name) or download(*name, progress=progress)
     if path.is_dir() and (why := folder_refusal(path)) is not None:
         raise ModelError(f"model: {path} cannot be loaded: {why}")
+    check_intact(model, path)
     return path
 
 

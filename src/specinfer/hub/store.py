@@ -4,11 +4,9 @@
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import DOWNLOADING, ProgressCallback
+from specinfer.hub.checksums import damaged_files
 from specinfer.hub.files import (
     NEEDED,
     NOT_NEEDED,
@@ -194,27 +193,6 @@ def download_tokenizer(name: str, revision: str | None = None) -> Path:
     with _plain_errors(name, revision):
         patterns, others = [one for one in NEEDED if one != "*.safetensors"], [*NOT_NEEDED, "*.index.json"]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
-
-
-def damaged_files(path: Path) -> list[str]:
-    """Return the files of a model in the cache whose content is not that of their checksum.
-
-    The cache names the content of each file by its checksum on the hub, SHA-256 for weights and git's SHA-1 for small
-    files. A file that is no link into that part of the cache has none and is not compared.
-    """
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    return [file.name for file in files if not _is_intact(file)]
-
-
-def _is_intact(file: Path) -> bool:
-    known = file.resolve().name
-    if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", known) is None:
-        return True
-    digest = hashlib.sha256() if len(known) == 64 else hashlib.sha1(f"blob {file.stat().st_size}\0".encode())
-    with file.open("rb") as content:
-        while block := content.read(2**20):
-            digest.update(block)
-    return digest.hexdigest() == known
 
 
 def _reporter(name: str, total: int, progress: ProgressCallback) -> type:

@@ -1,0 +1,97 @@
+"""Checksums of models in the hub's cache, and a list of the files that agreed with theirs.
+
+The cache names the content of each file by its checksum on the hub, SHA-256 for weights and git's SHA-1 for small
+files. Reading all of a large model takes long, so a file that has agreed is read again only when its size or times have
+changed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from specinfer.core.errors import ModelError
+from specinfer.core.places import cache_folder
+from specinfer.hub.files import PICKLE, gguf_parts, is_needed
+
+_CHECKSUM = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_RECORD = "verified.json"  # in SpecInfer's cache: the states of files that agreed, by their paths
+State = list[int]
+
+
+def damaged_files(path: Path) -> list[str]:
+    """Return the files of a model in the cache whose content is not that of their checksum; all are read.
+
+    A file that is no link into the named contents of the cache has no checksum and is not compared.
+    """
+    return _compare(_parts(path) if path.is_file() else path.rglob("*"), lambda file, state: False)
+
+
+def check_intact(model: str | Path, path: Path) -> None:
+    """Compare what is loaded of a model in the cache with its checksums, except files that agreed before.
+
+    Raises:
+        ModelError: The content of a file is not that of its checksum.
+    """
+    files = [file for file in path.iterdir() if is_needed(file.name) or file.name == PICKLE] if path.is_dir() else []
+    known = _read_record()
+    if damaged := _compare(files or _parts(path), lambda file, state: known.get(str(file)) == state):
+        raise ModelError(
+            f"model: {model} is damaged: {', '.join(damaged)}, compared with the checksums of the hub; remove it with "
+            "specinfer rm, and pull it again"
+        )
+
+
+def _parts(path: Path) -> list[Path]:
+    return [path.with_name(name) for name in gguf_parts(path.name)]
+
+
+def _compare(files: Iterable[Path], is_known: Callable[[Path, State], bool]) -> list[str]:
+    """Return the names of files that do not agree with their checksums, and record those that do."""
+    damaged, agreed = [], {}
+    for file in sorted(files):
+        content = file.resolve()
+        if _CHECKSUM.fullmatch(content.name) is None or not content.is_file():
+            continue
+        found = content.stat()
+        state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        if is_known(content, state):
+            continue
+        if _digest(content, found.st_size) == content.name:
+            agreed[str(content)] = state
+        else:
+            damaged.append(file.name)
+    if agreed:
+        _write_record(agreed)
+    return damaged
+
+
+def _digest(content: Path, size: int) -> str:
+    digest = hashlib.sha256() if len(content.name) == 64 else hashlib.sha1(f"blob {size}\0".encode())
+    with content.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_record() -> dict[str, State]:
+    try:
+        record = json.loads((cache_folder() / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(agreed: dict[str, State]) -> None:
+    """Add the states of files to the record, which only saves time: what cannot be written is compared again."""
+    record = {name: state for name, state in _read_record().items() if os.path.exists(name)} | agreed
+    folder = cache_folder()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{_RECORD}-", delete=False) as partial:
+            json.dump(record, partial)
+        os.replace(partial.name, folder / _RECORD)
