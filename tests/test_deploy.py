@@ -97,6 +97,24 @@ def test_no_secret_is_part_of_a_file(name: str) -> None:
     assert not SECRET.search((DEPLOY / name).read_text())
 
 
+def test_all_images_can_be_named_by_digest() -> None:
+    """The arguments of the images and of the composition have the same names and tags."""
+    services, tags = load("compose.yaml")["services"], {}
+    for service in services.values():
+        named = service["build"]["args"] if "build" in service else {"image": service["image"]}
+        for argument, value in named.items():
+            variable, tag = re.fullmatch(r"\$\{([A-Z]+_IMAGE):-([\w./:-]+)\}", value).groups()  # type: ignore[union-attr]
+            assert argument in ("image", variable)
+            tags[variable] = tag
+    assert all(name in (ROOT / "docs/deploy.md").read_text() for name in tags)
+    for name in DOCKERFILES:
+        (word, argument), *rest = instructions(name)
+        variable, tag = argument.split("=")
+        assert (word, tags[variable]) == ("ARG", tag)
+        bases = [base.split()[0] for word, base in rest if word == "FROM"]
+        assert set(bases) == {f"${{{variable}}}"}
+
+
 @pytest.mark.parametrize(("name", "build"), [("Dockerfile.cpu", "cpu"), ("Dockerfile.cuda", "${TORCH_CUDA}")])
 def test_an_image_takes_the_build_of_pytorch_for_its_device(name: str, build: str) -> None:
     installs = [rest for word, rest in instructions(name) if word == "RUN" and "pip install" in rest]
