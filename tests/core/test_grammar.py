@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from specinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
-from specinfer.core.grammar import matcher
+from specinfer.core.grammar import compiler, matcher
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.refusals import MAX_CHARACTERS
-from specinfer.core.grammar.state import Grammar
+from specinfer.core.grammar.state import Grammar, MaskCredit, MaskTime
 from specinfer.core.request import FinishReason
 from specinfer.core.text import TextBuffer
 from specinfer.demo.pair import demo_folders
@@ -423,6 +424,33 @@ def test_all_outputs_of_a_request_share_the_time_of_masks() -> None:
         compiler.close()
 
 
+def test_all_requests_of_a_tenant_share_the_time_that_masks_of_guesses_take() -> None:
+    heavy, light = (_compile(regex="(the)+") for _ in range(2))
+    heavy.credit = light.credit = MaskCredit()
+    assert _legal(light, THE)
+    light.advance(THE)
+    heavy.credit.add(-10.0)
+    assert _legal(light)
+    assert not _legal(light, THE), "guesses are illegal, and the output goes on"
+    assert heavy.credit.left < -9
+    heavy.credit.add(20.0)
+    light.advance(THE)
+    assert _legal(light, THE)
+    assert heavy.credit.left < 1, "nothing is saved up"
+
+
+def test_first_tokens_are_not_tried_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial compiles the grammar, up to three times."""
+    made = Mock(side_effect=matcher.make_matcher)
+    monkeypatch.setattr(compiler, "make_matcher", made)
+    for seconds, num_made in ((60.0, 10), (-1.0, 4)):
+        monkeypatch.setattr(compiler, "_PROBE_SECONDS", seconds)
+        with pytest.raises(RequestError, match="takes too much work"):
+            _compile(regex="[a-c][0-9]")
+        assert made.call_count == num_made
+        made.reset_mock()
+
+
 def test_constraints_of_a_program_may_take_any_time() -> None:
     grammar = _compile(grammar=AMBIGUOUS)
     for _ in range(60):
@@ -488,6 +516,29 @@ def test_output_keeps_to_its_grammar(pair: tuple[LLM, LLM], asked: dict[str, Any
                 assert re.fullmatch(asked["regex"], said.text)
             if said.finish_reason == "stop" and "choice" in asked:
                 assert said.text in asked["choice"]
+
+
+def test_a_tenant_whose_grammars_took_too_long_rests_and_others_do_not(pair: tuple[LLM, LLM]) -> None:
+    llm = pair[1]
+    params = SamplingParams(temperature=0.0, max_tokens=12, structured_outputs={"regex": "[a-t ]*"})
+    alone = _pair(*pair, ["the cat"], params)[0].outputs[0].token_ids
+    requests = [llm.job(name, "the cat", params, 0).requests[0] for name in ("first", "second", "quick")]
+    for request, tenant in zip(requests, ("slow", "slow", "quick"), strict=True):
+        request.grammar._time = MaskTime(60.0)
+        request.tenant = tenant
+        llm.engine.add(request)
+    slow, other, quick = requests
+    assert slow.grammar.credit is other.grammar.credit is not quick.grammar.credit
+    slow.grammar.credit.add(-1000.0)
+    while not quick.is_finished:
+        llm.engine.step()
+    assert (slow.num_output, other.num_output) == (0, 0)
+    assert llm.engine.step() == []
+    assert llm.engine.scheduler.grammar_turns.is_resting
+    slow.grammar.credit.add(1001.0)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [request.output_ids for request in requests] == [alone] * 3
 
 
 def test_a_grammar_ends_an_output_that_ignores_end_tokens(pair: tuple[LLM, LLM]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from specinfer.core.request import FinishReason, Request, Span
+from specinfer.engine.grammar_turns import GrammarTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
 from specinfer.policy.slo_planner import SLOPlanner
@@ -59,6 +60,7 @@ class Scheduler:
         self._max_loras = max_loras
         self.planner: SLOPlanner | None = None  # limits by latency targets; None without measured costs
         self.waiting = WaitingQueue()
+        self.grammar_turns = GrammarTurns()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # requests in a pass in flight; some may have ended
         self._num_begun = 0
@@ -71,6 +73,7 @@ class Scheduler:
         return self._max_num_seqs
 
     def add(self, request: Request) -> None:
+        self.grammar_turns.add(request)
         self.waiting.add(request)
 
     def requests(self) -> Iterator[Request]:
@@ -87,7 +90,7 @@ class Scheduler:
         preempted = self._preempt(num_groups)
         if not preempted:
             preempted = self._admit()
-        group = self._group(num_groups)
+        group = self.grammar_turns.choose(self._group(num_groups))
         shares = self._shares(group)
         self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon

@@ -17,6 +17,7 @@ from specinfer.engine.engine import Engine
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # without work before idle time begins: the next request of a single caller comes sooner
+_REST_SECONDS = 0.005
 WATCH_SECONDS = 2.0  # between two calls of `watch` under load
 
 
@@ -123,6 +124,8 @@ class EngineThread:
                 self._step_start = None
                 self._deliver(requests)
                 self._watch()
+                if not requests and self._engine.scheduler.grammar_turns.is_resting:
+                    self._rest()
         except BaseException as error:
             logger.critical("the engine failed and takes no more requests", exc_info=error)
             self.error = error
@@ -148,6 +151,11 @@ class EngineThread:
         """Return whether there is something to do within this many seconds; None for no limit."""
         with self._wake:
             return self._wake.wait_for(self._is_awaited, seconds)
+
+    def _rest(self) -> None:
+        """Wait a moment, or until something is asked: all running requests may have to wait for their turn."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox or self._stopping, _REST_SECONDS)
 
     def _work_idly(self) -> bool:
         """Do one slice of idle work, and return whether there is more."""

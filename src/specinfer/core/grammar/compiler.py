@@ -1,5 +1,6 @@
 """Compilation of a request's constraint to a grammar that some text fits, or the reason why none does."""
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
 _MAX_PROBES = 256  # first tokens that are tried before a grammar is refused as impossible
+_PROBE_SECONDS = 5.0  # each probe compiles the grammar
 _END = "<|end of grammar|>"  # stands for all of the model's tokens that end a text
 
 
@@ -82,13 +84,14 @@ class GrammarCompiler:
         )
         if grammar.is_finished:
             return "only the empty text fits, and no end-of-text token can end it; allow some text"
+        end = time.monotonic() + _PROBE_SECONDS
         for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
             probe = grammar.clone(shares_time=True)
             probe.mask(())  # compute the mask as in generation: it counts against the limits on work
             probe.advance(token)
             if probe.mask(()).any():
                 return grammar
-            if probe.is_lost:
+            if probe.is_lost or time.monotonic() > end:
                 break
         return (
             "no text of this model's tokens fits, or finding one takes too much work; check for contradictions, rules "

@@ -15,6 +15,8 @@ from torch import Tensor
 Bits = npt.NDArray[np.uint8]
 _MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
 _SECONDS_PER_TOKEN = 0.002  # of processor time that each token adds; masks of real schemas take a fifth of it
+_MAX_CREDIT = 0.25  # seconds
+_SHARE = 0.05  # of the time that goes by, which becomes credit
 
 
 @dataclass(slots=True)
@@ -36,12 +38,41 @@ class MaskTime:
         return self.most + _SECONDS_PER_TOKEN * self.num_tokens
 
 
+class MaskCredit:
+    """Processor time that the masks of all requests of one tenant may take, which comes back with time and with tokens.
+
+    What one request may take is limited by `MaskTime`, and a tenant may send many.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._counted_at = _MAX_CREDIT, time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds; below 0 after masks that took more."""
+        now = time.monotonic()
+        self._left = min(_MAX_CREDIT, self._left + (now - self._counted_at) * _SHARE)
+        self._counted_at = now
+        return self._left
+
+    @property
+    def is_full(self) -> bool:
+        return self.left >= _MAX_CREDIT
+
+    def add(self, seconds: float) -> None:
+        self._left = min(_MAX_CREDIT, self.left + seconds)
+
+
 class Grammar:
     """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it.
 
     Args:
         mask_time: Limit of the time of masks. When outputs have spent it, they are lost; those of proposed tokens may
             take as much again, and after that all proposed tokens are illegal.
+
+    Attributes:
+        credit: That of the tenant, which all masks spend; without any left, proposed tokens are illegal.
+        last_seconds: Processor time of the last masks of the output.
     """
 
     def __init__(
@@ -60,6 +91,8 @@ class Grammar:
         self._matcher = make_matcher()
         self._num_restarts = 0
         self._time = mask_time or MaskTime()
+        self.credit: MaskCredit | None = None
+        self.last_seconds = 0.0
         self._said: list[int] = []
         self._ahead: list[int] = []  # proposed tokens that the matcher has consumed after the output
         self._has_ended = False
@@ -71,6 +104,11 @@ class Grammar:
         """Return the same grammar at its start, for another output of the same request if it `shares_time`."""
         mask_time = self._time if shares_time else MaskTime(self._time.most)
         return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, mask_time)
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the time of its masks is limited."""
+        return self._time.most < math.inf
 
     @property
     def is_finished(self) -> bool:
@@ -106,6 +144,8 @@ class Grammar:
             self._ahead = []
             self._said.append(token)
             self._time.num_tokens += 1
+            if self.credit is not None:
+                self.credit.add(2 * _SECONDS_PER_TOKEN)  # for the output and for proposed tokens
         self._bits.clear()
         self._ends.clear()
 
@@ -136,7 +176,7 @@ class Grammar:
     def _compute(self, path: tuple[int, ...]) -> Bits:
         """Return llguidance's mask of legal tokens, 1 if legal; all 0 if the path is illegal or too much work."""
         bits = None
-        if not path or (self._num_restarts < _MAX_RESTARTS and self._time.guesses <= self._time.allowed):
+        if not path or self._may_guess:
             bits = self._try(path)
             if bits is None:  # perhaps because of the work for earlier paths
                 self._start_again()
@@ -144,6 +184,11 @@ class Grammar:
             if bits is None:
                 self._start_again()
         return np.zeros(max(self._vocab_size, self._end_bit + 1), dtype=np.uint8) if bits is None else bits
+
+    @property
+    def _may_guess(self) -> bool:
+        has_credit = self.credit is None or self.credit.left > 0.0
+        return has_credit and self._num_restarts < _MAX_RESTARTS and self._time.guesses <= self._time.allowed
 
     def _try(self, path: tuple[int, ...]) -> Bits | None:
         self.is_lost = self.is_lost or self._time.own > self._time.allowed
@@ -180,7 +225,9 @@ class Grammar:
         """Replace a failed matcher by a new one, which does the same work as plain decoding of the output."""
         if self.is_lost:
             return
+        begun = time.monotonic()  # another thread compiles it
         self._matcher = self._make_matcher()
+        self._spend(time.monotonic() - begun, is_guess=True)
         self._ahead = []
         self._num_restarts += 1
         with self._timed(is_guess=True):
@@ -198,9 +245,14 @@ class Grammar:
         try:
             yield
         finally:
-            spent = time.thread_time() - begun
-            if is_guess:
-                self._time.guesses += spent
-            else:
-                self._time.own += spent
-                self.is_lost = self.is_lost or self._time.own > self._time.allowed
+            self._spend(time.thread_time() - begun, is_guess=is_guess)
+
+    def _spend(self, seconds: float, *, is_guess: bool) -> None:
+        if self.credit is not None:
+            self.credit.add(-seconds)
+        if is_guess:
+            self._time.guesses += seconds
+        else:
+            self._time.own += seconds
+            self.last_seconds = max(seconds, self.last_seconds / 2)  # a token takes several of these
+            self.is_lost = self.is_lost or self._time.own > self._time.allowed
