@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
@@ -124,12 +124,16 @@ class AsyncLLM:
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
-            job = await self._reads.run(
-                lambda: self.llm.job(name, prompt, params, seed, lora_request),
-                tenant,
-                num_bytes=len(prompt) if isinstance(prompt, str) else 0,
-                has_grammar=params.structured_outputs is not None,
-            )
+
+            def read() -> Job:
+                return self.llm.job(name, prompt, params, seed, lora_request)
+
+            if lora_request is None and _is_read(prompt, params):
+                await asyncio.sleep(0)  # prompts of one request take turns with everything else
+                job = read()
+            else:
+                num_bytes, has_grammar = len(prompt) if isinstance(prompt, str) else 0, bool(params.structured_outputs)
+                job = await self._reads.run(read, tenant, num_bytes=num_bytes, has_grammar=has_grammar)
             self._check_alive()
             self._check_tokens(job)
         self.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
@@ -361,3 +365,14 @@ class AsyncLLM:
             if generation.has_ended:
                 self._note_end(generation)
         self._note_idleness()
+
+
+_MAX_READ = 1 << 12  # tokens of all outputs of a request that takes less time than another thread's turn
+
+
+def _is_read(prompt: Prompt, params: SamplingParams) -> bool:
+    """Return whether nothing of a request is left to read, so that it takes next to no time."""
+    if params.structured_outputs is not None or params.bad_words or params.prediction is not None:
+        return False
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    return isinstance(ids, list) and params.n * (len(ids) + 256) <= _MAX_READ

@@ -74,6 +74,28 @@ def test_a_step_without_work_does_nothing(runner_of: Runners) -> None:
     assert engine.metrics.num_steps == 0
 
 
+@pytest.mark.parametrize(("tenant", "hurried"), [("new", True), ("busy", False)])
+def test_a_first_token_does_not_wait_for_draft_tokens_of_other_tenants(
+    runner_of: Runners, plain: list[list[int]], tenant: str, hurried: bool
+) -> None:
+    engine, requests = _engine(runner_of), _requests()
+    requests[0].tenant, requests[2].tenant = "busy", tenant
+
+    def step() -> int:
+        engine.step()
+        return engine.metrics.recent[-1].num_guessed
+
+    engine.add(requests[0])
+    assert step(), "alone, it drafts at once"
+    engine.add(requests[2])
+    assert (step() == 0) is hurried
+    assert requests[2].num_output
+    assert step(), "one pass in a few goes without draft tokens"
+    while engine.has_work:
+        step()
+    assert [requests[i].output_ids for i in (0, 2)] == [plain[i] for i in (0, 2)]
+
+
 def test_a_step_returns_the_requests_that_got_tokens(runner_of: Runners) -> None:
     engine = _engine(runner_of, max_num_batched_tokens=20)
     short, long = make_request("s", PROMPTS[0], GREEDY), make_request("l", PROMPTS[3], GREEDY)

@@ -13,7 +13,7 @@ from specinfer.core.outputs import TextChunk
 from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
-from specinfer.server.completion_prompts import Echo, as_prompts, read_prompt
+from specinfer.server.completion_prompts import Echo, ReadPrompt, as_prompts, read_prompt
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
@@ -43,11 +43,18 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
     max_tokens = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
-    params = await call.read(lambda: completion_params(fields, engine.llm, max_tokens))
     given = as_prompts(fields.prompt)
-    call.check_count(len(given), len(given) * params.n)
+
+    def read_first() -> tuple[SamplingParams, ReadPrompt]:
+        """Read the parameters and the first prompt: each turn of a thread costs as much as a short prompt."""
+        params = completion_params(fields, engine.llm, max_tokens)
+        call.check_count(len(given), len(given) * params.n)
+        return params, read_prompt(engine.llm, given[0], fields, params)
+
+    params, first = await call.read(read_first)
     # Read one at a time, so that prompts of other requests are read in between.
-    prompts = [await call.read(partial(read_prompt, engine.llm, p, fields, params)) for p in given]
+    others = [await call.read(partial(read_prompt, engine.llm, p, fields, params)) for p in given[1:]]
+    prompts = [first, *others]
     texts = None
     if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
