@@ -105,6 +105,7 @@ def test_what_is_too_large_or_out_of_shape_is_refused(fields: dict[str, Any]) ->
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a" * 1000] * 5}, "stop: 5000 characters are too many; send 4096 at most"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),

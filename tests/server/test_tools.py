@@ -25,6 +25,7 @@ from specinfer.inputs.chat.tool_formats import (
     find_format,
 )
 from specinfer.inputs.prompts import PromptReader
+from specinfer.server.json_body import read_generated
 from specinfer.server.tool_parser import ToolParser
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
 from talking import BARE, PLAIN, make_talker, save_talker
@@ -480,3 +481,11 @@ def test_calls_that_were_answered_go_back_as_they_came(kind: str, tmp_path: Path
             assert "sunny" in prompt
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize("depth", [101, 50_000])
+def test_arguments_that_are_nested_too_deeply_are_read_like_those_of_a_call_that_was_cut_off(depth: int) -> None:
+    assert read_generated('{"a": 1, "b": [{}]}') == {"a": 1, "b": [{}]}
+    assert read_generated('{"a": ' * 50 + "1" + "}" * 50) is not None
+    assert read_generated('{"a": ' * depth + "1" + "}" * depth) is None
+    assert read_generated('{"a": ') is None

@@ -1,6 +1,5 @@
 """The content blocks of a message in Anthropic's format, as a whole and as events."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.server.dialect import ANTHROPIC
 from specinfer.server.errors import ApiError
+from specinfer.server.json_body import read_generated
 from specinfer.server.tools import ToolDelta
 from specinfer.server.usage import metrics_of, usage_of
 
@@ -62,7 +62,7 @@ class MessageBlocks:
         content = []
         for block, parts in zip(self._blocks, self._texts, strict=True):
             text = "".join(parts)
-            content.append(block | ({"text": text} if block["type"] == "text" else {"input": read_object(text)}))
+            content.append(block | ({"text": text} if block["type"] == "text" else {"input": _input_of(text)}))
         return self._head | {"content": content} | self._end | {"usage": self._usage()}
 
     def _begin_block(self, delta: ToolDelta, index: int) -> dict[str, Any]:
@@ -100,10 +100,7 @@ class MessageBlocks:
         }
 
 
-def read_object(text: str) -> dict[str, Any]:
+def _input_of(text: str) -> dict[str, Any]:
     """Return the arguments of a call; {} if the call was cut off."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
+    found = read_generated(text)
     return found if isinstance(found, dict) else {}

@@ -34,12 +34,22 @@ def check_body(body: bytes) -> None:
         raise _refused(f"no JSON that can be read: {error}") from None
     if not isinstance(value, dict):
         raise _refused("must be a JSON object, {...}")
-    _check_depth(value)
+    if _is_deep(value):
+        raise _refused(f"nested deeper than {MAX_DEPTH} levels; flatten it")
     if _SURROGATE.search(body):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise _refused("a text is not valid Unicode (a lone surrogate); mend its encoding") from None
+
+
+def read_generated(text: str) -> Any:
+    """Return the value of JSON that a model generated, or None if it was cut off or is nested too deeply."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return None if _is_deep(value) else value
 
 
 def _parse(body: bytes) -> Any:
@@ -80,14 +90,15 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
+def _is_deep(value: Any) -> bool:
+    level, depth = [value] if isinstance(value, (dict, list)) else [], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise _refused(f"nested deeper than {MAX_DEPTH} levels; flatten it")
+            return True
         inner = (item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder))
         level = [item for item in inner if isinstance(item, (dict, list))]
+    return False
 
 
 def _refused(reason: str) -> ApiError:

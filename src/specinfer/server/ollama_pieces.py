@@ -1,6 +1,5 @@
 """The objects of a response in Ollama's format, as a whole and as lines."""
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -9,6 +8,7 @@ from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.server.dialect import OLLAMA
 from specinfer.server.errors import ApiError
+from specinfer.server.json_body import read_generated
 from specinfer.server.logprobs import TokenTexts, chat_logprobs
 from specinfer.server.tools import ToolDelta
 from specinfer.server.usage import metrics_of
@@ -87,9 +87,8 @@ class Pieces:
         if self._call is None:
             return []
         (delta, parts), self._call = self._call, None
-        try:
-            arguments = json.loads("".join(parts))
-        except ValueError:
+        arguments = read_generated("".join(parts))
+        if arguments is None:
             return []
         function = {"index": delta.index, "name": delta.name, "arguments": arguments}
         return [{"id": delta.id, "function": function}]

@@ -15,6 +15,7 @@ _SAME = (
     "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "logprob_token_ids",
 )  # fmt: skip
+_MAX_STOP = 1 << 12  # characters of all stop strings, which are compared with the end of the text after each pass
 
 
 def sampling_params(
@@ -41,7 +42,7 @@ def sampling_params(
     if shows_special_tokens:
         asked["skip_special_tokens"] = False
     try:
-        return SamplingParams(
+        params = SamplingParams(
             **asked,
             seed=_seed(fields.seed),
             max_tokens=max_tokens,
@@ -54,6 +55,9 @@ def sampling_params(
         )
     except ValueError as error:
         raise RequestError(str(error)) from error
+    if (length := sum(map(len, params.stop_strings))) > _MAX_STOP:
+        raise RequestError(f"stop: {length} characters are too many; send {_MAX_STOP} at most")
+    return params
 
 
 def _seed(asked: int | None) -> int | None:
