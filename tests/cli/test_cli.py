@@ -818,6 +818,7 @@ def test_a_bench_that_moved_names_its_new_command(name: str) -> None:
     assert "python -m benchmarks.latency --peer llama.cpp" in refusal("bench", "latency", "--peer", "llama.cpp")
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_bench_latency_measures_trees_and_writes_numbers(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     shown = run(

@@ -80,7 +80,7 @@ def test_a_clone_starts_anew_and_goes_its_own_way() -> None:
     assert _legal(first) == _legal(second) == [EOS]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     asked=st.sampled_from(GRAMMARS),
     steps=st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=5), st.integers(0, 30)), max_size=6),

@@ -97,7 +97,9 @@ def _tokens_per_pass(llm: LLM, prompts: Sequence[Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("params", "verification"), [(GREEDY, "coupled"), (SAMPLED, "target-only")], ids=["greedy", "sampled"]
+    ("params", "verification"),
+    [(GREEDY, "coupled"), pytest.param(SAMPLED, "target-only", marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
 )
 def test_outputs_stay_while_drafters_learn_and_are_replaced(
     loaded: Callable[..., LLM], params: SamplingParams, verification: str

@@ -125,6 +125,7 @@ def test_shapes_of_trees(parts: list[Part], heads: int, kv_heads: int) -> None:
     check(case.run(attend), case.run(plain_tree.attend))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_prompts_go_through_the_same_kernel(window: int | None, splits: int) -> None:
@@ -144,6 +145,7 @@ def test_head_dims_and_types(dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(out, case.run(plain_tree.attend), 1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("splits", [2, 8])
 def test_long_prefixes_are_split(name: str, splits: int) -> None:

@@ -452,7 +452,7 @@ def test_the_command_serves_and_ends(model_folder: Callable[..., Path], tmp_path
     with (tmp_path / "log").open("w+") as log:
         with subprocess.Popen([sys.executable, "-m", "specinfer", *words], env=environment, stderr=log) as server:
             try:
-                wait_until(lambda: "startup complete: http" in (tmp_path / "log").read_text(), 60)
+                wait_until(lambda: "startup complete: http" in (tmp_path / "log").read_text(), 240)
                 line = next(line for line in (tmp_path / "log").read_text().splitlines() if "startup complete" in line)
                 url = line.split("startup complete: ")[1].split(" ")[0]
                 with httpx.Client(base_url=url, headers={"authorization": "Bearer a-long-key-of-one"}) as client:
@@ -464,7 +464,7 @@ def test_the_command_serves_and_ends(model_folder: Callable[..., Path], tmp_path
                     assert client.get("/v1/models").status_code == 401
             finally:
                 server.terminate()
-            assert server.wait(20) == 0
+            assert server.wait(60) == 0
         log.seek(0)
         text = log.read()
     assert "a-long-key" not in text

@@ -34,7 +34,7 @@ llm = LLM(
     quantization=None if copy is None else "int8", offload_folder=copy,
 )
 stream = llm.target.loaded.stream
-prompts = [{"prompt_token_ids": [(i * j) % 90 for i in range(400)]} for j in (1, 2)]
+prompts = [{"prompt_token_ids": [(i * j) % 90 for i in range(160)]} for j in (1, 2)]
 assert all(out.outputs for out in llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0)))
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
 print(int(peak[1]) * 1024, stream.num_resident, stream.num_layers)
