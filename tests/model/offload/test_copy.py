@@ -65,6 +65,7 @@ def _copied() -> Iterator[Any]:
             yield pytest.param(family, quantization, marks=[pytest.mark.slow] if is_slow else [])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("family", "quantization"), list(_copied()))
 def test_every_family_generates_the_same_tokens_from_a_copy(
     tmp_path: Path, family: str, quantization: str | None
