@@ -23,7 +23,9 @@ from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
+from specinfer.kernels.triton.adjustment import adjust_logits
 from specinfer.kernels.triton.attention import attend
 from specinfer.kernels.triton.blocks import Device, choose_blocks
 from specinfer.kernels.triton.candidates import add_candidates
@@ -32,6 +34,7 @@ from specinfer.kernels.triton.commit import commit
 from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, next_frontier
 from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.kernels.triton.store import store
+from specinfer.kernels.triton.truncation import least_kept
 from specinfer.kernels.triton.walk import walk
 
 Case = tuple[str, Callable[[], object]]  # what is compiled, and the call that does
@@ -125,8 +128,24 @@ def step_cases() -> Iterator[Case]:
         logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
         call = partial(walk_multi_step, logits, starts, temperatures, *trees, max_depth=depth)
         yield f"multi-step {vocab}", call
+    yield from _processing_cases(requests, nodes)
     tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
     yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))
+
+
+def _processing_cases(requests: int, nodes: int) -> Iterator[Case]:
+    """What is done with logits, of the nodes of trees and of candidates."""
+    floats, table = _empty(requests, dtype=_FULL), _empty(requests, nodes)
+    truncation = Truncation(floats, floats, _empty(requests), _empty(requests, dtype=torch.float64))
+    for vocab in (50257, 128256, 262144):
+        logits = _empty(requests * nodes, vocab, dtype=_FULL)
+        yield f"truncation {vocab}", partial(least_kept, logits, truncation)
+    for vocab, dtype in ((50257, torch.int32), (128256, torch.int64)):
+        logits, tokens = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, nodes, dtype=dtype)
+        counted = (_empty(requests, vocab, dtype=_FULL), _empty(requests, vocab), *[floats] * 4)
+        adjustments = Adjustments(_empty(requests), *counted)
+        call = partial(adjust_logits, logits, adjustments, Paths(table, tokens, table, 1, 8))
+        yield f"adjustment {vocab}", call
 
 
 def draft_cases() -> Iterator[Case]:

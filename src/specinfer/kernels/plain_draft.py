@@ -110,6 +110,7 @@ def add_candidates(
     table: ChanceTable,
     limits: Limits,
     candidates: Candidates,
+    least: Tensor | None = None,
 ) -> None:
     """Add the candidates of a level: the best tokens after each node of the frontier, under the target's noise.
 
@@ -118,10 +119,12 @@ def add_candidates(
         first: Number of the level's first candidate.
         width: Candidates of each node.
         candidates: Written to, from `first` on.
+        least: [requests * frontier] float32 as `plain_logits.least_kept` returns it, or None to keep all tokens.
     """
     requests, nodes = frontier.tokens.shape
     of_level = slice(first, first + nodes * width)
-    token, confidence = _best_tokens(logits.unflatten(0, (requests, nodes)), sampling, frontier.level, width)
+    kept = None if least is None else least.view(requests, nodes, 1)
+    token, confidence = _best_tokens(logits.unflatten(0, (requests, nodes)), sampling, frontier.level, width, kept)
     above = frontier.path_prob.unsqueeze(2)
     is_fixed = (limits.widths[:, 0] > 0)[:, None, None]
     chance = torch.where(is_fixed, 1.0, table.chance(sampling.temperatures > 0, confidence))
@@ -138,13 +141,17 @@ def add_candidates(
     candidates.columns[:, of_level].fill_(-1)
 
 
-def _best_tokens(logits: Tensor, sampling: Sampling, level: int, width: int) -> tuple[Tensor, Tensor]:
+def _best_tokens(
+    logits: Tensor, sampling: Sampling, level: int, width: int, least: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return tokens, -1 where there is none, and their confidence: [requests, nodes, width] each."""
     vocab = logits.shape[2]
     scores = logits.float()
     sampled = (sampling.temperatures > 0)[:, None, None]
     noise = gumbel(sampling.seeds, sampling.positions.long() + level + 1, torch.arange(vocab, device=logits.device))
     scaled = scores / torch.where(sampled, sampling.temperatures[:, None, None], 1.0)
+    if least is not None:
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
     scores = torch.where(sampled, scaled + noise.unsqueeze(1), scores)
     scores = scores.masked_fill(scores.isnan().any(dim=2, keepdim=True), -torch.inf)
     best = scores.topk(width, dim=-1)

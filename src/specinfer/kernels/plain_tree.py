@@ -126,7 +126,14 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
         pool[places] = torch.where(kept.any(), new[row].to(pool.dtype), pool[places])
 
 
-def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, out: Tensor | None = None) -> Tensor:
+def choose(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    least: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Choose the token at each row: argmax(logits / temperature + noise of (seed, position, token)).
 
     Args:
@@ -134,6 +141,7 @@ def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tenso
         seeds: [rows] int64, of the requests.
         positions: [rows], of the tokens to choose.
         temperatures: [rows] float32; 0 is greedy, without noise.
+        least: [rows] float32 score below which no token of a sampled row is chosen, or None.
         out: [rows] int64 to write to.
 
     Returns:
@@ -142,7 +150,10 @@ def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tenso
     scores = logits.float()
     sampled = (temperatures > 0).unsqueeze(1)
     noise = gumbel(seeds.long(), positions.long(), torch.arange(logits.shape[1], device=logits.device))
-    scores = torch.where(sampled, scores / torch.where(sampled, temperatures.unsqueeze(1), 1) + noise, scores)
+    scaled = scores / torch.where(sampled, temperatures.unsqueeze(1), 1)
+    if least is not None:
+        scaled = scaled.masked_fill(scaled < least.unsqueeze(1), -torch.inf)
+    scores = torch.where(sampled, scaled + noise, scores)
     best = scores.max(dim=1)  # max returns NaN if a row has one
     tokens = best.indices.masked_fill(best.values == -torch.inf, NO_VALID_TOKEN).masked_fill(best.values.isnan(), NAN)
     return tokens if out is None else out.copy_(tokens)

@@ -5,13 +5,13 @@ Each is documented at its plain version. On a GPU none of them waits for the dev
 
 from torch import Tensor
 
-from specinfer.kernels import plain_draft, plain_multi_step, plain_tree
+from specinfer.kernels import plain_draft, plain_logits, plain_multi_step, plain_tree
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton import by_device, runs_on
 
 __all__ = [
-    "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "attend", "best_tree", "choose", "commit", "keep_drafted",
-    "mark_ancestors", "next_frontier", "store", "walk", "walk_multi_step",
+    "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
+    "keep_drafted", "least_kept", "mark_ancestors", "next_frontier", "store", "walk", "walk_multi_step",
 ]  # fmt: skip
 
 
@@ -25,6 +25,8 @@ choose = by_device(_runs_on, plain_tree.choose, "choose")
 walk = by_device(_runs_on, plain_tree.walk, "walk")
 walk_multi_step = by_device(_runs_on, plain_multi_step.walk_multi_step, "multi_step")
 commit = by_device(_runs_on, plain_tree.commit, "commit")
+least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
+adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
 add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
 next_frontier = by_device(_runs_on, plain_draft.next_frontier, "draft")
 best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")

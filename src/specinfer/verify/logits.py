@@ -217,6 +217,7 @@ def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) 
         values = logits[row, ids]
         if repeats:
             values *= torch.where(values > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
-        values.sub_(counts, alpha=params.frequency_penalty)
-        values.sub_((counts > 0).float(), alpha=params.presence_penalty)
+        # The product is rounded before it is subtracted, as on a device.
+        values -= counts * params.frequency_penalty
+        values -= (counts > 0).float() * params.presence_penalty
         logits[row, ids] = values

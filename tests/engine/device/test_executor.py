@@ -22,12 +22,14 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.engine.device import rows
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Launch, Marks
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.kernels import tree_ops
+from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
@@ -205,20 +207,65 @@ def test_prefixes_are_shared(pair: Pair) -> None:
     _check_left(engine)
 
 
+PROCESSED = [
+    SamplingParams(max_tokens=20, top_k=5, top_p=0.8),
+    SamplingParams(max_tokens=18, min_p=0.3, temperature=1.2),
+    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.4, frequency_penalty=0.2),
+    SamplingParams(max_tokens=20, allowed_token_ids=list(range(40)), top_p=0.9, min_tokens=3),
+    SamplingParams(max_tokens=22, logit_bias={5: 3.0, 9: -2.0}, presence_penalty=0.9, temperature=0.7),
+]
+
+
+@pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
+def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
+    """Truncation, penalties and biases; the same trees too, as these decide what is drafted."""
+
+    def requests(params: Sequence[SamplingParams]) -> list[Request]:
+        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS * 2, params, strict=False))]
+
+    for params in (PROCESSED, PROCESSED[:2], [*PARAMS[:3], *PROCESSED]):
+        wanted, found, small = requests(params), requests(params), pair[1] if TREES[tree] else None
+        plain = run(make_device_engine(pair[0], small, TREES[tree], has_device_executor=False), wanted)
+        engine = make_device_engine(pair[0], small, TREES[tree], max_num_seqs=6)
+        for request in found:
+            engine.add(request)
+        served = set[Request]()
+        while engine.has_work:
+            engine.step()
+            served |= set(executor_of(engine).requests)
+        assert [request.output_ids for request in found] == plain
+        assert served == set(found)
+        if tree == "2,2,1":
+            assert [r.speculation.as_dict() for r in found] == [r.speculation.as_dict() for r in wanted]
+        _check_left(engine)
+
+
+def test_penalties_for_which_no_memory_is_left(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lacking(*_: Any) -> Adjustments:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Adjustments, "empty", lacking)
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), [make_request("0", PROMPTS[0], PROCESSED[2])])
+    requests = [make_request("0", PROMPTS[0], PROCESSED[2]), make_request("1", PROMPTS[0], GREEDY)]
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    assert run(engine, requests)[0] == wanted[0]
+    assert executor_of(engine).num_launched > 4
+    assert len([r for r in caplog.records if "ordinary steps apply them" in r.message]) == 1
+
+
 ORDINARY = [
-    SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.3),
-    SamplingParams(max_tokens=20, top_p=0.8),
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, prompt_logprobs=1),
-    SamplingParams(max_tokens=20, allowed_token_ids=list(range(40))),
     SamplingParams(temperature=0.0, max_tokens=20, min_tokens=4, prediction=PROMPTS[1]),
-    SamplingParams(max_tokens=20, logit_bias={5: 3.0}),
+    SamplingParams(max_tokens=20, bad_words=["never"]),
 ]
 
 
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
 def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pair: Pair) -> None:
     def requests() -> list[Request]:
-        params = [one for two in zip(ORDINARY, [*PARAMS, GREEDY], strict=True) for one in two]
+        params = [one for two in zip(ORDINARY, PARAMS[:3], strict=True) for one in two]
         return [make_request(str(i), PROMPTS[i % 5], one, seed=i) for i, one in enumerate(params)]
 
     wanted = requests()
@@ -227,7 +274,7 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pai
     found = requests()
     assert run(engine, found) == tokens
     assert [request.logprobs != [] for request in found] == [request.logprobs != [] for request in wanted]
-    assert executor_of(engine).num_launched > 5
+    assert executor_of(engine).num_launched > 3
     _check_left(engine)
 
 
@@ -317,6 +364,21 @@ def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
     run(engine, _requests())
     assert executor.num_launched > 4
     assert set(executor._device._ready) == ready, "at the end of a request, too, steps are as large"
+
+
+def test_the_sizes_captured_first_process_logits_as_the_model_recommends(pair: Pair) -> None:
+    """Requests that need less are served in the same sizes."""
+    target = replace(pair[0], sampling_defaults={"top_k": 20, "repetition_penalty": 1.1})
+    engine = make_device_engine(target, pair[1], TREES["2,2,1"], max_num_seqs=4)
+    executor = executor_of(engine)
+    executor.prepare(TREES["2,2,1"])
+    ready = set(executor._device._ready)
+    assert {size.processing for size in ready} == {Processing.ADJUSTMENT}
+    params = SamplingParams(max_tokens=8, **target.sampling_defaults)
+    requests = [make_request("0", PROMPTS[0], params), make_request("1", PROMPTS[1], replace(GREEDY, max_tokens=8))]
+    run(engine, requests)
+    assert executor.num_launched > 1
+    assert set(executor._device._ready) == ready
 
 
 def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,7 +662,10 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
     kernels = pytest.importorskip("triton.runtime.interpreter")
 
     def requests() -> list[Request]:
-        params = [SamplingParams(temperature=t, max_tokens=6) for t in (0.0, 0.7)]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=6),
+            SamplingParams(temperature=0.7, max_tokens=3, top_k=9, repetition_penalty=1.2),
+        ]
         return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
 
     wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
@@ -618,7 +683,8 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
     assert executor_of(engine).num_launched >= 2
     of_draft = {"chunk_program", "candidates_program", "frontier_program", "tree_program", "kept_program"}
     of_passes = {"attend_program", "store_program", "choose_program", "walk_program", "commit_program"}
-    assert of_draft | of_passes | {"ancestors_program"} <= set(calls)
+    of_logits = {"adjust_program", "listing_program", "limits_program"}
+    assert of_draft | of_passes | of_logits | {"ancestors_program"} <= set(calls)
 
 
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
@@ -629,7 +695,8 @@ def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     for _ in range(5):
         engine.step()
     rows = executor_of(engine)._device
-    state = {f.name: getattr(rows.state, f.name) for f in fields(rows.state) if f.name != "chances"}
+    everything = {f.name: getattr(rows.state, f.name) for f in fields(rows.state)}
+    state = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     pools = [engine.target.tensors, rows._drafter.runner.tensors]
     kept = [tensor for pool in pools for tensor in (*pool.keys, *pool.values)]
     before = [tensor.clone() for tensor in (*state.values(), *kept)]

@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
@@ -42,6 +44,7 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
+        of_growth += ("least_kept", "adjust_logits")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
@@ -74,8 +77,10 @@ class Kernels:
         assert all(one.stride(2) == 1 for one in new)
 
     @staticmethod
-    def choose(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-        _on_device(logits, seeds, positions, temperatures, contiguous=True)
+    def choose(
+        logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, least: Tensor | None = None
+    ) -> Tensor:
+        _on_device(logits, seeds, positions, temperatures, *([] if least is None else [least]), contiguous=True)
         assert len(logits) == len(seeds) == len(positions) == len(temperatures)
         return torch.empty(len(logits), dtype=torch.int64, device=META)
 
@@ -97,14 +102,30 @@ class Kernels:
     @staticmethod
     def add_candidates(
         logits: Tensor, frontier: Frontier, first: int, width: int, sampling: Sampling, table: ChanceTable,
-        limits: Limits, candidates: Candidates,
+        limits: Limits, candidates: Candidates, least: Tensor | None = None,
     ) -> None:  # fmt: skip
+        assert least is None or least.shape == (len(logits),)
         of_launch = (sampling.seeds, sampling.temperatures, sampling.positions, *_fields(limits), *_fields(table))
         _on_device(*of_launch, *_fields(candidates), frontier.path_prob, frontier.numbers, contiguous=True)
         _on_device(logits)
         assert len(logits) == frontier.tokens.numel()
         assert logits.stride(1) == 1
         assert first + frontier.tokens.shape[1] * width <= candidates.tokens.shape[1]
+
+    @staticmethod
+    def least_kept(logits: Tensor, truncation: Truncation) -> Tensor:
+        _on_device(*_fields(truncation), contiguous=True)
+        assert logits.stride(1) == 1
+        assert len(logits) % len(truncation.top_k) == 0
+        return torch.empty(len(logits), device=META)
+
+    @staticmethod
+    def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> None:
+        _on_device(*_fields(adjustments), *_fields(paths), contiguous=True)
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        assert adjustments.seen.shape[1] == logits.shape[1]
+        assert len(logits) == paths.numbers.numel()
 
     @staticmethod
     def next_frontier(
@@ -185,14 +206,18 @@ def on_meta(folder: Path, *, is_fused: bool = False) -> LoadedModel:
     return replace(loaded, device=META)
 
 
-def programs_of(loaded: LoadedModel, budget: TreeBudget | None, rows: int) -> Programs:
+def programs_of(
+    loaded: LoadedModel, budget: TreeBudget | None, rows: int, processing: Processing = Processing.NONE
+) -> Programs:
     """Return the programs of a step whose drafter is a copy of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
     most = 256 // rows
     shape = None if budget is None else shape_of([budget], most - 1, most)
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     state = DeviceState.empty(rows, 256, META)
-    return Programs(LaunchSize(rows, shape), state, target, drafter, vocabulary.to_target)
+    adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
+    size = LaunchSize(rows, shape, processing)
+    return Programs(size, state, target, drafter, vocabulary.to_target, adjustments)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -203,7 +228,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     loaded = on_meta(model_folder(family))
     kernels = Kernels(monkeypatch)
     for budget in (TreeBudget(8, 2), None):
-        programs = programs_of(loaded, budget, 4)
+        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT)
         with torch.inference_mode(), SynchronizationCheck():
             if programs.size.shape is not None:
                 programs.draft()
@@ -211,6 +236,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     layers = len(loaded.layer_shapes)
     assert kernels.calls["attend"] == kernels.calls["store"] == layers * (2 + 1 + 1)
     assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (2, 2, 3)
+    assert kernels.calls["least_kept"] == kernels.calls["adjust_logits"] == 2 + 1 + 1
 
 
 # `specinfer plan` predicts with the same numbers, so lower them there when a step becomes leaner. These are the kernels
@@ -222,13 +248,19 @@ PER_DRAFT, PER_LEVEL, PER_VERIFICATION = DESIGN.draft_kernels - 1, DESIGN.level_
 PER_LAYER = DESIGN.layer_kernels - 6
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32])
+# To count the tokens that were emitted, a verification gathers, joins and adds.
+PER_COUNT = 14
+
+
+@pytest.mark.parametrize("processing", Processing)
+@pytest.mark.parametrize("rows", [1, 32])
 def test_a_step_launches_no_more_kernels_than_it_may(
-    rows: int, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    rows: int, processing: Processing, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Truncation takes two kernels more for each level and for the target's pass, biases and penalties one."""
     loaded = on_meta(model_folder("llama"), is_fused=True)
     kernels, layers = Kernels(monkeypatch), len(loaded.layer_shapes)
-    programs = programs_of(loaded, TreeBudget(16, 8), rows)
+    programs = programs_of(loaded, TreeBudget(16, 8), rows, processing)
     shape, counts = programs.size.shape, []
     assert shape is not None
     for program in (programs.draft, programs.verify):
@@ -237,7 +269,10 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         counts.append(launches.count)
     levels = shape.num_levels
     assert counts[0] <= PER_DRAFT + levels * (PER_LEVEL + PER_LAYER * layers)
-    assert counts[1] <= PER_VERIFICATION + PER_LAYER * layers
+    counting = PER_COUNT if processing >= Processing.ADJUSTMENT else 0
+    assert counts[1] <= PER_VERIFICATION + PER_LAYER * layers + counting
+    assert kernels.calls["least_kept"] == (levels + 1 if processing >= Processing.TRUNCATION else 0)
+    assert kernels.calls["adjust_logits"] == (levels + 1 if processing >= Processing.ADJUSTMENT else 0)
     calls = {name: kernels.calls[name] for name in ("add_candidates", "next_frontier", "best_tree", "mark_ancestors")}
     assert calls == {"add_candidates": levels, "next_frontier": levels - 1, "best_tree": 1, "mark_ancestors": 1}
     assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (1, 1, 2)

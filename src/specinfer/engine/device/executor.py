@@ -1,9 +1,9 @@
 """DeviceExecutor: serves requests whose steps need nothing from the host, with two steps in flight.
 
-A request that is plain enough joins when it has emitted its first token. From then on its slots, last token and drafts
-are kept in a row on the device (`state`), and one step of all of them is two programs (`programs`), launched
-one after the other. The result of a step is read after the next one has been launched, so that the device works while
-the host delivers tokens. Results for a request that has ended meanwhile are dropped.
+A request joins when it has emitted its first token. From then on its slots, last token, parameters and drafts are in a
+row on the device (`state`), and one step of all of them is two programs (`programs`), launched one after the other. The
+result of a step is read after the next one has been launched, so that the device works while the host delivers tokens.
+Results for a request that has ended meanwhile are dropped.
 
 For the scheduler these requests are in a pass in flight from joining to leaving, so their slots are not taken.
 
@@ -20,13 +20,15 @@ import torch
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
-from specinfer.engine.device.launch import DeviceRequest, Launch, is_plain
+from specinfer.engine.device.launch import DeviceRequest, Launch
+from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
@@ -137,13 +139,18 @@ class DeviceExecutor:
         return list(dict.fromkeys([*in_flight, *(one.request for one in self._device_requests)]))
 
     def prepare(self, budget: TreeBudget, progress: ProgressCallback | None = None) -> None:
-        """Capture plain steps and those with trees of this budget; others are captured when they occur."""
+        """Capture plain steps and those with trees of this budget, with the processing that the model's own sampling
+        parameters need; others are captured when they occur.
+        """
+        processing = Processing.of(SamplingParams(**self._target.loaded.sampling_defaults))
+        if processing >= Processing.ADJUSTMENT and not self._device.can_adjust():
+            processing = Processing.TRUNCATION
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
             most = MAX_ROWS // num_rows
             guesses = self._drafts.name is not None and holds(budget)
             shape = shape_of([budget], most - 1, most) if guesses else None
-            sizes += dict.fromkeys([LaunchSize(num_rows, shape), LaunchSize(num_rows, None)])
+            sizes += dict.fromkeys(LaunchSize(num_rows, each, processing) for each in (shape, None))
         for done, size in enumerate(sizes):
             if progress is not None:
                 progress(f"{CAPTURING} of whole steps", done, len(sizes))
@@ -189,10 +196,11 @@ class DeviceExecutor:
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = count_read(self._device_requests, budgets)
-        size = self._device.size_for(LaunchSize(num_rows, shape), num_slots)
+        processing = max(Processing.of(one.request.params) for one in self._device_requests)
+        size = self._device.size_for(LaunchSize(num_rows, shape, processing), num_slots)
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
-            launch.size = self._device.size_for(LaunchSize(num_rows, None), num_slots)
+            launch.size = self._device.size_for(LaunchSize(num_rows, None, processing), num_slots)
         return launch
 
     def begin(self, batch: Launch) -> None:
@@ -220,7 +228,9 @@ class DeviceExecutor:
         for request in self._scheduler.decoding():
             if len(self._device_requests) >= self._max_requests:
                 return
-            if not is_plain(request) or self._barred.get(request) == request.num_output:
+            if not is_served(request) or self._barred.get(request) == request.num_output:
+                continue
+            if Processing.of(request.params) >= Processing.ADJUSTMENT and not self._device.can_adjust():
                 continue
             self._barred.pop(request, None)
             self._device_requests.append(DeviceRequest(request))  # first, so that a failure from here on releases it

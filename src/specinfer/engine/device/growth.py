@@ -76,7 +76,8 @@ def empty_table(device: torch.device) -> ChanceTable:
     return ChanceTable(points, lines[0], lines[1])
 
 
-Score = Callable[[Frontier], Tensor]  # -> [requests * frontier, vocab] logits after each of these nodes
+# -> [requests * frontier, vocab] logits after each of these nodes, and the least score of a token that may follow
+Score = Callable[[Frontier, Candidates], tuple[Tensor, Tensor | None]]
 
 
 def grow(
@@ -95,7 +96,7 @@ def grow(
         roots: [requests] int64 the last known tokens.
         has_two: [requests] bool, True if the drafter computes two known tokens, so that the root's column is 1 instead
             of 0.
-        score: One pass of the drafter.
+        score: One pass of the drafter, over the frontier of a level, whose nodes are among the candidates so far.
         out: The trees, written to.
     """
     requests, device, words = len(roots), roots.device, num_words(shape.num_columns)
@@ -107,7 +108,8 @@ def grow(
     out.path_prob[:, 0] = path_prob.clamp(min=0.0)
     frontier, first = Frontier(0, roots.unsqueeze(1), sees, number, path_prob.unsqueeze(1)), 0
     for level, (width, children) in enumerate(zip(shape.frontiers, shape.children, strict=True)):
-        tree_ops.add_candidates(score(frontier), frontier, first, children, sampling, table, limits, candidates)
+        logits, least = score(frontier, candidates)
+        tree_ops.add_candidates(logits, frontier, first, children, sampling, table, limits, candidates, least)
         if level + 1 < shape.num_levels:
             above, frontier = frontier, _empty_frontier(level + 1, requests, shape.frontiers[level + 1], words, device)
             tree_ops.next_frontier(

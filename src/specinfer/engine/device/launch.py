@@ -33,22 +33,6 @@ class DeviceRequest:
         return Span(self.request, end - 1, end)
 
 
-def is_plain(request: Request) -> bool:
-    """Return whether the next token is the argmax of logits and noise, and no logits are asked for."""
-    params = request.params
-    return not (
-        (params.truncates and not params.is_greedy)
-        or params.adjusts_logits
-        or request.grammar is not None
-        or request.bad_words_ids
-        or request.prediction_ids
-        or request.adapter is not None
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or request.trace is not None
-    )
-
-
 class Answer(NamedTuple):
     """The result of a step for one request."""
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
@@ -24,10 +26,15 @@ from specinfer.model.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class LaunchSize:
-    """The fixed sizes of a step: rows of requests, and the shape of their trees, or None for plain decoding."""
+    """The fixed sizes of a step: rows of requests, and the shape of their trees, or None for plain decoding.
+
+    Attributes:
+        processing: What is done with logits; a step may do more than its requests need.
+    """
 
     num_rows: int
     shape: DraftShape | None
+    processing: Processing = Processing.NONE
 
     @property
     def num_nodes(self) -> int:
@@ -44,9 +51,11 @@ class LaunchSize:
 
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
+        if self.num_rows < other.num_rows or self.processing < other.processing:
+            return False
         if self.shape is None or other.shape is None:
-            return self.shape is other.shape and self.num_rows >= other.num_rows
-        return self.num_rows >= other.num_rows and self.shape.holds(other.shape)
+            return self.shape is other.shape
+        return self.shape.holds(other.shape)
 
     def inputs(self, device: torch.device) -> Exchange:
         rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
@@ -92,6 +101,7 @@ class Programs:
         target: The runner of the target.
         drafter: The runner of the drafter; None only with a size without a tree.
         to_target: Function that maps drafter logits [rows, drafter_vocab] to the target's vocabulary.
+        adjustments: Rows of biases and penalties; None only with a size that applies none.
     """
 
     def __init__(
@@ -101,14 +111,21 @@ class Programs:
         target: ModelRunner,
         drafter: ModelRunner | None,
         to_target: Callable[[Tensor], Tensor],
+        adjustments: Adjustments | None = None,
     ) -> None:
         assert drafter is not None or size.shape is None
+        assert adjustments is not None or size.processing < Processing.ADJUSTMENT
         self.size = size
         device = target.loaded.device
         self.inputs, self.results = size.inputs(device), size.results(device)
         self._state, self._target, self._drafter, self._to_target = state, target, drafter, to_target
         self._numbers = torch.arange(size.num_rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(size.num_rows * size.num_nodes, device=device)
+        self._nodes = torch.arange(size.num_nodes, dtype=torch.int32, device=device).repeat(size.num_rows, 1)
+        self._truncation = state.truncation.first(size.num_rows)
+        self._adjustments = None
+        if adjustments is not None and size.processing >= Processing.ADJUSTMENT:
+            self._adjustments = adjustments.first(size.num_rows)
         self._columns = None if size.shape is None else DraftColumns(size.shape, size.num_rows, device)
         results = self.results.there
         with torch.inference_mode(mode=False):
@@ -148,7 +165,7 @@ class Programs:
         pair = torch.stack([torch.where(has_two, state.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1)
         wanted = self._numbers[:-1] * 2 + has_two
 
-        def score(frontier: Frontier) -> Tensor:
+        def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None]:
             is_first = frontier.level == 0
             tokens = pair if is_first else frontier.tokens
             if drafter.loaded.vocab_size < self._target.loaded.vocab_size:
@@ -165,7 +182,8 @@ class Programs:
                 layout=layout.over(state.draft_slots[:rows], None if is_first else frontier.sees.flatten(0, 1)),
             )
             logits: Tensor = self._to_target(forward(drafter.loaded.model, batch))
-            return logits
+            paths = Paths(frontier.numbers, candidates.tokens, candidates.parents, 0, frontier.level)
+            return logits, self._process(logits, paths)
 
         sampling = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
         grow(shape, roots, has_two, score, sampling, state.chances, limits, self._trees)
@@ -209,16 +227,20 @@ class Programs:
             layout=layout,
         )
         logits = forward(loaded.model, batch)
+        least = self._process(logits, Paths(self._nodes, trees.tokens, trees.parents, 1, self.size.max_depth))
         choices = tree_ops.choose(
             logits,
             state.seeds[:rows].repeat_interleave(nodes),
             positions.flatten() + 1,
             state.temperatures[:rows].repeat_interleave(nodes),
+            least,
         )
         path, lengths, following = tree_ops.walk(
             choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
+        if self._adjustments is not None:
+            self._count(self._adjustments.seen, path, lengths, following)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
         if self.size.shape is not None:
@@ -231,3 +253,22 @@ class Programs:
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
         left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
         state.num_left[:rows].copy_(torch.where(is_live, left, num_left))
+
+    # ---------------------------------------------------------------------------------------- logits
+
+    def _process(self, logits: Tensor, paths: Paths) -> Tensor | None:
+        """Adjust the logits in place, and return the score that a token must have to be chosen, if tokens are dropped.
+
+        Args:
+            logits: [requests * nodes, vocab] float32.
+        """
+        if self._adjustments is not None:
+            tree_ops.adjust_logits(logits, self._adjustments, paths)
+        return tree_ops.least_kept(logits, self._truncation) if self.size.processing else None
+
+    def _count(self, seen: Tensor, path: Tensor, lengths: Tensor, following: Tensor) -> None:
+        """Count the emitted tokens, for the penalties of later steps."""
+        drafted = self._trees.tokens.long().gather(1, path.clamp(min=0).long())
+        tokens = torch.cat([drafted, following.clamp(min=0).unsqueeze(1)], dim=1)
+        is_new = torch.cat([path >= 0, (following.unsqueeze(1) >= 0) & (lengths.unsqueeze(1) >= 0)], dim=1)
+        seen.scatter_add_(1, tokens, 2 * is_new.int())

@@ -1,5 +1,6 @@
 """DeviceRows: the rows of requests on a device, the programs that use them, and the data exchanged with the host."""
 
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -16,12 +17,16 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.launch import Answer, Launch, Marks
+from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
 from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.state import DeviceState
+from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.kv_cache import Slots
 from specinfer.model.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 _ROW = 128  # slots
 _MAX_SIZES = 64  # kept at the same time; the least recently used one is dropped
@@ -55,6 +60,8 @@ class DeviceRows:
         self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
+        self._adjustments: Adjustments | None = None
+        self._lacks_memory = False
         self._wanted: Counter[LaunchSize] = Counter()  # how often each size was wanted that was not ready
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
 
@@ -84,9 +91,13 @@ class DeviceRows:
         state.roots[row].fill_(request.token_ids[-1])
         state.num_left[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
-        # A temperature that counts as greedy is stored as 0.
-        state.temperatures[row].fill_(0.0 if request.params.is_greedy else request.params.temperature)
         state.has_two[row].fill_(False)
+        write_truncation(state.truncation, row, request.params, self._target.loaded.vocab_size)
+        if Processing.of(request.params) >= Processing.ADJUSTMENT:
+            assert self._adjustments is not None
+            write_adjustments(self._adjustments, row, request, self._there)
+        elif self._adjustments is not None:
+            self._adjustments.is_adjusted[row].fill_(0)
 
     def write_drafter(self, row: int, slots: Slots) -> None:
         """Note that the drafter has computed all known tokens but the last, in these slots."""
@@ -97,6 +108,20 @@ class DeviceRows:
 
     def move(self, source: int, row: int) -> None:
         self.state.move(source, row)
+        if self._adjustments is not None:
+            self._adjustments.move(source, row)
+
+    def can_adjust(self) -> bool:
+        """Return whether there is memory for biases and penalties, which is reserved when they are first needed."""
+        if self._adjustments is None and not self._lacks_memory:
+            vocab = self._target.loaded.vocab_size
+            try:
+                self._adjustments = Adjustments.empty(self.num_rows, vocab, self._place)
+            except torch.OutOfMemoryError:
+                self._lacks_memory = True
+                size = 8 * self.num_rows * vocab >> 20
+                logger.warning("no %d MiB are left for penalties on the device: ordinary steps apply them", size)
+        return self._adjustments is not None
 
     def write_acceptance(self, tables: Sequence[tuple[Floats, Floats]]) -> None:
         """Update the acceptance probabilities: heights and slopes of lines, for greedy and for sampled requests."""
@@ -125,7 +150,7 @@ class DeviceRows:
         larger = [size for size in self._ready if size.holds(wanted) and size.num_nodes - 1 <= most_nodes]
         if self._wanted[wanted] >= _WORTH_CAPTURING or not larger:
             return wanted
-        return min(larger, key=lambda size: (size.max_depth, size.num_rows * size.num_nodes))
+        return min(larger, key=lambda size: (size.max_depth, size.num_rows * size.num_nodes, size.processing))
 
     @torch.inference_mode()
     def prepare(self, size: LaunchSize) -> None:
@@ -178,8 +203,9 @@ class DeviceRows:
         drafter = self._drafter
         runner = None if drafter is None else drafter.runner
         programs = Programs(
-            size, self.state, self._target, runner, _unchanged if drafter is None else drafter.vocabulary.to_target
-        )
+            size, self.state, self._target, runner, _unchanged if drafter is None else drafter.vocabulary.to_target,
+            self._adjustments,
+        )  # fmt: skip
         programs.inputs.clear()  # captures run the programs without requests
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specinfer.engine.device.growth import empty_table
 from specinfer.kernels.plain_draft import ChanceTable
+from specinfer.kernels.plain_logits import Truncation
 
 Ints = npt.NDArray[np.int32]
 
@@ -27,7 +28,7 @@ class DeviceState:
     roots: Tensor  # [rows] int64 the last known token
     num_left: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
     seeds: Tensor  # [rows] int64
-    temperatures: Tensor  # [rows] float32; 0 is greedy
+    truncation: Truncation  # with the temperatures
     draft_slots: Tensor  # [rows, context] int32 slots in the drafter's cache
     draft_known: Tensor  # [rows] int32
     before: Tensor  # [rows] int64
@@ -47,7 +48,12 @@ class DeviceState:
                 roots=zeros(num_rows),
                 num_left=zeros(num_rows),
                 seeds=zeros(num_rows),
-                temperatures=zeros(num_rows, dtype=torch.float32),
+                truncation=Truncation(
+                    zeros(num_rows, dtype=torch.float32),
+                    torch.full((num_rows,), -torch.inf, device=device),
+                    zeros(num_rows, dtype=torch.int32),
+                    torch.ones(num_rows, dtype=torch.float64, device=device),
+                ),
                 draft_slots=zeros(num_rows, context, dtype=torch.int32),
                 draft_known=zeros(num_rows, dtype=torch.int32),
                 before=zeros(num_rows),
@@ -55,9 +61,16 @@ class DeviceState:
                 chances=empty_table(device),
             )
 
+    @property
+    def temperatures(self) -> Tensor:
+        """[rows] float32; 0 is greedy."""
+        return self.truncation.temperatures
+
     def move(self, source: int, row: int) -> None:
         """Copy one row to another."""
-        for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, self.temperatures,
+        limits = self.truncation
+        for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, limits.temperatures,
+                       limits.log_min_p, limits.top_k, limits.top_p,
                        self.draft_slots, self.draft_known, self.before, self.has_two):  # fmt: skip
             column[row].copy_(column[source])
 

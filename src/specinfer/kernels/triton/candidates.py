@@ -18,9 +18,9 @@ from specinfer.kernels.triton.choose import noise_bits, precise_noise, rough_noi
 _CHUNK = 2048
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_nodes", "level"])
+@triton.jit(do_not_specialize=["is_limited", "num_chunks", "num_nodes", "level"])
 def chunk_program(
-    logits, seeds, positions, temperatures, found, highest, sums,
+    logits, seeds, positions, temperatures, limits, is_limited, found, highest, sums,
     vocab, stride, num_chunks, num_nodes, level,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,9 @@ def chunk_program(
         bits = noise_bits(
             tl.load(seeds + request), tl.load(positions + request).to(tl.int64) + level + 1, tokens.to(tl.int64)
         )
-        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + rough_noise(bits)
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+        limit = tl.load(limits + row, is_limited > 0, other=float("-inf"))
+        scores = tl.where(scores < limit, float("-inf"), scores + rough_noise(bits))
     top = tl.max(scores, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     tl.store(sums + row * num_chunks + chunk, tl.sum(tl.exp(scores - base), 0))
@@ -49,9 +51,11 @@ def chunk_program(
         scores = tl.where(tokens == token, float("-inf"), scores)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_nodes", "level", "first", "total", "num_levels", "num_points"])
+@triton.jit(
+    do_not_specialize=["is_limited", "num_chunks", "num_nodes", "level", "first", "total", "num_levels", "num_points"]
+)
 def candidates_program(
-    logits, seeds, positions, temperatures, found, highest, sums,
+    logits, seeds, positions, temperatures, limits, is_limited, found, highest, sums,
     points, heights, slopes, max_depth, min_path_prob, widths, above, numbers,
     out_tokens, out_confidence, out_path_prob, out_parents, out_columns,
     vocab, stride, num_chunks, num_nodes, level, first, total, num_levels, num_points, num_ranks,
@@ -77,7 +81,9 @@ def candidates_program(
         bits = noise_bits(
             tl.load(seeds + request), tl.load(positions + request).to(tl.int64) + level + 1, tokens.to(tl.int64)
         )
-        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + precise_noise(bits)
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+        limit = tl.load(limits + row, is_limited > 0, other=float("-inf"))
+        scores = tl.where(scores < limit, float("-inf"), scores + precise_noise(bits))
     scores = tl.where((tokens < 0) | has_nan, float("-inf"), scores)
     numbers_of_points = tl.arange(0, BLOCK_POINTS)
     meets = tl.load(points + numbers_of_points, numbers_of_points < num_points, other=float("inf"))
@@ -119,6 +125,7 @@ def add_candidates(
     table: ChanceTable,
     limits: Limits,
     candidates: Candidates,
+    least: Tensor | None = None,
 ) -> None:
     """Compute `plain_draft.add_candidates`."""
     rows, vocab = logits.shape
@@ -133,7 +140,8 @@ def add_candidates(
     num_chunks = triton.cdiv(vocab, _CHUNK)
     found = torch.empty(rows * num_chunks * width, dtype=torch.int32, device=logits.device)
     highest, sums = torch.empty((2, rows * num_chunks), dtype=torch.float32, device=logits.device)
-    same = (logits, *of_request, found, highest, sums)
+    kept = sampling.temperatures if least is None else least  # not read if there are none
+    same = (logits, *of_request, kept, int(least is not None), found, highest, sums)
     sizes = (vocab, logits.stride(0), num_chunks, nodes, frontier.level)
     # Without fused operations, so that sums are rounded as in PyTorch.
     chunk_program[(num_chunks, rows)](*same, *sizes, WIDTH=width, CHUNK=_CHUNK, enable_fp_fusion=False)

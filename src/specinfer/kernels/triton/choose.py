@@ -56,9 +56,9 @@ def rough_noise(bits):
     return -tl.log(minus_log)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_limited"])
 def rough_program(
-    logits, seeds, positions, temperatures, best, vocab, stride, num_chunks, CHUNK: tl.constexpr,
+    logits, seeds, positions, temperatures, limits, is_limited, best, vocab, stride, num_chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Store the best score of a chunk of a row, or NaN if it has one. Grid: [chunks, rows]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -69,14 +69,16 @@ def rough_program(
     temperature = tl.load(temperatures + row)
     if temperature > 0:
         bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
-        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + rough_noise(bits)
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+        limit = tl.load(limits + row, is_limited > 0, other=float("-inf"))
+        scores = tl.where(scores < limit, float("-inf"), scores + rough_noise(bits))
     highest = tl.where(has_nan, float("nan"), tl.max(scores, 0))
     tl.store(best + row * num_chunks + chunk, highest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_limited"])
 def choose_program(
-    logits, seeds, positions, temperatures, best, out, vocab, stride, num_chunks,
+    logits, seeds, positions, temperatures, limits, is_limited, best, out, vocab, stride, num_chunks,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Choose the token of a row. Grid: [rows]."""
@@ -91,6 +93,7 @@ def choose_program(
         tl.store(out + row, tl.full((), _NO_VALID_TOKEN, tl.int64))
     else:
         temperature = tl.load(temperatures + row)
+        limit = tl.load(limits + row, is_limited > 0, other=float("-inf"))
         least = highest
         if (temperature > 0) & (highest < float("inf")):
             least = highest - (_MARGIN + _MARGIN_OF_BEST * tl.abs(highest))
@@ -103,7 +106,8 @@ def choose_program(
             scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
             if temperature > 0:
                 bits = noise_bits(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.int64))
-                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + precise_noise(bits)
+                scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+                scores = tl.where(scores < limit, float("-inf"), scores + precise_noise(bits))
             score = tl.max(scores, 0)
             token = tl.min(tl.where(scores == score, tokens, vocab), 0)
             if score > best_score:  # the first of equal ones
@@ -118,6 +122,7 @@ def choose(
     seeds: Tensor,
     positions: Tensor,
     temperatures: Tensor,
+    least: Tensor | None = None,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -134,13 +139,13 @@ def choose(
     if scratch is None:
         scratch = torch.empty(rows * num_chunks, dtype=torch.float32, device=logits.device)
     assert scratch.numel() >= rows * num_chunks
+    limits = temperatures if least is None else least  # not read if there are none
+    of_rows = (logits, seeds, positions, temperatures, limits, int(least is not None), scratch)
     same = (vocab, logits.stride(0), num_chunks)
     # Without fused operations, so that sums are rounded as in PyTorch.
-    rough_program[(num_chunks, rows)](
-        logits, seeds, positions, temperatures, scratch, *same, CHUNK=_CHUNK, enable_fp_fusion=False
-    )
+    rough_program[(num_chunks, rows)](*of_rows, *same, CHUNK=_CHUNK, enable_fp_fusion=False)
     choose_program[(rows,)](
-        logits, seeds, positions, temperatures, scratch, out, *same,
+        *of_rows, out, *same,
         CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False,
     )  # fmt: skip
     return out

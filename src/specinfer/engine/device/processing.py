@@ -1,0 +1,79 @@
+"""Which requests are served on a device, what their logits need there, and their parameters as tensors."""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.kernels.plain_logits import Adjustments, Truncation
+
+
+class Processing(enum.IntEnum):
+    """Kind of processing of logits in a step, before tokens are chosen; each includes those before it."""
+
+    NONE = 0
+    TRUNCATION = 1  # min-p, top-k and top-p
+    ADJUSTMENT = 2  # biases and penalties
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Processing":
+        if params.has_penalties or params.logit_bias or params.allowed_token_ids is not None:
+            return cls.ADJUSTMENT
+        return cls.TRUNCATION if params.truncates and not params.is_greedy else cls.NONE
+
+
+def is_served(request: Request) -> bool:
+    """Return whether steps of this request need nothing from the host from now on."""
+    params = request.params
+    return not (
+        request.num_output < params.min_tokens
+        or request.grammar is not None
+        or request.bad_words_ids
+        or request.prediction_ids
+        or request.adapter is not None
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or request.trace is not None
+    )
+
+
+def write_truncation(truncation: Truncation, row: int, params: SamplingParams, vocab: int) -> None:
+    """Write what a request samples from to a row; a temperature that counts as greedy is stored as 0."""
+    min_p = torch.log(torch.tensor(params.min_p)).item()  # as for one request, rounded to float32
+    truncation.temperatures[row].fill_(0.0 if params.is_greedy else params.temperature)
+    truncation.log_min_p[row].fill_(min_p if params.min_p > 0 else -torch.inf)
+    truncation.top_k[row].fill_(params.top_k if 0 < params.top_k < vocab else 0)
+    truncation.top_p[row].fill_(params.top_p)
+
+
+def write_adjustments(
+    adjustments: Adjustments, row: int, request: Request, there: Callable[[npt.NDArray[Any]], Tensor]
+) -> None:
+    """Write a request's biases, penalties and tokens to a row.
+
+    Args:
+        there: Function that copies an array to the device.
+    """
+    params, vocab = request.params, adjustments.seen.shape[1]
+    bias = np.zeros(vocab, dtype=np.float32)
+    if params.allowed_token_ids is not None:
+        bias.fill(-np.inf)
+        bias[list(params.allowed_token_ids)] = 0.0
+    if params.logit_bias:
+        bias[list(params.logit_bias)] += np.asarray(list(params.logit_bias.values()), dtype=np.float32)
+    seen = 2 * np.bincount(request.output_ids, minlength=vocab)
+    if params.repetition_penalty != 1.0:
+        seen[request.prompt_ids] += 1
+    adjustments.bias[row].copy_(there(bias))
+    adjustments.seen[row].copy_(there(seen.astype(np.int32)))
+    adjustments.repeated_positive[row].fill_(1.0 / params.repetition_penalty)
+    adjustments.repeated_negative[row].fill_(params.repetition_penalty)
+    adjustments.frequency[row].fill_(params.frequency_penalty)
+    adjustments.presence[row].fill_(params.presence_penalty)
+    adjustments.is_adjusted[row].fill_(1)
