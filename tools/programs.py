@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Guesses, Limits, Sampling
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.adjustment import adjust_logits
@@ -31,7 +31,7 @@ from specinfer.kernels.triton.blocks import Device, choose_blocks
 from specinfer.kernels.triton.candidates import add_candidates
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
-from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, next_frontier
+from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
 from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.truncation import least_kept
@@ -177,6 +177,8 @@ def draft_cases() -> Iterator[Case]:
         rest = (_empty(requests), _empty(requests, nodes + 1, dtype=_FULL), ints[2], _empty(requests, levels))
         out = Grown(ints[0], ints[1], *rest)
         roots, has_two = long(requests), _empty(requests, dtype=torch.bool)
+        guesses = Guesses(*(_empty(requests, nodes) for _ in range(2)), _empty(requests, nodes, dtype=_FULL))
+        yield f"guesses {nodes}", partial(merge_guesses, guesses, whole, 15 * nodes)
         yield f"tree {nodes}", partial(best_tree, whole.path_prob, whole, roots, has_two, limits, out)
         yield f"ancestors {nodes}", partial(mark_ancestors, ints[0], _empty(requests), max_depth=levels, last=_CONTEXT)
     path, of_requests = _empty(requests, levels), (_empty(requests), _empty(requests, 65), _empty(requests, 65))

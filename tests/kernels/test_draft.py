@@ -11,7 +11,7 @@ from torch import Tensor
 from interpreter import interpreted
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import plain_draft, tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Guesses, Limits, Sampling
 from specinfer.kernels.tree_layout import pack_bits, unpack_bits
 from specinfer.kernels.triton import candidates as of_levels
 from specinfer.kernels.triton import draft
@@ -122,6 +122,34 @@ def test_the_next_frontier_is_that_of_the_plain_version(
             above_bits = parents[(chosen[place] - first) // children] if place < len(chosen) else own
             assert torch.equal(bits[place], own | above_bits)
         assert (path_prob[request, len(chosen) :] == -1).all()
+
+
+@pytest.mark.parametrize("run", [plain_draft.merge_guesses, draft.merge_guesses, tree_ops.merge_guesses])
+def test_guesses_are_merged_by_the_tokens_of_their_paths(run: Any) -> None:
+    """Some are candidates already, whose path probability they may raise, some follow those, and some are new."""
+    everything = Candidates.empty(2, 8, CPU)
+    everything.tokens.copy_(torch.tensor([[5, 6, 7, 5, 0, 99, 99, 99], [5, 6, 0, 8, 9, 99, 99, 99]]))
+    everything.parents.copy_(torch.tensor([[-1, -1, 0, 0, 1, 9, 9, 9], [-1, -1, -1, 1, 1, 9, 9, 9]]))
+    everything.path_prob.copy_(
+        torch.tensor([[0.5, 0.4, 0.2, -1.0, -1.0, 9, 9, 9], [0.5, 0.4, -1.0, 0.3, 0.2, 9, 9, 9]])
+    )
+    everything.confidence.fill_(0.25)
+    everything.columns.fill_(3)
+    guesses = Guesses(
+        torch.tensor([[5, 5, 4], [7, 0, 0]], dtype=torch.int32),
+        torch.tensor([[-1, 0, 1], [-1, -1, -1]], dtype=torch.int32),
+        torch.tensor([[0.9, 0.6, 0.6], [0.1, -1.0, -1.0]]),
+    )
+    run(guesses, everything, 5)
+    none = -1.0
+    wanted = [[0.9, 0.4, 0.2, 0.6, none, none, none, 0.6], [0.5, 0.4, none, 0.3, 0.2, 0.1, none, none]]
+    assert torch.equal(everything.path_prob, torch.tensor(wanted))
+    assert everything.tokens[0].tolist() == [5, 6, 7, 5, 0, 5, 5, 4]
+    assert everything.tokens[1, 5] == 7
+    assert everything.parents[0].tolist() == [-1, -1, 0, 0, 1, -1, 0, 3]
+    assert everything.parents[1, 5] == -1
+    assert everything.confidence.tolist() == [[0.25] * 5 + [none] * 3] * 2
+    assert everything.columns.tolist() == [[3] * 5 + [-1] * 3] * 2
 
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 40, 50])

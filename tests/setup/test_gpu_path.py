@@ -51,11 +51,11 @@ def test_what_is_not_used_is_a_warning_with_the_reason(
     target.padded.why_not_captured = "they cannot be captured: it waits"
     monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "Failed to find C compiler.")
     plain = ModelRunner(small.loaded, 200)
-    assert logged(caplog, target, plain, "there are several drafters") == (
+    assert logged(caplog, target, plain, "several drafters are models") == (
         "WARNING",
         "cuda:0: Triton kernels: no, Failed to find C compiler.; "
         "captured passes of the target: no, they cannot be captured: it waits; "
-        "captured passes of small: no, capturing is off; steps on the device: no, there are several drafters",
+        "captured passes of small: no, capturing is off; steps on the device: no, several drafters are models",
     )
 
 
@@ -76,9 +76,9 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
     target, small = runners
     unpadded = ModelRunner(small.loaded, 200)
     reasons = {
-        None: ([small], ["small"]),
-        "the drafter ngram is no model": (["ngram"], ["ngram"]),
-        "there are several drafters": ([small, "ngram"], ["small", "ngram"]),
+        None: ([small, "ngram"], ["small", "ngram"]),
+        "no drafter is a model": (["ngram"], ["ngram"]),
+        "several drafters are models": ([small, small], ["small", "other"]),
         "passes of the drafter small are not captured": ([unpadded], ["small"]),
     }
     for reason, (kinds, names) in reasons.items():

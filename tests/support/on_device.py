@@ -1,5 +1,6 @@
 """Engines that take steps as on a device, on the CPU: the same programs, which run as they are written."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def make_device_engine(
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 512,
     has_device_executor: bool = True,
+    lookups: Sequence[str] = (),
 ) -> Engine:
     """An engine with a lane, or one without it that is alike in all else."""
     graphs = Graphs(CPU) if has_device_executor else None
@@ -42,7 +44,7 @@ def make_device_engine(
     if small is not None:
         num_draft_slots = num_draft_slots or num_slots
         draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
-        drafter = make_drafter([draft_runner], target.vocab_size, ["small"])
+        drafter = make_drafter([draft_runner, *lookups], target.vocab_size, ["small", *lookups])
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
     executor = DeviceExecutor.of(runner, drafter, scheduler) if has_device_executor else None

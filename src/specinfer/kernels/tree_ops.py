@@ -11,7 +11,8 @@ from specinfer.kernels.triton import by_device, runs_on
 
 __all__ = [
     "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
-    "keep_drafted", "least_kept", "mark_ancestors", "next_frontier", "store", "walk", "walk_multi_step",
+    "keep_drafted", "least_kept", "mark_ancestors", "merge_guesses", "next_frontier", "store", "walk",
+    "walk_multi_step",
 ]  # fmt: skip
 
 
@@ -29,6 +30,7 @@ least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
 add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
 next_frontier = by_device(_runs_on, plain_draft.next_frontier, "draft")
+merge_guesses = by_device(lambda guesses: _runs_on(guesses.tokens), plain_draft.merge_guesses, "draft")
 best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")
 mark_ancestors = by_device(_runs_on, plain_draft.mark_ancestors, "draft")
 keep_drafted = by_device(_runs_on, plain_draft.keep_drafted, "draft")

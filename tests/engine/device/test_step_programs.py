@@ -18,7 +18,7 @@ from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Guesses, Limits, Sampling
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
@@ -44,7 +44,7 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
-        of_growth += ("least_kept", "adjust_logits")
+        of_growth += ("least_kept", "adjust_logits", "merge_guesses")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
@@ -145,6 +145,11 @@ class Kernels:
         _on_device(path_prob, roots, has_two, *_fields(candidates), *_fields(limits), *_fields(out), contiguous=True)
 
     @staticmethod
+    def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
+        _on_device(*_fields(guesses), *_fields(candidates), contiguous=True)
+        assert first + guesses.tokens.shape[1] == candidates.tokens.shape[1]
+
+    @staticmethod
     def mark_ancestors(parents: Tensor, first: Tensor, *, max_depth: int, last: int) -> Any:
         _on_device(parents, first, contiguous=True)
         assert max_depth >= 1
@@ -207,12 +212,16 @@ def on_meta(folder: Path, *, is_fused: bool = False) -> LoadedModel:
 
 
 def programs_of(
-    loaded: LoadedModel, budget: TreeBudget | None, rows: int, processing: Processing = Processing.NONE
+    loaded: LoadedModel,
+    budget: TreeBudget | None,
+    rows: int,
+    processing: Processing = Processing.NONE,
+    guess_depth: int = 0,
 ) -> Programs:
     """Return the programs of a step whose drafter is a copy of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
     most = 256 // rows
-    shape = None if budget is None else shape_of([budget], most - 1, most)
+    shape = None if budget is None else shape_of([budget], most - 1, most, guess_depth)
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     state = DeviceState.empty(rows, 256, META)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
@@ -228,7 +237,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     loaded = on_meta(model_folder(family))
     kernels = Kernels(monkeypatch)
     for budget in (TreeBudget(8, 2), None):
-        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT)
+        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8)
         with torch.inference_mode(), SynchronizationCheck():
             if programs.size.shape is not None:
                 programs.draft()
@@ -236,6 +245,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     layers = len(loaded.layer_shapes)
     assert kernels.calls["attend"] == kernels.calls["store"] == layers * (2 + 1 + 1)
     assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (2, 2, 3)
+    assert kernels.calls["merge_guesses"] == 1
     assert kernels.calls["least_kept"] == kernels.calls["adjust_logits"] == 2 + 1 + 1
 
 
@@ -257,10 +267,13 @@ PER_COUNT = 14
 def test_a_step_launches_no_more_kernels_than_it_may(
     rows: int, processing: Processing, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Truncation takes two kernels more for each level and for the target's pass, biases and penalties one."""
+    """Truncation takes two kernels more for each level and for the target's pass, biases and penalties one.
+
+    Guesses of lookups take one for a draft loop.
+    """
     loaded = on_meta(model_folder("llama"), is_fused=True)
     kernels, layers = Kernels(monkeypatch), len(loaded.layer_shapes)
-    programs = programs_of(loaded, TreeBudget(16, 8), rows, processing)
+    programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, 16 if rows > 1 else 0)
     shape, counts = programs.size.shape, []
     assert shape is not None
     for program in (programs.draft, programs.verify):
@@ -272,6 +285,7 @@ def test_a_step_launches_no_more_kernels_than_it_may(
     counting = PER_COUNT if processing >= Processing.ADJUSTMENT else 0
     assert counts[1] <= PER_VERIFICATION + PER_LAYER * layers + counting
     assert kernels.calls["least_kept"] == (levels + 1 if processing >= Processing.TRUNCATION else 0)
+    assert kernels.calls["merge_guesses"] == (rows > 1)
     assert kernels.calls["adjust_logits"] == (levels + 1 if processing >= Processing.ADJUSTMENT else 0)
     calls = {name: kernels.calls[name] for name in ("add_candidates", "next_frontier", "best_tree", "mark_ancestors")}
     assert calls == {"add_candidates": levels, "next_frontier": levels - 1, "best_tree": 1, "mark_ancestors": 1}

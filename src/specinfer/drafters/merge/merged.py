@@ -81,6 +81,20 @@ class MergedDrafter:
                     self.selection.note_lookups(spans, shares[i], self._guarded[i].name, trees[i])
         return self._merge(spans, [drafted[i] for i in sorted(drafted)], budgets)
 
+    @property
+    def lookups(self) -> list[str]:
+        """Names of the drafters that are not models."""
+        return [one.name for one in self._guarded if one.as_async is None]
+
+    def look_up(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        """Return the union of what the lookups alone draft, which may have more nodes than a budget."""
+        drafted = []
+        for i, one in enumerate(self._guarded):
+            if one.is_able and one.as_async is None:
+                shares = [self._share_of(i, (), budget, budget.max_nodes) for budget in budgets]
+                drafted.append(one.collect(one.launch(spans, shares), spans, shares))
+        return [TokenTree.merge(trees) for trees in zip(*drafted, strict=True)]
+
     def _groups(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the drafters that draft at the same time, and those after them.
 

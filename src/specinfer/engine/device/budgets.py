@@ -27,6 +27,7 @@ class DeviceBudgets:
         self._drafter, self._calibration = drafter, calibration
         self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
+        self.uncut: list[TreeBudget] = []  # the last budgets, with the levels that do not pay for a model
 
     def of(self, device_requests: Sequence[DeviceRequest], budgets: Budgets) -> list[TreeBudget]:
         """Return the budget of each request. The device applies the limit of remaining tokens, so that shapes stay few.
@@ -36,6 +37,7 @@ class DeviceBudgets:
             budgets: Function of the policy. It is not called again for a step that has to wait, because the policy
                 would lose its previous decision.
         """
+        self.uncut = []
         if self._drafter is None:
             return [OFF] * len(device_requests)
         if self._asked is None:
@@ -46,6 +48,7 @@ class DeviceBudgets:
             request, budget = one.request, self._asked.get(one.request, OFF)
             may_guess = request.may_guess and request.max_new_tokens > 1 and one.can_be_drafted
             found.append(budget if may_guess and budget.asks(self._drafter) and holds(budget) else OFF)
+        self.uncut = found
         if not any(budget.min_gain for budget in found):
             return found
         sources = {source(self._drafter, one.request) for one in device_requests}

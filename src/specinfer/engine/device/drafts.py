@@ -60,6 +60,10 @@ class DeviceDrafts:
         if launch.draft_slots and launch.draft_slots[row] is not None:
             kept = answer.draft_columns if is_kept and one.can_be_drafted else ()
             self._drafter.runner.cache.commit(one.request.request_id, kept, launch.size.num_columns)
+        if is_kept and one.is_drafted:
+            # It reads two known tokens in a step. Of a path that lookups proposed it has computed less.
+            num_known = len(one.request.token_ids) + len(answer.path)
+            one.is_drafted = num_known - len(self._drafter.runner.cache.slots(one.request.request_id)) <= 1
         if is_kept and answer.next_token >= self._drafter.runner.loaded.vocab_size:
             one.is_drafted = one.can_be_drafted = False  # the drafter does not have this token
 

@@ -14,6 +14,7 @@ Each step has slots for a whole tree, and frees those that it does not keep when
 
 import logging
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -22,11 +23,12 @@ from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import Drafter, MergedDrafter, PredictionDrafter
+from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
+from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.programs import LaunchSize
@@ -53,6 +55,7 @@ class DeviceExecutor:
 
     Args:
         drafter: The drafter, or None to decode plainly.
+        merged: All drafters, with lookups, or None.
         max_requests: Maximum number of requests at a time.
         max_context: Longest request, in tokens.
 
@@ -64,7 +67,7 @@ class DeviceExecutor:
         self,
         target: ModelRunner,
         drafter: SmallModelDrafter | None,
-        calibration: Calibration,
+        merged: MergedDrafter | None,
         scheduler: Scheduler,
         max_requests: int,
         max_context: int,
@@ -77,7 +80,9 @@ class DeviceExecutor:
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
         self._drafts = DeviceDrafts(drafter, self._device)
+        calibration = Calibration() if merged is None else merged.calibration
         self._budgets = DeviceBudgets(self._drafts.name, calibration)
+        self._guesses = DeviceGuesses(merged)
         self._error: Exception | None = None  # of a step that could not begin
         self.num_launched = 0
 
@@ -87,19 +92,18 @@ class DeviceExecutor:
 
         Args:
             target: The runner of the target.
-            drafter: The drafter, or None without speculation. It must be one model that draws with shared noise.
+            drafter: The drafters, or None without speculation: one model that draws with shared noise, and lookups.
             scheduler: The scheduler of the requests.
         """
         if cls.why_not(target, drafter) is not None:
             return None
         assert isinstance(target, ModelRunner)
-        small, calibration = None, Calibration()
+        small = None
         if drafter is not None:
             assert isinstance(drafter, MergedDrafter)
             (small,) = (one for one in drafter.drafters if isinstance(one, SmallModelDrafter))
-            calibration = drafter.calibration
         max_context = min(target.loaded.max_position, target.cache.num_slots)
-        return cls(target, small, calibration, scheduler, scheduler.max_num_seqs, max_context)
+        return cls(target, small, drafter, scheduler, scheduler.max_num_seqs, max_context)
 
     @staticmethod
     def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
@@ -112,13 +116,12 @@ class DeviceExecutor:
             return None
         if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
             return "the drafters are chosen among for each request"
-        # The prediction drafter serves only requests that bring a prediction, and these are not served here.
-        others = [one for one in drafter.drafters if not isinstance(one, PredictionDrafter)]
-        if len(others) != 1:
-            return "there are several drafters"
-        (small,) = others
+        models = [one for one in drafter.drafters if one.name not in drafter.lookups]
+        if len(models) != 1:
+            return "several drafters are models" if models else "no drafter is a model"
+        (small,) = models
         if not isinstance(small, SmallModelDrafter):
-            return f"the drafter {small.name} is no model"
+            return f"the drafter {small.name} drafts in another way"
         if small.runner.padded is None:
             return f"passes of the drafter {small.name} are not captured"
         if not small.shares_vocabulary:
@@ -142,14 +145,16 @@ class DeviceExecutor:
         """Capture plain steps and those with trees of this budget, with the processing that the model's own sampling
         parameters need; others are captured when they occur.
         """
-        processing = Processing.of(SamplingParams(**self._target.loaded.sampling_defaults))
+        defaults: dict[str, Any] = dict(self._target.loaded.sampling_defaults)
+        processing = Processing.of(SamplingParams(**defaults))
         if processing >= Processing.ADJUSTMENT and not self._device.can_adjust():
             processing = Processing.TRUNCATION
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
             most = MAX_ROWS // num_rows
             guesses = self._drafts.name is not None and holds(budget)
-            shape = shape_of([budget], most - 1, most) if guesses else None
+            depth = budget.max_depth if self._guesses.has_lookups else 0
+            shape = shape_of([budget], most - 1, most, depth) if guesses else None
             sizes += dict.fromkeys(LaunchSize(num_rows, each, processing) for each in (shape, None))
         for done, size in enumerate(sizes):
             if progress is not None:
@@ -191,7 +196,11 @@ class DeviceExecutor:
         budgets = self._budgets.of(self._device_requests, policy.budgets)
         num_rows = at_least(REQUESTS, len(self._device_requests)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
-        shape = shape_of(budgets, min(num_slots, most - 1), most)
+        has_lookups = self._guesses.has_lookups
+        guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
+        shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth)
+        if shape is not None and has_lookups and self._launches:
+            return None  # lookups need to know all tokens
         if shape is not None and not self._drafts.make_ready(self._device_requests, budgets):
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
@@ -201,6 +210,8 @@ class DeviceExecutor:
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
             launch.size = self._device.size_for(LaunchSize(num_rows, None, processing), num_slots)
+        if launch.size.shape is not None and has_lookups:
+            launch.guesses = self._guesses.of(launch.device_requests, self._budgets.uncut, launch.size.shape)
         return launch
 
     def begin(self, batch: Launch) -> None:
@@ -228,7 +239,10 @@ class DeviceExecutor:
         for request in self._scheduler.decoding():
             if len(self._device_requests) >= self._max_requests:
                 return
-            if not is_served(request) or self._barred.get(request) == request.num_output:
+            if (
+                not is_served(request, may_follow=self._guesses.has_lookups)
+                or self._barred.get(request) == request.num_output
+            ):
                 continue
             if Processing.of(request.params) >= Processing.ADJUSTMENT and not self._device.can_adjust():
                 continue
@@ -269,7 +283,8 @@ class DeviceExecutor:
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
                 assert answer.tokens[0] == one.request.token_ids[-1]
-                tree = answer.tree(self._drafts.name or "")
+                guesses = launch.guesses[row].tree if launch.guesses else None
+                tree = answer.tree(self._drafts.name or "", guesses)
                 outcomes.append(Outcome(one.span(), tree, answer.acceptance(), num_slots=launch.size.num_nodes))
             else:
                 self._target.cache.commit(one.request.request_id, (), launch.size.num_nodes)

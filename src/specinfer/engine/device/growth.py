@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Guesses, Limits, Sampling
 from specinfer.kernels.tree_layout import num_words
 
 
@@ -31,18 +31,22 @@ class DraftShape:
         frontiers: The number of nodes computed at each level; the first level is the root alone.
         children: The number of candidates of each node of a level.
         num_nodes: The largest number of drafted nodes in a tree, without the root.
+        num_guesses: The largest number of nodes that lookups propose.
+        guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
     """
 
     frontiers: tuple[int, ...]
     children: tuple[int, ...]
     num_nodes: int
+    num_guesses: int = 0
+    guess_depth: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.frontiers) == len(self.children) >= 1
         assert self.frontiers[0] == 1
         grown = [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
         assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
-        assert 1 <= self.num_nodes <= sum(grown)
+        assert 1 <= self.num_nodes <= sum(grown) + self.num_guesses
 
     @property
     def num_levels(self) -> int:
@@ -51,12 +55,25 @@ class DraftShape:
     def holds(self, other: "DraftShape") -> bool:
         """Return whether every tree of the other shape also fits this one."""
         levels = (zip(self.frontiers, other.frontiers, strict=False), zip(self.children, other.children, strict=False))
-        deep = self.num_levels >= other.num_levels and self.num_nodes >= other.num_nodes
-        return deep and all(mine >= theirs for level in levels for mine, theirs in level)
+        deep = (
+            self.guess_depth >= other.guess_depth
+            and self.num_levels >= other.num_levels
+            and self.num_nodes >= other.num_nodes
+        )
+        return (
+            deep
+            and self.num_guesses >= other.num_guesses
+            and all(mine >= theirs for level in levels for mine, theirs in level)
+        )
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.num_levels, self.guess_depth)
 
     @property
     def num_candidates(self) -> int:
-        return sum(width * each for width, each in zip(self.frontiers, self.children, strict=True))
+        grown = sum(width * each for width, each in zip(self.frontiers, self.children, strict=True))
+        return grown + self.num_guesses
 
     @property
     def num_columns(self) -> int:
@@ -89,6 +106,7 @@ def grow(
     table: ChanceTable,
     limits: Limits,
     out: Grown,
+    guesses: Guesses | None = None,
 ) -> None:
     """Grow the trees of all requests of a launch.
 
@@ -98,6 +116,7 @@ def grow(
             of 0.
         score: One pass of the drafter, over the frontier of a level, whose nodes are among the candidates so far.
         out: The trees, written to.
+        guesses: Trees of lookups, or None without any.
     """
     requests, device, words = len(roots), roots.device, num_words(shape.num_columns)
     candidates = Candidates.empty(requests, shape.num_candidates, device)
@@ -117,6 +136,8 @@ def grow(
                 above, first, shape.first_columns[level + 1], candidates, out.path_prob, frontier,
             )  # fmt: skip
         first += width * children
+    if guesses is not None:
+        tree_ops.merge_guesses(guesses, candidates, first)
     tree_ops.best_tree(candidates.path_prob, candidates, roots, has_two, limits, out)
 
 

@@ -38,17 +38,43 @@ class Answer(NamedTuple):
 
     tokens: list[int]  # token ids of the tree, the root's first
     parents: list[int]
-    confidence: list[float]
+    confidence: list[float]  # of the drafter; negative for a guess of lookups alone
     path: list[int]
     next_token: int  # negative if no token can be emitted
     draft_columns: list[int]  # columns of the tokens that the drafter computed and keeps, in order
 
-    def tree(self, drafter: str) -> TokenTree:
-        draws = (Draw(node, drafter, None, self.confidence[node]) for node in range(1, len(self.tokens)))
-        return TokenTree(tuple(self.tokens), (-1, *self.parents[1:]), tuple(draws))
+    def tree(self, drafter: str, guesses: TokenTree | None = None) -> TokenTree:
+        """Return the tree with its draws.
+
+        Args:
+            drafter: Name of the model that drafted.
+            guesses: What lookups proposed.
+        """
+        draws = [
+            Draw(node, drafter, None, self.confidence[node])
+            for node in range(1, len(self.tokens))
+            if self.confidence[node] >= 0
+        ]
+        tree = TokenTree(tuple(self.tokens), (-1, *self.parents[1:]), tuple(draws))
+        if guesses is None or not guesses.num_guessed:
+            return tree
+        place = {0: 0}  # node of the guesses -> node of the tree
+        for node in range(1, len(guesses)):
+            above = place.get(guesses.parents[node])
+            if above is not None and (found := tree.children[above].get(guesses.tokens[node])) is not None:
+                place[node] = found
+        looked_up = [draw._replace(node=place[draw.node]) for draw in guesses.draws if draw.node in place]
+        return TokenTree(tree.tokens, tree.parents, (*looked_up, *draws))
 
     def acceptance(self) -> Acceptance:
         return Acceptance(tuple(self.path), self.next_token)
+
+
+class Guess(NamedTuple):
+    """What lookups propose for a request, and the probability that the path to each node but the root is right."""
+
+    tree: TokenTree
+    path_prob: npt.NDArray[np.float32]
 
 
 class Answers(Protocol):
@@ -76,6 +102,7 @@ class Launch:
     clock: StageClock
     slots: list[Slots] = field(default_factory=list)  # each [nodes]
     draft_slots: list[Slots | None] = field(default_factory=list)  # each [columns], or None without drafts
+    guesses: list[Guess] = field(default_factory=list)  # by row; none without lookups
     answers: Answers | None = None
 
     def wait(self) -> tuple[float, float]:

@@ -28,14 +28,18 @@ class Processing(enum.IntEnum):
         return cls.TRUNCATION if params.truncates and not params.is_greedy else cls.NONE
 
 
-def is_served(request: Request) -> bool:
-    """Return whether steps of this request need nothing from the host from now on."""
+def is_served(request: Request, *, may_follow: bool) -> bool:
+    """Return whether steps of this request can be taken on a device from now on.
+
+    Args:
+        may_follow: Whether guesses of lookups are merged there, and so predictions.
+    """
     params = request.params
     return not (
         request.num_output < params.min_tokens
         or request.grammar is not None
         or request.bad_words_ids
-        or request.prediction_ids
+        or (request.prediction_ids and not may_follow)
         or request.adapter is not None
         or params.logprobs is not None
         or params.prompt_logprobs is not None

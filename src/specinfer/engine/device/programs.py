@@ -16,7 +16,7 @@ from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Guesses, Limits, Sampling
 from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
@@ -43,7 +43,7 @@ class LaunchSize:
 
     @property
     def max_depth(self) -> int:
-        return self.shape.num_levels if self.shape else 1
+        return self.shape.max_depth if self.shape else 1
 
     @property
     def num_columns(self) -> int:
@@ -59,6 +59,7 @@ class LaunchSize:
 
     def inputs(self, device: torch.device) -> Exchange:
         rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
+        guesses = (rows, self.shape.num_guesses if self.shape else 0)
         return Exchange(
             {
                 "num": (1,),
@@ -69,6 +70,9 @@ class LaunchSize:
                 "max_depth": (rows,),
                 "widths": (rows, levels),
                 "least_float32": (rows,),
+                "guess_tokens": guesses,
+                "guess_parents": guesses,
+                "guess_float32": guesses,  # path probabilities; -1 where there is no guess
             },
             device,
         )
@@ -186,7 +190,11 @@ class Programs:
             return logits, self._process(logits, paths)
 
         sampling = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
-        grow(shape, roots, has_two, score, sampling, state.chances, limits, self._trees)
+        guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
+        grow(
+            shape, roots, has_two, score, sampling, state.chances, limits, self._trees,
+            guesses if shape.num_guesses else None,
+        )  # fmt: skip
 
     # ----------------------------------------------------------------------------------- verification
 

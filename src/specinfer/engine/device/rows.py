@@ -228,6 +228,11 @@ def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence
         widths[:] = 0
         used = budget.widths[: len(widths)]
         widths[: len(used)] = used
+    inputs["guess_float32"][:] = -1.0
+    for row, (tree, path_prob) in enumerate(launch.guesses):
+        inputs["guess_tokens"][row, : tree.num_guessed] = tree.tokens[1:]
+        inputs["guess_parents"][row, : tree.num_guessed] = np.asarray(tree.parents[1:], dtype=np.int32) - 1
+        inputs["guess_float32"][row, : tree.num_guessed] = path_prob
     inputs["drafts"][:] = 0
     for row, columns in enumerate(launch.draft_slots):
         if columns is not None:

@@ -18,7 +18,9 @@ def holds(budget: TreeBudget) -> bool:
     return budget.max_nodes <= NODES[-1] and budget.max_depth <= LEVELS[-1]
 
 
-def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int) -> DraftShape | None:
+def shape_of(
+    budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int, guess_depth: int = 0
+) -> DraftShape | None:
     """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
 
     If all budgets are fixed expansions, the shape fits them exactly.
@@ -27,6 +29,7 @@ def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int)
         budgets: Budgets of the requests.
         most_nodes: Draft tokens of a tree that there are slots for; the least promising are left out.
         most_frontier: Nodes of a level that may have children.
+        guess_depth: Longest path that lookups propose, at most as many nodes as a tree has; 0 without lookups.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
@@ -48,7 +51,9 @@ def shape_of(budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int)
             width = max(_frontier(budget, level + 1) for budget in wanted)
             frontiers.append(min(width, frontiers[-1] * children[-1], most_frontier))
     total = sum(width * each for width, each in zip(frontiers, children, strict=True))
-    return DraftShape(tuple(frontiers), tuple(children), min(nodes, total))
+    num_guesses = nodes if guess_depth else 0
+    guess_depth = min(guess_depth if are_fixed else at_least(LEVELS, guess_depth) or guess_depth, num_guesses)
+    return DraftShape(tuple(frontiers), tuple(children), min(nodes, total + num_guesses), num_guesses, guess_depth)
 
 
 def _children(budget: TreeBudget, level: int) -> int:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Guesses, Limits
 from specinfer.kernels.tree_layout import num_words
 from specinfer.kernels.triton.candidates import assert_contiguous
 
@@ -97,6 +97,56 @@ def next_frontier(
         path_prob.stride(0), count // above_width, count, first, first_column, above_width, width,
         level_probs.shape[1], out.level,
         WORDS=out.sees.shape[2], BLOCK=block, num_warps=_num_warps(block), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "first", "num_guesses"])
+def guesses_program(
+    guess_tokens, guess_parents, guess_path_prob, tokens, confidence, path_prob, parents, columns,
+    count, first, num_guesses, BLOCK: tl.constexpr, BLOCK_GUESSES: tl.constexpr,
+):  # fmt: skip
+    """Merge the guesses of a request. Grid: [requests]."""
+    request = tl.program_id(0).to(tl.int64)
+    mine, theirs = request * count, request * num_guesses
+    places, guesses = tl.arange(0, BLOCK), tl.arange(0, BLOCK_GUESSES)
+    valid = places < first
+    token_of = tl.load(tokens + mine + places, valid, other=-1)
+    parent_of = tl.load(parents + mine + places, valid, other=-2)
+    probs = tl.load(path_prob + mine + places, valid, other=-1.0)
+    numbers = tl.full((BLOCK_GUESSES,), -1, tl.int32)
+    for guess in range(num_guesses):
+        above = tl.load(guess_parents + theirs + guess)
+        token = tl.load(guess_tokens + theirs + guess).to(tl.int64)
+        prob = tl.load(guess_path_prob + theirs + guess)
+        parent = tl.where(above >= 0, tl.sum(tl.where(guesses == above, numbers, 0), 0), -1)
+        place = tl.min(tl.where(valid & (parent_of == parent) & (token_of == token), places, BLOCK), 0)
+        is_known = place < BLOCK
+        probs = tl.where(places == place, tl.maximum(probs, prob), probs)
+        number = first + guess
+        numbers = tl.where(guesses == guess, tl.where(is_known, place, number), numbers)
+        tl.store(tokens + mine + number, token)
+        tl.store(parents + mine + number, parent)
+        tl.store(path_prob + mine + number, tl.where(is_known, -1.0, prob))
+        tl.store(confidence + mine + number, -1.0)
+        tl.store(columns + mine + number, -1)
+    tl.store(path_prob + mine + places, probs, valid)
+
+
+def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
+    """Compute `plain_draft.merge_guesses`."""
+    requests, num_guesses = guesses.tokens.shape
+    count = candidates.tokens.shape[1]
+    inputs = (guesses.tokens, guesses.parents, guesses.path_prob)
+    outputs = (
+        candidates.tokens, candidates.confidence, candidates.path_prob, candidates.parents, candidates.columns
+    )  # fmt: skip
+    assert first + num_guesses == count
+    assert_contiguous(*inputs, *outputs)
+    block = triton.next_power_of_2(first)
+    guesses_program[(requests,)](
+        *inputs, *outputs, count, first, num_guesses,
+        BLOCK=block, BLOCK_GUESSES=triton.next_power_of_2(num_guesses), num_warps=_num_warps(block),
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

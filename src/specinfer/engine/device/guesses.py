@@ -1,0 +1,76 @@
+"""What lookups propose for requests on a device: the host asks them, and the device merges it into its trees."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from specinfer.core.lookups import PREDICTION
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters import MergedDrafter
+from specinfer.drafters.growth.calibration import Calibration, Floats, source
+from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.launch import DeviceRequest, Guess
+
+
+class DeviceGuesses:
+    """The lookups among the drafters of a device executor.
+
+    Args:
+        drafter: All drafters, or None without speculation.
+    """
+
+    def __init__(self, drafter: MergedDrafter | None) -> None:
+        self._drafter = drafter
+
+    @property
+    def has_lookups(self) -> bool:
+        """True if lookups are asked in every step; predictions alone belong to requests that are not served here."""
+        return self._drafter is not None and any(name != PREDICTION for name in self._drafter.lookups)
+
+    def of(
+        self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], shape: DraftShape
+    ) -> list[Guess]:
+        """Return the guesses for each request, of which all tokens must be known to the host.
+
+        Args:
+            budgets: The policy's budgets.
+            shape: The shape of the step's trees.
+        """
+        assert self._drafter is not None
+        cut = [
+            budget.cut(min(one.request.max_new_tokens - 1, shape.guess_depth), budget.max_nodes)
+            for one, budget in zip(device_requests, budgets, strict=True)
+        ]
+        trees = self._drafter.look_up([one.span() for one in device_requests], cut)
+        return [
+            _best(one.request, tree, budget, self._drafter.calibration, shape.num_guesses)
+            for one, tree, budget in zip(device_requests, trees, cut, strict=True)
+        ]
+
+
+def _best(request: Request, tree: TokenTree, budget: TreeBudget, calibration: Calibration, most: int) -> Guess:
+    """Return the most promising part of a tree."""
+    path_prob = np.ones(len(tree)) if budget.widths else _path_prob(request, tree, calibration)
+    if tree.num_guessed > most:
+        kept = np.sort(np.argsort(-path_prob, kind="stable")[: most + 1])
+        tree, path_prob = tree.keep(kept.tolist()), path_prob[kept]
+    return Guess(tree, path_prob[1:].astype(np.float32))
+
+
+def _path_prob(request: Request, tree: TokenTree, calibration: Calibration) -> Floats:
+    """Return the probability that the path to each node is accepted, from what is known of each lookup, [nodes]."""
+    missed = np.ones(len(tree))  # probability that all lookups are wrong about a node
+    ranks = Counter[tuple[str, int]]()
+    for draw in tree.draws:
+        place = draw.drafter, tree.parents[draw.node]
+        missed[draw.node] *= (
+            1 - calibration.acceptance_prob(source(draw.drafter, request), [ranks[place]], [draw.confidence])[0]
+        )
+        ranks[place] += 1
+    found = np.minimum(1 - missed, 1.0)
+    found[0] = 1.0
+    for node in range(1, len(tree)):
+        found[node] *= found[tree.parents[node]]
+    return found

@@ -1,0 +1,106 @@
+"""Guesses of lookups on a device: the same tokens, and the trees of ordinary steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from on_device import executor_of, load_plain, make_device_engine
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters import MergedDrafter
+from specinfer.engine.device.launch import Marks
+from specinfer.model.load import LoadedModel
+from tiny import make_request, random_prompts, run
+
+Pair = tuple[LoadedModel, LoadedModel]
+TREES = {
+    "2,1,1": TreeBudget.expansion((2, 1, 1), num_drafters=3),
+    "best-first": TreeBudget(max_nodes=12, max_depth=6),
+    "gain": TreeBudget(max_nodes=12, max_depth=8, min_gain=9.0),
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=40),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.5, top_k=3, max_tokens=30),
+    SamplingParams(temperature=0.0, max_tokens=40, prediction=list(range(30, 60))),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> Pair:
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
+
+
+def _requests() -> list[Request]:
+    """Texts that repeat themselves; greedy outputs of small models do too."""
+    found = []
+    for i, (start, params) in enumerate(zip(random_prompts([6, 9, 5, 7], seed=8), PARAMS, strict=True)):
+        request = make_request(str(i), start * 3, params, seed=i)
+        request.prediction_ids = tuple(params.prediction or ())
+        found.append(request)
+    return found
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair) -> None:
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    engine = make_device_engine(*pair, TREES[tree], lookups=["suffix", "ngram"])
+    served, requests = set[Request](), _requests()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        served |= set(executor_of(engine).requests)
+    assert [request.output_ids for request in requests] == wanted
+    assert served == set(requests)
+    origins = {origin for request in requests for origin in request.origins}
+    assert {"suffix", "ngram"} & origins
+    if tree == "gain":
+        assert executor_of(engine)._budgets._level_probs.cut([TREES[tree]], 1.0)[0].max_depth == 1
+        assert max(request.speculation.max_depth for request in requests) > 1, "lookups go deeper than the model"
+    assert engine.target.cache.is_balanced()
+    assert isinstance(engine.drafter, MergedDrafter)
+
+
+def test_fixed_trees_are_those_of_ordinary_steps(pair: Pair) -> None:
+    """Merged node for node, so the same path is kept in each step, and drafters learn the same."""
+    counts, tables = [], []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(
+            *pair, TREES["2,1,1"], lookups=["suffix"], has_device_executor=has_device_executor
+        )  # fmt: skip
+        requests = _requests()[:3]
+        run(engine, requests)
+        counts.append([request.speculation.as_dict() for request in requests])
+        assert isinstance(engine.drafter, MergedDrafter)
+        tables.append(engine.drafter.calibration.by_rank("suffix").tolist())
+    assert counts[0] == counts[1]
+    assert tables[0] == tables[1]
+
+
+def test_a_drafter_reads_what_lookups_proposed(pair: Pair) -> None:
+    """Of long accepted paths it has computed nothing; it goes on after them."""
+    prediction = run(make_device_engine(pair[0], has_device_executor=False), _requests()[:1])[0]
+    request = _requests()[0]
+    request.prediction_ids = tuple(prediction)
+    engine = make_device_engine(*pair, TREES["best-first"], lookups=["ngram"])
+    assert run(engine, [request]) == [prediction]
+    assert request.speculation.tokens_per_pass > 5
+    assert request.origins.count("prediction") > 20
+
+
+def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    wait = Marks.wait
+
+    def waited(self: Any) -> None:
+        waits.append("event")
+        wait(self)
+
+    monkeypatch.setattr(Marks, "wait", waited)
+    engine = make_device_engine(*pair, TREES["best-first"], lookups=["suffix"])
+    run(engine, _requests()[:2])
+    assert len(waits) == executor_of(engine).num_launched > 4
