@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -77,7 +77,6 @@ MIXED = [
     SamplingParams(min_p=0.4),
     SamplingParams(temperature=1e-6),
 ]
-CHOSEN_AT_ONCE = (MIXED[0], MIXED[2], MIXED[7])  # neither adjusted nor truncated
 
 
 def _request(i: int, params: SamplingParams) -> Request:
@@ -122,7 +121,7 @@ def test_what_is_kept_is_the_argmax_of_the_plain_scores(
 def test_all_nodes_at_once_or_level_by_level(
     mixed: list[tuple[SamplingParams, TokenTree]], seed: int, spoiled: float | None
 ) -> None:
-    """As on an accelerator, where requests without constraints and truncation are asked at once."""
+    """As on an accelerator, where all requests are asked at once."""
     requests, forest = [_request(i, params) for i, (params, _) in enumerate(mixed)], [tree for _, tree in mixed]
     logits = [torch.randn((len(tree), 4), generator=torch.Generator().manual_seed(seed)) * 2 for tree in forest]
     if spoiled is not None:
@@ -131,7 +130,7 @@ def test_all_nodes_at_once_or_level_by_level(
     wanted, asked = verify("coupled", logits, requests, forest), list[int]()
     chosen = batch.choose
 
-    def counted(rows: Tensor, *others: Tensor) -> Tensor:
+    def counted(rows: Tensor, *others: Tensor | None) -> Tensor:
         asked.append(len(rows))
         return chosen(rows, *others)
 
@@ -139,8 +138,28 @@ def test_all_nodes_at_once_or_level_by_level(
         patch.setattr(batch, "_is_asked_at_once", lambda _: True)
         patch.setattr(batch, "choose", counted)
         assert verify("coupled", logits, requests, forest) == wanted
-    plain = [len(tree) for params, tree in mixed if params in CHOSEN_AT_ONCE]
-    assert asked == ([sum(plain)] if plain else [])
+    assert asked == [sum(map(len, forest))]
+
+
+def test_a_device_is_waited_for_twice_whatever_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the parameters, and for the tokens; and once for the counts of each request with penalties."""
+    monkeypatch.setattr(batch, "_is_asked_at_once", lambda _: True)
+    waits: list[str] = []
+    for name in ("to", "item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "numpy"):
+        original = getattr(Tensor, name)
+
+        def counted(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
+            waits.append(_name)
+            return _original(self, *args, **options)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    monkeypatch.setattr(batch, "log_min_p", lambda params: math.log(params.min_p) if params.min_p else -math.inf)
+    tree = TokenTree.chain(2, [0, 1, 3, 1, 0])
+    for chosen, wanted in (([0, 2, 3, 6, 7], 2), ([0, 1, 3, 4, 4], 2 + 3)):
+        requests = [_request(i, MIXED[number]) for i, number in enumerate(chosen)]
+        waits.clear()
+        verify("coupled", [torch.randn(len(tree), 4) for _ in requests], requests, [tree] * len(requests))
+        assert len(waits) == wanted, waits
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -20,6 +20,10 @@ def _runs_on(tensor: Tensor) -> bool:
     return runs_on(tensor)
 
 
+def _guesses_run_on(guesses: plain_draft.Guesses) -> bool:
+    return runs_on(guesses.tokens)
+
+
 attend = by_device(_runs_on, plain_tree.attend, "attention")
 store = by_device(_runs_on, plain_tree.store, "store")
 choose = by_device(_runs_on, plain_tree.choose, "choose")
@@ -30,7 +34,7 @@ least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
 add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
 next_frontier = by_device(_runs_on, plain_draft.next_frontier, "draft")
-merge_guesses = by_device(lambda guesses: _runs_on(guesses.tokens), plain_draft.merge_guesses, "draft")
+merge_guesses = by_device(_guesses_run_on, plain_draft.merge_guesses, "draft")
 best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")
 mark_ancestors = by_device(_runs_on, plain_draft.mark_ancestors, "draft")
 keep_drafted = by_device(_runs_on, plain_draft.keep_drafted, "draft")

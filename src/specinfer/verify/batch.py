@@ -1,20 +1,22 @@
 """Verification of all trees of a step: the target's logits become tokens, or distributions if a rule needs them."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.core.noise import gumbel
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.choice import choose_token, chooses
-from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose
+from specinfer.kernels.plain_logits import Truncation
+from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose, least_kept
 from specinfer.kernels.walk import walk_trees
 from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
 from specinfer.verify.coupled import Place, verify_coupled
-from specinfer.verify.logits import adjust, is_adjusted, least_kept, process_logits
+from specinfer.verify.logits import adjust, is_adjusted, least_score, log_min_p, process_logits
 from specinfer.verify.rules import RANDOM_RULES
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
@@ -72,48 +74,57 @@ class _Choices:
 
     def __init__(self, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
         self._logits, self._requests, self.trees = logits, requests, trees
-        self._known: dict[int, list[int]] = {}
-        plain = [i for i, request in enumerate(requests) if _is_plain(request)]
-        if plain and _is_asked_at_once(logits[0]):
-            tokens = self._choose(plain)
-            ends = np.cumsum([len(trees[i]) for i in plain]).tolist()
-            self._known = {i: tokens[end - len(trees[i]) : end] for i, end in zip(plain, ends, strict=True)}
-
-    def _choose(self, plain: Sequence[int]) -> list[int]:
-        """Return the tokens after all nodes of these trees."""
-        rows = torch.cat([self._logits[i] for i in plain])
-        requests, trees = [self._requests[i] for i in plain], [self.trees[i] for i in plain]
-        sizes = [len(tree) for tree in trees]
-        seeds = np.repeat([request.seed for request in requests], sizes)
-        starts = np.repeat([len(request.token_ids) for request in requests], sizes)
-        positions = starts + np.concatenate([tree.depths for tree in trees])
-        heat = torch.from_numpy(np.repeat(np.asarray([_heat(request) for request in requests], np.float32), sizes))
-        numbers = torch.from_numpy(np.stack([seeds, positions])).to(rows.device)
-        chosen: list[int] = choose(rows, numbers[0], numbers[1], heat.to(rows.device)).tolist()
-        return chosen
+        self._known: dict[Place, int] = {}
+        if _is_asked_at_once(logits[0]):
+            # A grammar knows what may follow legal paths only, so its nodes are looked at when a walk reaches them.
+            at_once = [i for i, request in enumerate(requests) if request.grammar is None]
+            places = [(i, node) for i in at_once for node in range(len(trees[i]))]
+            if places:
+                self._known = dict(zip(places, self._choose(places), strict=True))
 
     def at(self, places: Sequence[Place]) -> list[int]:
         """Return the token after each of these nodes, `NAN` or `NO_VALID_TOKEN`."""
-        unknown = [(i, node) for i, node in places if i not in self._known]
+        unknown = [place for place in places if place not in self._known]
         found = iter(self._look(unknown) if unknown else ())
-        return [self._known[i][node] if i in self._known else next(found) for i, node in places]
+        return [self._known[place] if place in self._known else next(found) for place in places]
 
     def _look(self, places: Sequence[Place]) -> list[int]:
         if all(chooses(self._logits[i]) for i, _ in places):
             return [self._token(i, node) for i, node in places]
-        rows = torch.cat([_processed(self._logits[i], self._requests[i], self.trees[i], node) for i, node in places])
-        lowest = rows.amin(dim=-1).tolist()
-        everywhere, somewhere = list[int](), list[int]()  # rows where any token can be emitted, and the others
-        for row, (i, _) in enumerate(places):
-            if not self._requests[i].params.is_greedy:
-                (everywhere if lowest[row] > -torch.inf else somewhere).append(row)
-        tokens = torch.arange(rows.shape[-1], device=rows.device)
-        if everywhere:
-            rows[everywhere] += self._noise([places[row] for row in everywhere], tokens)
-        for row in somewhere:
-            possible = (rows[row] > -torch.inf).nonzero().squeeze(1)
-            rows[row, possible] += self._noise([places[row]], possible)[0]
-        return _argmax(rows)
+        return self._choose(places)
+
+    def _choose(self, places: Sequence[Place]) -> list[int]:
+        """Return the tokens after these nodes, all together.
+
+        A device is waited for twice, for the parameters and for the result, and when logits are adjusted.
+
+        Args:
+            places: Tree by tree, of each a range of its nodes.
+        """
+        rows = torch.cat([self._adjusted(i, [node for _, node in of]) for i, of in groupby(places, itemgetter(0))])
+        requests = [self._requests[i] for i, _ in places]
+        params = [request.params for request in requests]
+        numbers = np.zeros((6, len(places)), dtype=np.int64)
+        floats = numbers.view(np.float64)
+        numbers[0] = [request.seed for request in requests]
+        numbers[1] = [len(self._requests[i].token_ids) + self.trees[i].depths[node] for i, node in places]
+        numbers[2] = [one.top_k if 0 < one.top_k < rows.shape[1] else 0 for one in params]
+        floats[3] = [_heat(request) for request in requests]
+        floats[4] = [one.top_p for one in params]
+        floats[5] = [log_min_p(one) for one in params]
+        there = torch.from_numpy(numbers).to(rows.device)
+        heat, top_p, share = there[3:].view(torch.float64)
+        heat = heat.float()
+        least = None
+        if any(one.truncates for one in params):
+            least = least_kept(rows, Truncation(heat, share.float(), there[2].int(), top_p))
+        chosen: list[int] = choose(rows, there[0], there[1], heat, least).tolist()
+        return chosen
+
+    def _adjusted(self, i: int, nodes: Sequence[int]) -> Tensor:
+        """Return the adjusted logits of a range of nodes."""
+        rows, request, tree = self._logits[i][nodes[0] : nodes[-1] + 1], self._requests[i], self.trees[i]
+        return adjust(rows, request, [tree.path_tokens(node) for node in nodes]) if is_adjusted(request) else rows
 
     def _token(self, i: int, node: int) -> int:
         """Return the token after one node, chosen by native code."""
@@ -125,14 +136,8 @@ class _Choices:
             return choose_token(row, None)
         if params.temperature != 1.0:
             row = row / params.temperature
-        least = float(least_kept(row.unsqueeze(0), params)) if params.truncates else -torch.inf
+        least = float(least_score(row.unsqueeze(0), params)) if params.truncates else -torch.inf
         return choose_token(row, (request.seed, len(request.token_ids) + tree.depths[node]), least)
-
-    def _noise(self, places: Sequence[Place], tokens: Tensor) -> Tensor:
-        """Return the requests' noise for the token that follows each place: [places, tokens]."""
-        seeds = [self._requests[i].seed for i, _ in places]
-        positions = [len(self._requests[i].token_ids) + self.trees[i].depths[node] for i, node in places]
-        return gumbel(torch.tensor(seeds, device=tokens.device), torch.tensor(positions, device=tokens.device), tokens)
 
 
 def _is_plain(request: Request) -> bool:
@@ -144,14 +149,6 @@ def _is_plain(request: Request) -> bool:
 def _is_asked_at_once(logits: Tensor) -> bool:
     """Return whether all nodes are evaluated together: on an accelerator waiting for each level takes longer."""
     return logits.device.type != "cpu"
-
-
-def _argmax(rows: Tensor) -> list[int]:
-    """Return the best token of each row, `NAN` or `NO_VALID_TOKEN`."""
-    best = rows.max(dim=-1)  # NaN wins, so a NaN anywhere in a row is found
-    tokens = best.indices.masked_fill(best.values == -torch.inf, NO_VALID_TOKEN).masked_fill(best.values.isnan(), NAN)
-    chosen: list[int] = tokens.tolist()
-    return chosen
 
 
 def _processed(logits: Tensor, request: Request, tree: TokenTree, node: int) -> Tensor:

@@ -7,6 +7,7 @@ is vLLM's. Each row of logits belongs to one node of a token tree, and its histo
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,10 +90,10 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
         return logits
     if params.temperature != 1.0:
         logits = logits / params.temperature
-    return logits.masked_fill(logits < least_kept(logits, params), -torch.inf) if params.truncates else logits
+    return logits.masked_fill(logits < least_score(logits, params), -torch.inf) if params.truncates else logits
 
 
-def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
+def least_score(scores: Tensor, params: SamplingParams) -> Tensor:
     """Return the score of the least probable token that min-p, top-k and top-p keep; tokens of equal score are kept.
 
     Args:
@@ -106,12 +107,17 @@ def least_kept(scores: Tensor, params: SamplingParams) -> Tensor:
     least = torch.full_like(best, -torch.inf)
     if params.min_p > 0.0:
         # p >= min_p * p_max, written in logits, needs no softmax.
-        least = best + torch.log(torch.tensor(params.min_p))
+        least = best + log_min_p(params)
     if 0 < params.top_k < scores.shape[-1]:
         least = torch.maximum(least, most_probable(scores, params.top_k)[0][:, -1:])
     if params.top_p < 1.0:
         least = _nucleus(scores, best, least, params.top_p)
     return least
+
+
+def log_min_p(params: SamplingParams) -> float:
+    """Return the logarithm of min-p, rounded to float32; -inf if no token is dropped."""
+    return torch.log(torch.tensor(params.min_p)).item() if params.min_p > 0.0 else -torch.inf
 
 
 def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tensor:
@@ -212,12 +218,16 @@ def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) 
     if counted is None or counted.num_counted > request.num_output:
         counted = request.token_counts = TokenCounts(request.prompt_ids if repeats else ())
     counted.add(request.token_ids[len(request.prompt_ids) + counted.num_counted :])
-    for row, path in enumerate(paths):
-        ids, counts = (torch.from_numpy(each).to(logits.device) for each in counted.along(path))
-        values = logits[row, ids]
-        if repeats:
-            values *= torch.where(values > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
-        # The product is rounded before it is subtracted, as on a device.
-        values -= counts * params.frequency_penalty
-        values -= (counts > 0).float() * params.presence_penalty
-        logits[row, ids] = values
+    along = [counted.along(path) for path in paths]
+    # Rows, tokens and counts of all nodes in one transfer.
+    rows = np.repeat(np.arange(len(paths)), [len(ids) for ids, _ in along])
+    ids, counts = (np.concatenate(parts) for parts in zip(*along, strict=True))
+    there = torch.from_numpy(np.stack([rows, ids, counts.astype(np.int64)])).to(logits.device)
+    places, occurrences = (there[0], there[1]), there[2].float()
+    values = logits[places]
+    if repeats:
+        values *= torch.where(values > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
+    # The product is rounded before it is subtracted, as on a device.
+    values -= occurrences * params.frequency_penalty
+    values -= (occurrences > 0).float() * params.presence_penalty
+    logits[places] = values

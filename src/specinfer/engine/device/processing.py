@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.kernels.plain_logits import Adjustments, Truncation
+from specinfer.verify.logits import log_min_p
 
 
 class Processing(enum.IntEnum):
@@ -49,9 +49,8 @@ def is_served(request: Request, *, may_follow: bool) -> bool:
 
 def write_truncation(truncation: Truncation, row: int, params: SamplingParams, vocab: int) -> None:
     """Write what a request samples from to a row; a temperature that counts as greedy is stored as 0."""
-    min_p = torch.log(torch.tensor(params.min_p)).item()  # as for one request, rounded to float32
     truncation.temperatures[row].fill_(0.0 if params.is_greedy else params.temperature)
-    truncation.log_min_p[row].fill_(min_p if params.min_p > 0 else -torch.inf)
+    truncation.log_min_p[row].fill_(log_min_p(params))
     truncation.top_k[row].fill_(params.top_k if 0 < params.top_k < vocab else 0)
     truncation.top_p[row].fill_(params.top_p)
 

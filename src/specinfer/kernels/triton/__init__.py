@@ -52,7 +52,7 @@ def why_not_on(device: torch.device) -> str | None:
     return None if abs(opened - 1 / (1 + math.exp(-1))) < 1e-3 else "its smallest kernel gives wrong numbers"
 
 
-def by_device(is_used: Callable[[Tensor], bool], plain: F, module: str) -> F:
+def by_device(is_used: Callable[[Any], bool], plain: F, module: str) -> F:
     """Return a function that runs a Triton kernel, or `plain` where kernels do not support the first argument.
 
     Args:
