@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Guesses, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.adjustment import adjust_logits
@@ -177,7 +178,7 @@ def draft_cases() -> Iterator[Case]:
         rest = (_empty(requests), _empty(requests, nodes + 1, dtype=_FULL), ints[2], _empty(requests, levels))
         out = Grown(ints[0], ints[1], *rest)
         roots, has_two = long(requests), _empty(requests, dtype=torch.bool)
-        guesses = Guesses(*(_empty(requests, nodes) for _ in range(2)), _empty(requests, nodes, dtype=_FULL))
+        guesses = Guesses(_empty(requests, nodes), _empty(requests, nodes), _empty(requests, nodes, dtype=_FULL))
         yield f"guesses {nodes}", partial(merge_guesses, guesses, whole, 15 * nodes)
         yield f"tree {nodes}", partial(best_tree, whole.path_prob, whole, roots, has_two, limits, out)
         yield f"ancestors {nodes}", partial(mark_ancestors, ints[0], _empty(requests), max_depth=levels, last=_CONTEXT)

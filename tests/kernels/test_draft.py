@@ -10,8 +10,9 @@ from torch import Tensor
 
 from interpreter import interpreted
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import plain_draft, tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Guesses, Limits, Sampling
+from specinfer.kernels import plain_draft, plain_guesses, tree_ops
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Limits, Sampling
+from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import pack_bits, unpack_bits
 from specinfer.kernels.triton import candidates as of_levels
 from specinfer.kernels.triton import draft
@@ -124,7 +125,7 @@ def test_the_next_frontier_is_that_of_the_plain_version(
         assert (path_prob[request, len(chosen) :] == -1).all()
 
 
-@pytest.mark.parametrize("run", [plain_draft.merge_guesses, draft.merge_guesses, tree_ops.merge_guesses])
+@pytest.mark.parametrize("run", [plain_guesses.merge_guesses, draft.merge_guesses, tree_ops.merge_guesses])
 def test_guesses_are_merged_by_the_tokens_of_their_paths(run: Any) -> None:
     """Some are candidates already, whose path probability they may raise, some follow those, and some are new."""
     everything = Candidates.empty(2, 8, CPU)

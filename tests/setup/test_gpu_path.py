@@ -9,7 +9,7 @@ import torch
 
 from on_device import load_plain
 from specinfer.drafters import make_drafter
-from specinfer.engine.device.executor import DeviceExecutor
+from specinfer.engine.device.processing import why_not
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import gpu_path
@@ -82,9 +82,9 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
         "passes of the drafter small are not captured": ([unpadded], ["small"]),
     }
     for reason, (kinds, names) in reasons.items():
-        assert DeviceExecutor.why_not(target, make_drafter(kinds, VOCAB, names)) == reason
-    assert DeviceExecutor.why_not(target, None) is None
-    assert DeviceExecutor.why_not(unpadded, None) == "passes of the target are not captured"
+        assert why_not(target, make_drafter(kinds, VOCAB, names)) == reason
+    assert why_not(target, None) is None
+    assert why_not(unpadded, None) == "passes of the target are not captured"
 
 
 def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

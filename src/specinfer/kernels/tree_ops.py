@@ -5,7 +5,7 @@ Each is documented at its plain version. On a GPU none of them waits for the dev
 
 from torch import Tensor
 
-from specinfer.kernels import plain_draft, plain_logits, plain_multi_step, plain_tree
+from specinfer.kernels import plain_draft, plain_guesses, plain_logits, plain_multi_step, plain_tree
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton import by_device, runs_on
 
@@ -20,7 +20,7 @@ def _runs_on(tensor: Tensor) -> bool:
     return runs_on(tensor)
 
 
-def _guesses_run_on(guesses: plain_draft.Guesses) -> bool:
+def _guesses_run_on(guesses: plain_guesses.Guesses) -> bool:
     return runs_on(guesses.tokens)
 
 
@@ -34,7 +34,7 @@ least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
 add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
 next_frontier = by_device(_runs_on, plain_draft.next_frontier, "draft")
-merge_guesses = by_device(_guesses_run_on, plain_draft.merge_guesses, "draft")
+merge_guesses = by_device(_guesses_run_on, plain_guesses.merge_guesses, "draft")
 best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")
 mark_ancestors = by_device(_runs_on, plain_draft.mark_ancestors, "draft")
 keep_drafted = by_device(_runs_on, plain_draft.keep_drafted, "draft")

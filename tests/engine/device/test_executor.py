@@ -374,7 +374,7 @@ def test_the_sizes_captured_first_process_logits_as_the_model_recommends(pair: P
     executor.prepare(TREES["2,2,1"])
     ready = set(executor._device._ready)
     assert {size.processing for size in ready} == {Processing.ADJUSTMENT}
-    params = SamplingParams(max_tokens=8, **target.sampling_defaults)
+    params = SamplingParams(max_tokens=8, top_k=20, repetition_penalty=1.1)
     requests = [make_request("0", PROMPTS[0], params), make_request("1", PROMPTS[1], replace(GREEDY, max_tokens=8))]
     run(engine, requests)
     assert executor.num_launched > 1

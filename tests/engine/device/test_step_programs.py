@@ -18,7 +18,8 @@ from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Guesses, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder

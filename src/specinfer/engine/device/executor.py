@@ -30,7 +30,7 @@ from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
-from specinfer.engine.device.processing import Processing, is_served
+from specinfer.engine.device.processing import Processing, is_served, why_not
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
@@ -88,14 +88,14 @@ class DeviceExecutor:
 
     @classmethod
     def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceExecutor | None":
-        """Make an executor, or return None where `why_not` has a reason.
+        """Make an executor, or return None where `processing.why_not` has a reason.
 
         Args:
             target: The runner of the target.
             drafter: The drafters, or None without speculation: one model that draws with shared noise, and lookups.
             scheduler: The scheduler of the requests.
         """
-        if cls.why_not(target, drafter) is not None:
+        if why_not(target, drafter) is not None:
             return None
         assert isinstance(target, ModelRunner)
         small = None
@@ -104,31 +104,6 @@ class DeviceExecutor:
             (small,) = (one for one in drafter.drafters if isinstance(one, SmallModelDrafter))
         max_context = min(target.loaded.max_position, target.cache.num_slots)
         return cls(target, small, drafter, scheduler, scheduler.max_num_seqs, max_context)
-
-    @staticmethod
-    def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
-        """Return why this target and drafter cannot take steps on the device, or None if they can."""
-        if not isinstance(target, ModelRunner):
-            return "the target is on several ranks"
-        if target.padded is None:
-            return "passes of the target are not captured"
-        if drafter is None:
-            return None
-        if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
-            return "the drafters are chosen among for each request"
-        models = [one for one in drafter.drafters if one.name not in drafter.lookups]
-        if len(models) != 1:
-            return "several drafters are models" if models else "no drafter is a model"
-        (small,) = models
-        if not isinstance(small, SmallModelDrafter):
-            return f"the drafter {small.name} drafts in another way"
-        if small.runner.padded is None:
-            return f"passes of the drafter {small.name} are not captured"
-        if not small.shares_vocabulary:
-            return f"the drafter {small.name} has another vocabulary"
-        if small.draft_sampling != "shared-noise":
-            return f"draft_sampling is {small.draft_sampling}"
-        return None
 
     @property
     def num_in_flight(self) -> int:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Guesses, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import num_words
 
 

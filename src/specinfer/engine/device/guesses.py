@@ -1,4 +1,4 @@
-"""What lookups propose for requests on a device: the host asks them, and the device merges it into its trees."""
+"""Guesses of lookups for requests on a device: the host asks for them, and the device merges them into its trees."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ class Answer(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What lookups propose for a request, and the probability that the path to each node but the root is right."""
+    """The proposal of lookups for a request, and the probability that the path to each node but the root is right."""
 
     tree: TokenTree
     path_prob: npt.NDArray[np.float32]

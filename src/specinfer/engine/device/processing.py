@@ -1,4 +1,4 @@
-"""Which requests are served on a device, what their logits need there, and their parameters as tensors."""
+"""Conditions of steps on a device, what requests need of their logits there, and their parameters as tensors."""
 
 import enum
 from collections.abc import Callable
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.drafters import Drafter, MergedDrafter
+from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.kernels.plain_logits import Adjustments, Truncation
+from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify.logits import log_min_p
 
 
@@ -26,6 +29,31 @@ class Processing(enum.IntEnum):
         if params.has_penalties or params.logit_bias or params.allowed_token_ids is not None:
             return cls.ADJUSTMENT
         return cls.TRUNCATION if params.truncates and not params.is_greedy else cls.NONE
+
+
+def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
+    """Return why this target and drafter cannot take steps on the device, or None if they can."""
+    if not isinstance(target, ModelRunner):
+        return "the target is on several ranks"
+    if target.padded is None:
+        return "passes of the target are not captured"
+    if drafter is None:
+        return None
+    if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
+        return "the drafters are chosen among for each request"
+    models = [one for one in drafter.drafters if one.name not in drafter.lookups]
+    if len(models) != 1:
+        return "several drafters are models" if models else "no drafter is a model"
+    (small,) = models
+    if not isinstance(small, SmallModelDrafter):
+        return f"the drafter {small.name} drafts in another way"
+    if small.runner.padded is None:
+        return f"passes of the drafter {small.name} are not captured"
+    if not small.shares_vocabulary:
+        return f"the drafter {small.name} has another vocabulary"
+    if small.draft_sampling != "shared-noise":
+        return f"draft_sampling is {small.draft_sampling}"
+    return None
 
 
 def is_served(request: Request, *, may_follow: bool) -> bool:

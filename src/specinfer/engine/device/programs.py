@@ -16,7 +16,8 @@ from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Guesses, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch

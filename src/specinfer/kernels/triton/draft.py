@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Guesses, Limits
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits
+from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import num_words
 from specinfer.kernels.triton.candidates import assert_contiguous
 
@@ -145,7 +146,7 @@ def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
     block = triton.next_power_of_2(first)
     guesses_program[(requests,)](
         *inputs, *outputs, count, first, num_guesses,
-        BLOCK=block, BLOCK_GUESSES=triton.next_power_of_2(num_guesses), num_warps=_num_warps(block),
+        BLOCK=block, BLOCK_GUESSES=triton.next_power_of_2(num_guesses), num_warps=_num_warps(2 * block),
         enable_fp_fusion=False,
     )  # fmt: skip
 
