@@ -81,6 +81,7 @@ def test_all_of_them_compile_and_fit(arch: str, tmp_path: Path) -> None:
     assert 50 < int(variants) <= 200  # each takes a second or more where it is first used
 
 
+@pytest.mark.slow
 def test_names_that_are_none_are_refused(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, TOOL, "walk", "fly"], capture_output=True, text=True)
     assert run.returncode == 1

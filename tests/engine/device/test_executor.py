@@ -135,6 +135,7 @@ def test_requests_that_come_and_go(pair: Pair) -> None:
     _check_left(engine)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
 @pytest.mark.parametrize("tree", ["off", "2,2,1"])
 def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list[int]]) -> None:
