@@ -17,6 +17,7 @@ OF_LAYERS = [
     "gate bf",
     "product bfloat16 int8, 1 ",
     "product bfloat16 fp8, 32",
+    "product bfloat16 Q4_K, 1 ",
 ]
 OF_LOGITS = ["truncation 128256", "truncation 262144", "adjustment"]
 OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "frontier 4", "guesses 64", "tree 64", "ancestors 64", "kept"]
@@ -78,7 +79,8 @@ def test_all_of_them_compile_and_fit(arch: str, tmp_path: Path) -> None:
     output = compiled(tmp_path, "--arch", arch)
     assert f"for sm_{arch}" in output
     (variants,) = re.findall(r", (\d+) variants", output)
-    assert 50 < int(variants) <= 200  # each takes a second or more where it is first used
+    # Each takes a second or more where it is first used; a model has weights of few types.
+    assert 50 < int(variants) <= 240
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 _NEST = 256
-_AT_ONCE = 2**20  # weights rounded at a time
+_AT_ONCE = 2**17  # weights rounded at a time, few enough for the cache of a processor
 _TINY = 1e-30
 # By bits, for scales with a number that is subtracted: how far from the whole range the searched steps begin, and how
 # many there are, a tenth apart.
@@ -65,8 +65,8 @@ def _least_squares(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     most = (1 << bits) - 1
     weights = values.pow(2).mean(dim=2, keepdim=True).sqrt() + values.abs()
     lowest = values.amin(dim=2, keepdim=True).clamp(max=0.0)
-    span = values.amax(dim=2, keepdim=True).clamp(min=0.0) - lowest
-    best_scale, best_low = span / most, lowest.clone()
+    highest = values.amax(dim=2, keepdim=True)
+    best_scale, best_low = (highest - lowest) / most, lowest
     best = _error(values, weights, best_scale, best_low, _divided(values - lowest, best_scale).clamp_(0, most))
 
     def total(numbers: Tensor) -> Tensor:
@@ -75,7 +75,8 @@ def _least_squares(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     start, count = _STEPS[bits]
     all_weights, all_values = total(torch.ones(())), total(values)
     for step in range(count):
-        codes = _divided(values - lowest, span / (most + start + step / 10)).clamp_(0, most)
+        unit = (highest - best_low) / (most + start + step / 10)  # from the best one so far
+        codes = _divided(values - best_low, unit).clamp_(0, most)
         ones, squares, products = total(codes), total(codes * codes), total(codes * values)
         determinant = (all_weights * squares - ones * ones).clamp_(min=_TINY)
         scale = (all_weights * products - all_values * ones) / determinant
