@@ -36,7 +36,7 @@ from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, write_json
 from specinfer.reporting.progress_bar import stage_bar
 
-# About 50 million parameters a layer, and every fourth has attention, where a family has any.
+# About 50 million parameters a layer, Mamba half as many; every fourth has attention, where a family has any.
 _WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "tie_word_embeddings": True}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
 _MAMBA = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}

@@ -129,8 +129,8 @@ static INLINE void step(const Floats *from, Floats *to, int64_t keys, const floa
         Floats found[4] = {};
         const auto look = [&](int64_t k, int half) ALWAYS {
             const float seen = DECAYS == OF_KEY ? key[k] * kept(k, 0) : key[k];
-            found[half] += from[2 * k] * seen;
-            found[half + 1] += from[2 * k + 1] * seen;
+            found[half] += read<Floats>(from + 2 * k) * seen;
+            found[half + 1] += read<Floats>(from + 2 * k + 1) * seen;
         };
         int64_t k = 0;
         for (; k + 2 <= keys; k += 2) {
@@ -145,8 +145,8 @@ static INLINE void step(const Floats *from, Floats *to, int64_t keys, const floa
     Floats sums[4] = {};
     const auto move = [&](int64_t k, int half) ALWAYS {
         each<2>([&](auto c) ALWAYS {
-            const Floats state = from[2 * k + c] * kept(k, c) + change[c] * key[k];
-            to[2 * k + c] = state;
+            const Floats state = read<Floats>(from + 2 * k + c) * kept(k, c) + change[c] * key[k];
+            write(to + 2 * k + c, state);
             sums[half + c] += state * query[k];
         });
     };
