@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from specinfer.bench.acceptance import next_token_ranks, run_acceptance
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_options import PARTS, AcceptanceConfig
 from specinfer.bench.acceptance_plans import shapes
-from specinfer.bench.acceptance_report import AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
+from specinfer.bench.acceptance_report import SAME_TIME, AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
 from specinfer.bench.acceptance_table import plot_acceptance, print_acceptance
+from specinfer.bench.acceptance_time import fitting_trees
 from specinfer.bench.shift import blocks_of, cut_text, other_domain, prose_prompts
 from specinfer.cli.app import app
 from specinfer.core.config import parse_tree
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.policy.cost_model import CostModel, Curve
 from tiny import load_runner, save_model, save_tokenizer
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
@@ -49,7 +52,7 @@ def report(folders: tuple[str, str]) -> AcceptanceReport:
 
 
 def test_all_parts_have_their_rows(report: AcceptanceReport) -> None:
-    assert list(report.parts) == list(PARTS[1:-1])
+    assert list(report.parts) == [*PARTS[1:-1], SAME_TIME]
     assert [(rates.drafter, rates.temperature) for rates in report.hit_rates] == [("drafter", 0.0), ("drafter", 1.0)]
     assert [row.label for row in report.parts["table2"]] == ["greedy", "sampled"]
     assert [list(row.cells) for row in report.parts["table2"]] == [[f"k={k}" for k in range(1, 6)]] * 2
@@ -112,6 +115,19 @@ def test_drafters_are_compared_in_the_same_time_too(report: AcceptanceReport) ->
     text = io.StringIO()
     print_acceptance(report, Console(file=text, width=200))
     assert "The same runs, all prompts at once: tokens per second" in text.getvalue()
+    rows = report.parts[SAME_TIME]
+    assert [row.label for row in rows] == ["drafter", "suffix", "the first 2, merged"]
+    assert re.fullmatch(r"best first, steps of \d+\.\d\d ms, verified by coupled", rows[0].group)
+    shape = rows[0].cells["temperature 0"].setup.tree.removeprefix("best-first:")
+    assert f"{rows[0].cells['temperature 0'].tokens_per_pass.value:.2f}±0.00 {shape}" in text.getvalue()
+
+
+def test_trees_fit_into_the_time_of_a_step_by_measured_costs() -> None:
+    costs = CostModel(Curve([1, 9], [1.0, 1.8]), Curve([1, 100], [0.2, 0.2]), draft_start=0.1)
+    # 1.0 of the first row, 0.1 of each node, 0.2 of each level and 0.1 of the first.
+    assert fitting_trees(costs, 2.01) == [(7, 1), (5, 2)]
+    assert fitting_trees(costs, 2.61) == [(10, 1), (9, 2), (7, 4)]  # beyond 9 rows a row costs 0.2
+    assert fitting_trees(costs, 1.0) == [(1, 1)]
 
 
 def test_every_kind_of_drafter_is_described(tmp_path: Path) -> None:

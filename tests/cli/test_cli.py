@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import specinfer
 from adapters import save_adapter, save_merged
+from pair_heads import save_mtp
 from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
@@ -451,6 +453,19 @@ def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, dr
         assert f" · {kept} of {guessed} draft tokens accepted" in line
         assert line.endswith("tokens/s")
     assert "no draft tokens" in run("generate", target, "the", "--tree", "off", "--stats", *GREEDY).stderr
+
+
+def test_statistics_name_the_drafter_of_each_token_where_there_are_several(tmp_path: Path) -> None:
+    save_mtp(tmp_path, "mimo")
+    save_tokenizer(tmp_path)
+    words = ("the", "--drafter", "mtp", "--drafter", "self:int8", "--tree", "2,1", *GREEDY)
+    line, _ = run("generate", str(tmp_path), *words, "--stats").stderr.splitlines()[-2:]
+    (record,) = records(str(tmp_path), *words)
+    origins = [origin for origin in record["outputs"][0]["token_origins"] if origin is not None]
+    assert set(origins) == {"mtp", "self:int8"}
+    found = re.search(r" draft tokens accepted \(\d+%\), by ([\w:]+) (\d+), ([\w:]+) (\d+) · ", line)
+    assert found is not None
+    assert {found[1]: int(found[2]), found[3]: int(found[4])} == Counter(origins)
 
 
 def test_origins_keep_pace_with_text_that_is_held_back(target: str, drafter: str) -> None:

@@ -1,9 +1,9 @@
 """Tokens per target pass: the tables of the SpecInfer paper (arXiv 2305.09781, section 6) with the available models,
 and further comparisons.
 
-Everything is counted and nothing is timed, so the machine and its load do not matter. All arms use the same loaded
-models, and no arm starts with what another has learned. As in the paper, generation stops after a fixed number of
-tokens, which can cut the last pass short.
+Everything is counted and nothing is timed, so the machine and its load do not matter; only the comparison of drafters in
+one time measures the costs of their steps first. All arms use the same loaded models, and no arm starts with what
+another has learned. As in the paper, generation stops after a fixed number of tokens, which can cut the last pass short.
 """
 
 import time
@@ -20,8 +20,9 @@ from rich.console import Console
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_options import SHIFT, AcceptanceConfig
 from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths, shapes
-from specinfer.bench.acceptance_report import TOP, AcceptanceReport, Counts, HitRates, Row, Setup
+from specinfer.bench.acceptance_report import SAME_TIME, TOP, AcceptanceReport, Counts, HitRates, Row, Setup
 from specinfer.bench.acceptance_table import plot_acceptance
+from specinfer.bench.acceptance_time import same_time_rows
 from specinfer.bench.chat_prompts import find_prompts
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
@@ -93,6 +94,9 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
                     )
                     for group, label, cells in rows
                 )
+            if "drafters" in plans:
+                progress.stage("drafters in the same time")
+                parts[SAME_TIME] = same_time_rows(llm, config, plans["drafters"], bench.count)
             progress.stage(SHIFT)
             shift = run_shift(
                 llm, courses, prompts[num_more:], after, prompts[:num_more], config.max_tokens, progress.advance
@@ -150,7 +154,7 @@ class _Bench:
         self._warmup = warmup
         self._known: dict[Setup, Counts] = {}
 
-    def count(self, setup: Setup, advance: Callable[[], None]) -> Counts:
+    def count(self, setup: Setup, advance: Callable[[], None] = lambda: None) -> Counts:
         if setup not in self._known:
             self._llm.speculate(SpeculativeConfig(setup.drafters, setup.tree, setup.verification, setup.drawing))
             if setup.tree.startswith(BEST_FIRST):

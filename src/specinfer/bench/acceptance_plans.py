@@ -18,7 +18,7 @@ RULES = (
     ("target-only", "top-k"),
 )
 _PAPER_DEPTH = 8
-_MAX_DEPTH = 16  # of best-first trees; deeper tokens are hardly ever accepted
+MAX_DEPTH = 16  # of best-first trees; deeper tokens are hardly ever accepted
 _WIDE = 4  # paths of the wide tree
 MODES = {"greedy": 0.0, "sampled": 1.0}  # the paper's two modes, with their temperatures
 
@@ -45,7 +45,7 @@ def shapes(num_nodes: int) -> dict[str, str]:
         found["paper"] = expansion(paper_widths(k, 2 + levels))
     if num_nodes >= 2 * _WIDE:
         found["wide"] = expansion([_WIDE, *[1] * (num_nodes // _WIDE - 1)])
-    found[BEST_FIRST] = f"{BEST_FIRST}:{num_nodes}:{min(num_nodes, _MAX_DEPTH)}"
+    found[BEST_FIRST] = f"{BEST_FIRST}:{num_nodes}:{min(num_nodes, MAX_DEPTH)}"
     return found
 
 

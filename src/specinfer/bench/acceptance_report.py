@@ -14,7 +14,8 @@ import numpy as np
 from specinfer.bench.comparisons import numbers_by_kind
 from specinfer.reporting.environment import Environment
 
-COMPARED = ("table3", "rules", "drafters")  # parts that compare their rows with a base row
+SAME_TIME = "drafters_same_time"  # the rows of the drafters part with trees that take the same time
+COMPARED = ("table3", "rules", "drafters", SAME_TIME)  # parts that compare their rows with a base row
 TOP = 5  # number of ranks in Table 1 and of widths in Table 2
 
 
@@ -196,7 +197,7 @@ class AcceptanceReport:
 
     Attributes:
         hit_rates: Entries of Table 1.
-        parts: Rows of the parts "table2", "table3", "rules" and "drafters".
+        parts: Rows of the parts "table2", "table3", "rules" and "drafters", and those of `SAME_TIME`.
         drafters: Description of each drafter by the name under which it was loaded.
         shift: Results of each way to choose drafters, on traffic whose domain changes.
         kinds: Kind of each chat prompt; empty if the prompts are texts to continue.
@@ -255,7 +256,7 @@ def ratios(part: str, rows: Sequence[Row]) -> list[tuple[Row, str, Counts, Count
         for column in dict.fromkeys(column for row in members for column in row.cells):
             there = [row for row in members if column in row.cells]
             base = there[0]
-            if part == "drafters":
+            if part in ("drafters", SAME_TIME):
                 single = [row for row in there if len(row.cells[column].setup.drafters) == 1]
                 base = max(single, key=lambda row: row.cells[column].tokens_per_pass.value)
             found += [(row, column, row.cells[column], base.cells[column]) for row in there if row is not base]

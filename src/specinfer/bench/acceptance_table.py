@@ -8,6 +8,7 @@ from rich.console import Console
 
 from specinfer.bench.acceptance_report import (
     COMPARED,
+    SAME_TIME,
     TOP,
     AcceptanceReport,
     Counts,
@@ -17,6 +18,7 @@ from specinfer.bench.acceptance_report import (
     ShiftArm,
     ratios,
 )
+from specinfer.core.config import BEST_FIRST
 from specinfer.reporting.plots import MARKERS, SERIES_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.tables import Column, millions, print_rows
 
@@ -25,6 +27,7 @@ _TITLES = {
     "table3": "Table 3: naive and multi-step sampling, trees of one shape",
     "rules": "Rules and trees of the same number of nodes: tokens per pass",
     "drafters": "One drafter and several, the same number of nodes: tokens per pass",
+    SAME_TIME: "One drafter and several, the same time for a step: tokens per pass, nodes:depth",
 }
 
 
@@ -41,7 +44,8 @@ def print_acceptance(report: AcceptanceReport, console: Console) -> None:
     if report.hit_rates:
         _print_hit_rates(report.hit_rates, console)
     for part, group, rows in _groups(report):
-        _print_rows(f"{_TITLES[part]}\n{group}", rows, console, lambda counts: _shown(counts.tokens_per_pass))
+        shown = _with_shape if part == SAME_TIME else _tokens_per_pass
+        _print_rows(f"{_TITLES[part]}\n{group}", rows, console, shown)
         if part in COMPARED:
             _print_ratios(part, rows, console)
         if part == "drafters":
@@ -94,7 +98,7 @@ def _print_ratios(part: str, rows: Sequence[Row], console: Console) -> None:
         return Column(column, lambda row: _shown(compared[key]) if (key := (id(row), column)) in compared else "1")
 
     columns = [column for column in _columns(rows) if any(column == other for _, other in compared)]
-    base = "the best single drafter" if part == "drafters" else rows[0].label
+    base = "the best single drafter" if part in ("drafters", SAME_TIME) else rows[0].label
     title = f"... as a multiple of {base}, on the same prompts"
     shown_rows = [row for row in rows if any(number == id(row) for number, _ in compared)]
     print_rows(console, title, (Column[Row]("", lambda row: row.label, label=True), *map(shown, columns)), shown_rows)
@@ -128,6 +132,14 @@ def _print_shift(arms: Sequence[ShiftArm], console: Console) -> None:
     first = Column[int]("tokens from the shift", lambda start: f"{start:+d}", label=True)
     title = "Held-out code, then another domain: tokens per pass, in blocks of 100 tokens"
     print_rows(console, title, (first, *map(rate, arms)), starts)
+
+
+def _tokens_per_pass(counts: Counts) -> str:
+    return _shown(counts.tokens_per_pass)
+
+
+def _with_shape(counts: Counts) -> str:
+    return f"{_shown(counts.tokens_per_pass)} {counts.setup.tree.removeprefix(f'{BEST_FIRST}:')}"
 
 
 def _shown(estimate: Estimate, factor: float = 1.0, digits: int = 2) -> str:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -295,17 +295,25 @@ def numbers_line(output: "RequestOutput") -> str:
     """Return one prompt's tokens, tokens per target pass, acceptance, time and speed."""
     tokens = sum(len(done.token_ids) for done in output.outputs)
     seconds = (output.metrics.finished_time or 0.0) - output.metrics.arrival_time
-    return stats_line(tokens, seconds, output.metrics.speculative_decoding)
+    origins = [origin for done in output.outputs for origin in done.token_origins]
+    return stats_line(tokens, seconds, output.metrics.speculative_decoding, origins)
 
 
-def stats_line(tokens: int, seconds: float, stats: Any) -> str:
-    """Return a line of statistics, and one on why no tree was used; without `stats` it has no passes."""
+def stats_line(tokens: int, seconds: float, stats: Any, origins: Sequence[str | None] = ()) -> str:
+    """Return a line of statistics, and one on why no tree was used; without `stats` it has no passes.
+
+    Args:
+        origins: The drafter of each token, or None for the target; of several drafters, the tokens of each are shown.
+    """
     seconds = max(seconds, 1e-9)
     speed = f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
     if not stats:
         return f"{counted(tokens, 'token')} · {speed}"
     kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
     guesses = f"{kept} of {guessed} draft tokens accepted ({kept / guessed:.0%})" if guessed else "no draft tokens"
+    drafters = Counter(origin for origin in origins if origin is not None)
+    if len(drafters) > 1:
+        guesses += ", by " + ", ".join(f"{name} {count}" for name, count in drafters.most_common())
     made = f"{counted(tokens, 'token')} in {counted(stats['num_target_passes'], 'target pass')}"
     reason = f"\n{stats['reason']}" if stats.get("reason") else ""
     return f"{made}: {stats['tokens_per_pass']:.2f} a pass · {guesses} · {speed}{reason}"
