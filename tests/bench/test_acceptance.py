@@ -125,9 +125,10 @@ def test_drafters_are_compared_in_the_same_time_too(report: AcceptanceReport) ->
 def test_trees_fit_into_the_time_of_a_step_by_measured_costs() -> None:
     costs = CostModel(Curve([1, 9], [1.0, 1.8]), Curve([1, 100], [0.2, 0.2]), draft_start=0.1)
     # 1.0 of the first row, 0.1 of each node, 0.2 of each level and 0.1 of the first.
-    assert fitting_trees(costs, 2.01) == [(7, 1), (5, 2)]
-    assert fitting_trees(costs, 2.61) == [(10, 1), (9, 2), (7, 4)]  # beyond 9 rows a row costs 0.2
-    assert fitting_trees(costs, 1.0) == [(1, 1)]
+    assert fitting_trees(costs, 2.01, 64) == [(7, 1), (5, 2)]
+    assert fitting_trees(costs, 2.61, 64) == [(10, 1), (9, 2), (7, 4)]  # beyond 9 rows a row costs 0.2
+    assert fitting_trees(costs, 2.61, 8) == [(8, 1), (8, 2), (7, 4)]
+    assert fitting_trees(costs, 1.0, 64) == [(1, 1)]
 
 
 def test_every_kind_of_drafter_is_described(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.commands import UsageError
-from specinfer.cli.screen import Painter, Screen, WordWrap
+from specinfer.cli.screen import Painter, Screen, WordWrap, numbers_line
 from specinfer.cli.terminal import read_input
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import INSTALL
@@ -458,10 +458,9 @@ def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, dr
 def test_statistics_name_the_drafter_of_each_token_where_there_are_several(tmp_path: Path) -> None:
     save_mtp(tmp_path, "mimo")
     save_tokenizer(tmp_path)
-    words = ("the", "--drafter", "mtp", "--drafter", "self:int8", "--tree", "2,1", *GREEDY)
-    line, _ = run("generate", str(tmp_path), *words, "--stats").stderr.splitlines()[-2:]
-    (record,) = records(str(tmp_path), *words)
-    origins = [origin for origin in record["outputs"][0]["token_origins"] if origin is not None]
+    with LLM(tmp_path, drafters=["mtp", "self:int8"], tree="2,1") as llm:
+        (output,) = llm.generate(["the"], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    line, origins = numbers_line(output), [one for one in output.outputs[0].token_origins if one is not None]
     assert set(origins) == {"mtp", "self:int8"}
     found = re.search(r" draft tokens accepted \(\d+%\), by ([\w:]+) (\d+), ([\w:]+) (\d+) · ", line)
     assert found is not None

@@ -1,9 +1,10 @@
 """Tokens per target pass: the tables of the SpecInfer paper (arXiv 2305.09781, section 6) with the available models,
 and further comparisons.
 
-Everything is counted and nothing is timed, so the machine and its load do not matter; only the comparison of drafters in
-one time measures the costs of their steps first. All arms use the same loaded models, and no arm starts with what
-another has learned. As in the paper, generation stops after a fixed number of tokens, which can cut the last pass short.
+Everything is counted and nothing is timed, so the machine and its load do not matter. Only the comparison of drafters
+in one time measures the costs of their steps first. All arms use the same loaded models, and no arm starts with what
+another has learned. As in the paper, generation stops after a fixed number of tokens, which can cut the last pass
+short.
 """
 
 import time
@@ -22,7 +23,7 @@ from specinfer.bench.acceptance_options import SHIFT, AcceptanceConfig
 from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths, shapes
 from specinfer.bench.acceptance_report import SAME_TIME, TOP, AcceptanceReport, Counts, HitRates, Row, Setup
 from specinfer.bench.acceptance_table import plot_acceptance
-from specinfer.bench.acceptance_time import same_time_rows
+from specinfer.bench.acceptance_time import most_nodes, same_time_rows
 from specinfer.bench.chat_prompts import find_prompts
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
@@ -127,7 +128,7 @@ def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str
 
 
 def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], longest: int) -> LLM:
-    most = max(*config.nodes, expansion_nodes(paper_widths(TOP)))
+    most = max(most_nodes(config), expansion_nodes(paper_widths(TOP)))
     return LLM(
         models.target,
         drafters=tuple(drafters),

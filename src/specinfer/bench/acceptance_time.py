@@ -40,7 +40,7 @@ def same_time_rows(llm: LLM, config: AcceptanceConfig, plan: Plan, count: Callab
     for (_, label, cells), one in zip(plan, costs, strict=True):
         best = {
             column: max(
-                (count(_with_tree(setup, *shape)) for shape in fitting_trees(one, seconds)),
+                (count(_with_tree(setup, *shape)) for shape in fitting_trees(one, seconds, most_nodes(config))),
                 key=lambda counts: counts.tokens_per_pass.value,
             )
             for column, setup in cells.items()
@@ -50,12 +50,21 @@ def same_time_rows(llm: LLM, config: AcceptanceConfig, plan: Plan, count: Callab
     return tuple(rows)
 
 
-def fitting_trees(costs: CostModel, seconds: float) -> list[tuple[int, int]]:
-    """Return (nodes, depth) of the largest trees of some depths whose steps take no longer, at least one."""
+def most_nodes(config: AcceptanceConfig) -> int:
+    """Return the number of nodes of the largest trees; lookups could fill the time with useless ones."""
+    return min(2 * max(config.nodes), MAX_TREE_NODES)
+
+
+def fitting_trees(costs: CostModel, seconds: float, most: int) -> list[tuple[int, int]]:
+    """Return (nodes, depth) of the largest trees of some depths whose steps take no longer, at least one.
+
+    Args:
+        most: Largest number of nodes.
+    """
     found = []
-    for depth in _DEPTHS:
+    for depth in (depth for depth in _DEPTHS if depth <= most):
         nodes = depth
-        while nodes < MAX_TREE_NODES and float(costs.step(1, nodes + 1, depth)) <= seconds:
+        while nodes < most and float(costs.step(1, nodes + 1, depth)) <= seconds:
             nodes += 1
         if float(costs.step(1, nodes, depth)) <= seconds:
             found.append((nodes, depth))
