@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from typer.testing import CliRunner
 
 import specinfer
 from adapters import save_adapter, save_merged
-from pair_heads import save_mtp
 from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.commands import UsageError
-from specinfer.cli.screen import Painter, Screen, WordWrap, numbers_line
+from specinfer.cli.screen import Painter, Screen, WordWrap, stats_line
 from specinfer.cli.terminal import read_input
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import INSTALL
@@ -455,16 +453,13 @@ def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, dr
     assert "no draft tokens" in run("generate", target, "the", "--tree", "off", "--stats", *GREEDY).stderr
 
 
-def test_statistics_name_the_drafter_of_each_token_where_there_are_several(tmp_path: Path) -> None:
-    save_mtp(tmp_path, "mimo")
-    save_tokenizer(tmp_path)
-    with LLM(tmp_path, drafters=["mtp", "self:int8"], tree="2,1") as llm:
-        (output,) = llm.generate(["the"], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-    line, origins = numbers_line(output), [one for one in output.outputs[0].token_origins if one is not None]
-    assert set(origins) == {"mtp", "self:int8"}
-    found = re.search(r" draft tokens accepted \(\d+%\), by ([\w:]+) (\d+), ([\w:]+) (\d+) · ", line)
-    assert found is not None
-    assert {found[1]: int(found[2]), found[3]: int(found[4])} == Counter(origins)
+def test_statistics_name_the_drafter_of_each_token_where_there_are_several() -> None:
+    stats = {
+        "num_accepted_draft_tokens": 3, "num_draft_tokens": 4, "num_target_passes": 2, "tokens_per_pass": 2.5,
+    }  # fmt: skip
+    line = stats_line(5, 1.0, stats, [None, "mtp", "self:int8", "mtp", None])
+    assert line.endswith("· 3 of 4 draft tokens accepted (75%), by mtp 2, self:int8 1 · 1.00 s · 5.0 tokens/s")
+    assert "accepted (75%) ·" in stats_line(5, 1.0, stats, [None, "mtp", "mtp", "mtp", None])
 
 
 def test_origins_keep_pace_with_text_that_is_held_back(target: str, drafter: str) -> None:
