@@ -224,7 +224,7 @@ def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair:
     def requests(params: Sequence[SamplingParams]) -> list[Request]:
         return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS * 2, params, strict=False))]
 
-    for params in (PROCESSED, PROCESSED[:2], [*PARAMS[:3], *PROCESSED]):
+    for params in (PROCESSED[:2], [*PARAMS[:2], *PROCESSED]):
         wanted, found, small = requests(params), requests(params), pair[1] if TREES[tree] else None
         plain = run(make_device_engine(pair[0], small, TREES[tree], has_device_executor=False), wanted)
         engine = make_device_engine(pair[0], small, TREES[tree], max_num_seqs=6)
@@ -665,7 +665,7 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
     def requests() -> list[Request]:
         params = [
             SamplingParams(temperature=0.0, max_tokens=6),
-            SamplingParams(temperature=0.7, max_tokens=3, top_k=9, repetition_penalty=1.2),
+            SamplingParams(temperature=0.7, max_tokens=5, top_k=9, repetition_penalty=1.2),
         ]
         return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
 
