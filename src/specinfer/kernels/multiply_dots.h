@@ -108,12 +108,13 @@ struct DotInt {
     template <int ROWS>
     static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
         const uint32_t mask = BITS == 8 ? 0xffffffffu : 0x0f0f0f0fu, turned = IS_SHIFTED ? 0x80808080u : 0;
-        const bool starts_at_zero = IS_SHIFTED || is_affine(ready.scaling);
+        // Where sums should start at another zero than that of the codes, they lack 128 or a zero point of each x.
+        const int32_t zero_sums = IS_SHIFTED == is_affine(ready.scaling) ? (IS_SHIFTED ? 128 : 1) : 0;
         const uint32_t *x = ready.x;
         for (int64_t g = 0; g < depth / GROUP; g++) {
             Ints low[ROWS], high[ROWS];
             each<ROWS>([&](auto r) ALWAYS {
-                low[r] = high[r] = Ints{} + (starts_at_zero ? 0 : ready.zeros[g * ROWS + r]);
+                low[r] = high[r] = Ints{} + zero_sums * ready.zeros[g * ROWS + r];
             });
             UpperBits<BITS> upper;
             upper.load(ready, panel);
@@ -212,7 +213,7 @@ struct DotInt {
         const __m128i own = HAS_LEVELS ? _mm_loadu_si128((const __m128i *)ready.levels) : _mm_setzero_si128();
         const __m256i levels = _mm256_broadcastsi128_si256(own);
         // Of bytes, which are signed here, 128 is zero: sums that should start at another zero lack 128 of each x.
-        const int32_t zero_sums = IS_BYTE ? (affine ? 128 : 0) : (affine ? 0 : 1);
+        const int32_t zero_sums = IS_BYTE == affine ? (IS_BYTE ? 128 : 1) : 0;
         const uint32_t *x = ready.x;
         for (int64_t g = 0; g < depth / GROUP; g++, panel += bytes, x += STEPS * ROWS) {
             for (int64_t i = 0; i < bytes; i += 128) fetch_ahead(ready);
