@@ -199,7 +199,7 @@ def test_a_prompt_that_takes_long_to_read_is_left_behind_at_the_end(llm: LLM, mo
     def work(client: httpx.Client) -> None:
         wait_until(lambda: is_up(client))
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(client.post, "/v1/completions", json=LONG)
+            answer = pool.submit(client.post, "/v1/completions", json=LONG | {"bad_words": ["a"]})
             assert reads.wait(10)
             os.kill(os.getpid(), signal.SIGTERM)
             with contextlib.suppress(httpx.HTTPError):
