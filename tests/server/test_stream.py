@@ -265,6 +265,7 @@ def test_a_request_ends_when_its_client_goes(
                     return job(*args, **kwargs)
 
                 monkeypatch.setattr(llm, "job", slowly)
+                asked |= {"bad_words": ["a"]}  # read by a thread
             if phase == "waiting":
                 others = [await engine.submit([5], SamplingParams(max_tokens=250, ignore_eos=True, n=2))]
                 await until(lambda: len(scheduler.running) == 2)
