@@ -95,12 +95,6 @@ struct Sums {
             high[r] += b * value;
         });
     }
-    INLINE void store(float *sums) const {
-        each<ROWS>([&](auto r) ALWAYS {
-            write(sums + r * WIDTH, low[r]);
-            write(sums + r * WIDTH + LANES, high[r]);
-        });
-    }
 };
 
 // Adds to `sums` [rows][WIDTH].
