@@ -8,7 +8,7 @@ import torch
 
 import reference
 from assistants import SlowAssistant, save_assistant
-from heads import drafter_of, ids_of, llm_of
+from heads import drafter_of, ids_of, llm_of, outputs_beside_an_abort
 from references_of_text import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
@@ -110,15 +110,7 @@ def test_preemption_aborts_and_streamed_layers_change_no_text(
         outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
         assert llm.engine.metrics.num_preempted > 0
         assert [list(one.outputs[0].token_ids) for one in outputs] == wanted
-        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(prompts)]
-        for request in requests:
-            llm.engine.add(request)
-        for _ in range(4):
-            llm.engine.step()
-        llm.engine.abort(requests[0])
-        while not all(request.is_finished for request in requests):
-            llm.engine.step()
-        assert [request.output_ids for request in requests[1:]] == wanted[1:]
+        assert outputs_beside_an_abort(llm, prompts, GREEDY) == wanted[1:]
         assert llm.target.cache.is_balanced()
         assert llm.target.cache.num_owned == 0
         assert not drafter_of(llm)._cache.known

@@ -14,7 +14,16 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import reference
-from heads import SlowEagle3, drafter_of, ids_of, llm_of, save_cycle, save_eagle3, tensors_of
+from heads import (
+    SlowEagle3,
+    drafter_of,
+    ids_of,
+    llm_of,
+    outputs_beside_an_abort,
+    save_cycle,
+    save_eagle3,
+    tensors_of,
+)  # fmt: skip
 from pair_heads import save_eagle, slow_tree
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
@@ -275,15 +284,7 @@ def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model:
         outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
         assert llm.engine.metrics.num_preempted > 0
         assert [list(one.outputs[0].token_ids) for one in outputs[:4]] == wanted
-        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(prompts[:4])]
-        for request in requests:
-            llm.engine.add(request)
-        for _ in range(4):
-            llm.engine.step()
-        llm.engine.abort(requests[0])
-        while not all(request.is_finished for request in requests):
-            llm.engine.step()
-        assert [request.token_ids[len(request.prompt_ids) :] for request in requests[1:]] == wanted[1:]
+        assert outputs_beside_an_abort(llm, prompts[:4], GREEDY) == wanted[1:]
         drafter = drafter_of(llm)
         assert llm.target.cache.is_balanced()
         assert drafter.runner.cache.is_balanced()

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specinfer import LLM
+from specinfer import LLM, SamplingParams
+from specinfer.core.request import Request
 from specinfer.drafters.feature_drafter import FeatureDrafter
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -363,3 +364,16 @@ def drafter_of(llm: LLM) -> FeatureDrafter:
 def ids_of(prompts: Sequence[Sequence[int]]) -> list[Any]:
     """Return token ids as `LLM.generate` takes them."""
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def outputs_beside_an_abort(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+    """Return the outputs of all prompts but the first, whose request is aborted after four steps."""
+    requests = [Request(str(i), list(prompt), params, seed=0) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        llm.engine.add(request)
+    for _ in range(4):
+        llm.engine.step()
+    llm.engine.abort(requests[0])
+    while not all(request.is_finished for request in requests):
+        llm.engine.step()
+    return [request.output_ids for request in requests[1:]]
