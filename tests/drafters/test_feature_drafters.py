@@ -23,7 +23,7 @@ from heads import (
     save_cycle,
     save_eagle3,
     tensors_of,
-)  # fmt: skip
+)
 from pair_heads import save_eagle, slow_tree
 from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
