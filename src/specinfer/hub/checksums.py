@@ -73,9 +73,7 @@ def _compare(files: Iterable[Path], is_known: Callable[[Path, State], bool]) -> 
 def _digest(content: Path, size: int) -> str:
     digest = hashlib.sha256() if len(content.name) == 64 else hashlib.sha1(f"blob {size}\0".encode())
     with content.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, lambda: digest).hexdigest()
 
 
 def _read_record() -> dict[str, State]:
