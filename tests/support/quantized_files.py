@@ -220,13 +220,17 @@ def save_gpt_oss(source: Path, folder: Path) -> Path:
     return _save_both(source, folder, tensors, plain, method)
 
 
-def save_quantized(source: Path, folder: Path, name: str) -> Path:
-    """Write a quantized copy of a model, and return the folder of the model that its numbers are, in float32."""
+def save_quantized(source: Path, folder: Path, name: str, whole: tuple[str, ...] = ()) -> Path:
+    """Write a quantized copy of a model, and return the folder of the model that its numbers are, in float32.
+
+    Args:
+        whole: Names of weights that stay as they are, in addition to those that no copy quantizes.
+    """
     settings, encode = FORMATS[name]
     torch.manual_seed(0)
     tensors, plain = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
-        if "_proj" in key and tensor.ndim == 2:
+        if "_proj" in key and tensor.ndim == 2 and key not in whole:
             stored, plain[key] = encode(tensor.float())
             tensors |= {f"{key.removesuffix('.weight')}.{end}": one.contiguous() for end, one in stored.items()}
         else:

@@ -32,7 +32,6 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
-from specinfer.model.quantized.sources import kept_quantization
 from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
@@ -151,8 +150,8 @@ def load_model(
 
     Args:
         dtype: Type of the weights; "auto" for the checkpoint's own.
-        quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None for that of the
-            checkpoint.
+        quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None to leave
+            them as the checkpoint has them.
         native: Whether to use native kernels where they are faster, and the fused decoder on a GPU. False to run the
             model with transformers and PyTorch only.
         offload: Settings to stream the decoder layers instead of keeping them in memory. At first all layers are
@@ -174,8 +173,6 @@ def load_model(
     rank_layers(config, shard)  # refuses more stages than layers
     check_stages(config, shard.num_stages)
     job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map)
-    if quantization is None and not job.keeps_codes:
-        job = replace(job, quantization=kept_quantization(folder))
     if offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""

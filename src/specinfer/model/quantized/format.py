@@ -12,7 +12,7 @@ from specinfer.kernels import QuantizedWeight
 from specinfer.kernels.float8 import LEVELS
 
 _FP8_GROUP = 128  # inputs of a scale in the kernels
-GROUP = 32  # the groups of inputs that our own weights of 4 bits have
+_GROUP = 32  # the smallest groups of inputs that the kernels have
 Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Sources = Mapping[str, Any]  # with `shape` and `read`
@@ -47,7 +47,6 @@ class Format:
         codes: Function from the tensors to the codes [out, in].
         levels: [16] numbers that codes of 4 bits stand for, halves of whole ones, or those of FP8; None for themselves.
         scaling: Function from the other tensors to the scales.
-        is_symmetric: Whether a weight is a code of 4 bits around 0 times the scale of a group of 32 inputs or more.
     """
 
     names: tuple[str, ...]
@@ -56,7 +55,6 @@ class Format:
     bits: int | None
     codes: Callable[[Tensors], Tensor]
     scaling: Callable[[Tensors], Scaling]
-    is_symmetric: bool = False
     levels: Tensor | None = None
 
     @property
@@ -95,7 +93,7 @@ class Format:
         size = _group_size(scaling, shape)
         in_order = torch.arange(shape[1]) // size
         return (
-            (size % (_FP8_GROUP if self.is_fp8 else GROUP) == 0 or size == shape[1])
+            (size % (_FP8_GROUP if self.is_fp8 else _GROUP) == 0 or size == shape[1])
             and (scaling.groups is None or torch.equal(scaling.groups.long(), in_order))
             and self._narrowed(scaling) is not None
             and (scaling.zeros is None or int(scaling.zeros.max()) < 256)
@@ -108,7 +106,7 @@ class Format:
         size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, self._narrowed(scaling)
         assert self.bits is not None
         assert scales is not None
-        group = _FP8_GROUP if self.is_fp8 else 64 if bits == 8 and size % 64 == 0 else GROUP
+        group = _FP8_GROUP if self.is_fp8 else 64 if bits == 8 and size % 64 == 0 else _GROUP
 
         def of_groups(numbers: Tensor) -> Tensor:
             numbers = _two_dims(numbers)

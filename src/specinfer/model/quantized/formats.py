@@ -10,10 +10,9 @@ from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.floats import find_bitsandbytes, find_fp4, find_fp8
-from specinfer.model.quantized.format import GROUP, Block, Fields, Format, Scaling, Sources, Tensors, matrix_shape
+from specinfer.model.quantized.format import Block, Fields, Format, Scaling, Sources, Tensors, matrix_shape
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight neighbouring outputs
-_SYMMETRIC_BITS = 4
 
 
 def find_format(settings: Fields) -> Format | None:
@@ -53,7 +52,6 @@ def _compressed(settings: Fields) -> Format | None:
         return Format(
             ("weight_packed", "weight_scale", "weight_shape"), others, _stored_shape, bits,
             lambda tensors: _unpacked(tensors, bits), lambda tensors: scaling(tensors, zeros_of(tensors)),
-            bits == _SYMMETRIC_BITS and all(map(_is_kept, weights)),
         )  # fmt: skip
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         is_int = kind == "int"
@@ -86,11 +84,6 @@ def _block_of(weights: Fields) -> Block:
     return 1, int(weights.get("group_size") or 1)
 
 
-def _is_kept(weights: Fields) -> bool:
-    has_groups = weights["strategy"] == "channel" or weights.get("group_size", 0) % GROUP == 0
-    return bool(weights["symmetric"] and has_groups and weights.get("actorder") in (None, "static", "weight"))
-
-
 def _gptq(settings: Fields) -> Format | None:
     bits = int(settings["bits"])
     if 32 % bits or settings.get("is_marlin_format") or settings.get("checkpoint_format", "gptq") not in (
@@ -99,7 +92,6 @@ def _gptq(settings: Fields) -> Format | None:
         return None
     added = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
     size = int(settings.get("group_size", 128))
-    keeps = bool(settings.get("sym", True)) and (size == -1 or size % GROUP == 0) and not settings.get("desc_act")
 
     def scaling(tensors: Tensors) -> Scaling:
         zeros = (_unpack(tensors["qzeros"], bits) + added).T
@@ -110,7 +102,6 @@ def _gptq(settings: Fields) -> Format | None:
         ("qweight", "qzeros", "scales"), ("g_idx",),
         lambda sources: (sources["qweight"].shape[1], sources["qweight"].shape[0] * 32 // bits), bits,
         lambda tensors: _unpack(tensors["qweight"].T.contiguous(), bits), scaling,
-        keeps and bits == _SYMMETRIC_BITS,
     )  # fmt: skip
 
 

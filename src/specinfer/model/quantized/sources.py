@@ -29,13 +29,6 @@ def is_quantized(folder: Path) -> bool:
     return quantization_settings(read_object(folder / "config.json") or {}) is not None
 
 
-def kept_quantization(folder: Path) -> str | None:
-    """Return the quantization whose codes are those of the folder's weights, or None."""
-    settings = quantization_settings(read_object(folder / "config.json") or {})
-    found = None if settings is None else find_format(settings)
-    return "int4" if found is not None and found.is_symmetric else None
-
-
 @dataclass(frozen=True, slots=True)
 class DecodedSource:
     """A weight that is stored as several tensors.
