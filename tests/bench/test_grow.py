@@ -328,7 +328,7 @@ def test_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
         ("eagle3", {}),
         ("eagle3", {"layout": "speculators", "norm_before_residual": True}),
         ("eagle3", {"fc_norm": True}),
-        ("dflash", {"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 5]}}),
+        ("dflash", {"num_target_layers": 8, "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 5]}}),
         ("dspark", {}),
         ("dspark", {"layout": "speculators", "aux_hidden_state_layer_ids": [2, 6], "draft_ids": range(2, 90)}),
     ],

@@ -152,8 +152,8 @@ def _grown_fields(
     }  # fmt: skip
     own = fields.get("transformer_layer_config")
     fields |= {"transformer_layer_config": own | sizes} if own else sizes
-    if "target_hidden_size" in fields:
-        fields["target_hidden_size"] = target.hidden_size
+    stated = {"target_hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
+    fields |= {name: size for name, size in stated.items() if name in fields}
     # The hidden states before an old layer are those before its new place, whichever of the two an id means.
     places = [*places_of_layers(old_target.num_layers, target.num_layers), target.num_layers]
     if not any({_EAGLE_IDS, _IDS, _OWN_IDS} & part.keys() for part in _parts(fields)):

@@ -20,6 +20,7 @@ from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, d
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import Block
+from specinfer.model.kv_cache import Slots
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted
 
@@ -29,6 +30,18 @@ class _Rows(NamedTuple):
 
     logits: Tensor  # [requests * depths, vocab]
     hidden: Tensor  # [requests * depths, width]
+
+
+def block_piece(block: Block, anchor: int, prefix_slots: Slots, slots: Slots) -> Piece:
+    """Return a block that begins with this token, after the tokens of these slots."""
+    return Piece(
+        tokens=[anchor, *[block.mask_token] * (block.size - 1)],
+        positions=range(len(prefix_slots), len(prefix_slots) + block.size),
+        prefix_slots=prefix_slots,
+        slots=slots,
+        visible=np.tri(block.size, k=0 if block.is_causal else block.size, dtype=np.bool_),
+        num_logits=block.max_depth,
+    )
 
 
 class BlockCache(FeatureCache):
@@ -52,15 +65,7 @@ class BlockCache(FeatureCache):
 
     def _block(self, request: Request, block: Block) -> Piece:
         request_id, ids = request.request_id, self.known[request.request_id].ids
-        slots = self._cache.reserve(request_id, block.size)
-        piece = Piece(
-            tokens=[ids[-1], *[block.mask_token] * (block.size - 1)],
-            positions=range(len(ids) - 1, len(ids) - 1 + block.size),
-            prefix_slots=self._cache.slots(request_id),
-            slots=slots,
-            visible=np.tri(block.size, k=0 if block.is_causal else block.size, dtype=np.bool_),
-            num_logits=block.max_depth,
-        )
+        piece = block_piece(block, ids[-1], self._cache.slots(request_id), self._cache.reserve(request_id, block.size))
         mask = self._head_runner.head.mask_features
         if mask is None:
             return piece

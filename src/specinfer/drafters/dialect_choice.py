@@ -1,4 +1,4 @@
-"""The choice among the readings of a head's configuration, by agreement with the target."""
+"""The agreement of a head with its target on a short text, which chooses among the readings of its configuration."""
 
 import logging
 from collections.abc import Sequence
@@ -8,8 +8,12 @@ import numpy as np
 import torch
 
 from specinfer.drafters.assistant_drafter import AssistantRunner
+from specinfer.drafters.block_drafter import block_piece
 from specinfer.drafters.feature_drafter import HeadRunner
+from specinfer.drafters.loading import TOKENIZER_FILE
+from specinfer.hub.files import read_object, stated_target
 from specinfer.model.batch import Piece
+from specinfer.model.heads.block import BlockHead
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.probe import common_tokens
 
@@ -18,32 +22,54 @@ _TEXT = (
     "The river rises in the hills above the town. For most of the year it is shallow enough to walk across, but in "
     "spring the melting snow fills it within days. def mean(values): return sum(values) / len(values)"
 )
-_NUM_TOKENS = 48
+_NUM_TOKENS, _FEWEST = 48, 24
+_NUM_BLOCKS = 12
+_ALMOST_NONE = 0.03  # the share of a head for another target; heads agree on a third and more
 _PROBE = "dialect-probe"
 
 
 def choose_dialect(runner: HeadRunner, tokenizer: Any) -> None:
     """Let a head compute in the dialect whose best tokens agree most often with the target's, on a short text.
 
+    A head that agrees on almost none in any is warned of, unless its own tokenizer was found to be the target's.
+
     Args:
         tokenizer: The target's tokenizer, or None for a model without one.
     """
-    head = runner.head
-    if len(head.dialects) < 2:
+    head, folder, target = runner.head, runner.loaded.folder, runner.target.loaded
+    is_known = (folder / TOKENIZER_FILE).is_file()
+    dialects = head.dialects or (None,)
+    count = _num_tokens(runner)
+    if len(dialects) == 1 and (is_known or target.stream is not None or count < _FEWEST):
         return
-    vocab_size = runner.target.loaded.vocab_size
-    ids = common_tokens(vocab_size, _NUM_TOKENS) if tokenizer is None else tokenizer.encode(_TEXT)[:_NUM_TOKENS]
+    ids = common_tokens(target.vocab_size, count) if tokenizer is None else tokenizer.encode(_TEXT)[:count]
     try:
         wanted = _target_choices(runner, ids)
-        shares = [_agreement(runner, ids, wanted, dialect) for dialect in head.dialects]
+        shares = [_agreement(runner, ids, wanted, dialect) for dialect in dialects]
     finally:
         runner.target.cache.free(_PROBE)
     best = int(np.argmax(shares))
-    head.speak(head.dialects[best])
+    if shares[best] < _ALMOST_NONE and not is_known:
+        stated = stated_target(read_object(folder / "config.json") or {})
+        logger.warning(
+            "drafters: %s agrees with the target on %.0f %% of the tokens of a short text%s; take a drafter that was "
+            "trained for this target",
+            folder, 100 * shares[best], f", and was trained for {stated}" if stated else "",
+        )  # fmt: skip
+    if len(dialects) == 1:
+        return
+    head.speak(dialects[best])
     logger.info(
         "%s: its configuration can be read in %d ways; it reads %s, which agrees with the target on %.0f %% of tokens",
-        runner.loaded.folder, len(shares), head.dialects[best], 100 * shares[best],
+        folder, len(shares), dialects[best], 100 * shares[best],
     )  # fmt: skip
+
+
+def _num_tokens(runner: HeadRunner) -> int:
+    """Return the length of the text, for which the caches have room."""
+    num_slots, block = runner.target.cache.num_slots, runner.head.block
+    room = num_slots // 2 if block is None else num_slots - _NUM_BLOCKS * block.size
+    return min(_NUM_TOKENS, room)
 
 
 def _target_choices(runner: HeadRunner, ids: Sequence[int]) -> torch.Tensor:
@@ -58,6 +84,8 @@ def _target_choices(runner: HeadRunner, ids: Sequence[int]) -> torch.Tensor:
 
 def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dialect: Any) -> float:
     """Return the share of tokens on which a head agrees with the target at the first and the second level."""
+    if isinstance(runner.head, BlockHead):
+        return _block_agreement(runner, ids, wanted)
     runner.head.speak(dialect)
     if isinstance(runner, AssistantRunner):
         return _assistant_agreement(runner, ids, wanted)
@@ -79,6 +107,28 @@ def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dia
         return float(torch.cat(found).float().mean())
     finally:
         runner.cache.free(_PROBE)
+
+
+def _block_agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor) -> float:
+    """Do the same for the first tokens of some blocks, spread over the text."""
+    head, cache, count = runner.head, runner.cache, len(ids) - 1
+    block = head.block
+    assert block is not None
+    try:
+        known, seen = cache.reserve(_PROBE, count), np.tri(count, dtype=np.bool_)
+        features = runner.features(_PROBE, 0, count)
+        runner.forward([Piece(ids[:-1], range(count), NO_SLOTS, known, seen, 0, features=features)])
+        anchors = np.linspace(1, count, _NUM_BLOCKS, dtype=int)
+        places = cache.reserve(_PROBE, _NUM_BLOCKS * block.size).reshape(_NUM_BLOCKS, -1)
+        logits = runner.forward(
+            [block_piece(block, ids[end], known[:end], own) for end, own in zip(anchors, places, strict=True)]
+        )[:: block.max_depth]
+        if head.is_pairwise:
+            rows = runner.tensors.taps[0][torch.from_numpy(places[:, -block.max_depth])]
+            logits, _ = head.conditional(logits, rows, torch.tensor(ids, device=logits.device)[anchors])
+        return float((runner.choices(logits) == wanted[anchors]).float().mean())
+    finally:
+        cache.free(_PROBE)
 
 
 def _assistant_agreement(runner: AssistantRunner, ids: Sequence[int], wanted: torch.Tensor) -> float:

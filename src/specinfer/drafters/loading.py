@@ -19,6 +19,9 @@ from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.load import find_format, load_head
 from specinfer.model.load import LoadedModel, load_model
 
+TOKENIZER_FILE = "tokenizer.json"
+MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
+
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
@@ -55,6 +58,8 @@ def load_small(
     if quantization is None and target.device.type == "cpu" and folder != target.folder:
         quantization = _usual_quantization(folder)
     if reads_target(name, folder):
+        if folder != target.folder and tokenizer is not None:
+            _check_tokenizer(folder / TOKENIZER_FILE, tokenizer)
         loaded = load_head(folder, target, quantization)
         kind = SharedVocabulary if isinstance(loaded.model, BlockHead | AssistantHead) else NextTokens
         return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
@@ -74,6 +79,21 @@ def load_small(
 def reads_target(name: str, folder: Path) -> bool:
     """Return whether a drafter needs the target in its process: a head on hidden states, or a copy of the target."""
     return name == MTP or name in SELF_DRAFTERS or find_format(folder) is not None
+
+
+def _check_tokenizer(file: Path, tokenizer: Any) -> None:
+    """Raise a `ModelError` if a head's own tokenizer has other tokens than the target's, a few renamed ones aside."""
+    fields = read_object(file) or {}
+    vocab = (fields.get("model") or {}).get("vocab") or {}
+    own = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else dict(enumerate(t for t, _ in vocab))
+    own |= {one["id"]: one["content"] for one in fields.get("added_tokens") or ()}
+    others = {i: token for token, i in tokenizer.get_vocab().items()}
+    num_other = sum(others.get(i) != token for i, token in own.items())
+    if num_other > MAX_RENAMED * len(own):
+        raise ModelError(
+            f"drafters: tokenizer.json of {file.parent} gives {num_other} of {len(own)} ids to tokens that are not the "
+            "target's; take a drafter that was trained for this target"
+        )
 
 
 def _usual_quantization(folder: Path) -> str | None:

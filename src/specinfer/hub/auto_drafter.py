@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import MTP
 from specinfer.core.progress import ProgressCallback
-from specinfer.hub.files import SUPPORTED_HEADS, folder_refusal, head_format, read_object
+from specinfer.hub.files import SUPPORTED_HEADS, folder_refusal, head_format, read_object, stated_target
 from specinfer.hub.known_models import LARGEST_SHARE, known_drafters, same_model
 from specinfer.hub.locate import is_on_hub, local_path
 
@@ -113,11 +113,9 @@ def _neighbours(target: Path) -> Iterator[Path]:
 
 def _is_head_of(config: dict[str, object], folder: Path, target: Path) -> bool:
     """Return whether a head was made for this target, by its own words or by the table of known models."""
-    settings = config.get("speculators_config")
-    verifier = settings.get("verifier") if isinstance(settings, dict) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    name = stated_target(config)
     known = (one.name for one in known_drafters(target) if one.is_head)
-    return (isinstance(name, str) and same_model(name, target)) or any(same_model(one, folder) for one in known)
+    return (name is not None and same_model(name, target)) or any(same_model(one, folder) for one in known)
 
 
 def _drafts_for(folder: Path, target: Path) -> bool:

@@ -98,6 +98,19 @@ def head_format(config: Mapping[str, Any]) -> str | None:
     return next((label for word, label in _HEADS.items() if word in kind), None)
 
 
+def verifier_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the configuration of a head in the format of speculators states about its target."""
+    settings = config.get("speculators_config")
+    verifier = settings.get("verifier") if isinstance(settings, Mapping) else None
+    return verifier if isinstance(verifier, Mapping) else {}
+
+
+def stated_target(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the target that a head's configuration states, or None."""
+    name = verifier_of(config).get("name_or_path") or config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
+
+
 def may_be_eagle(config: Mapping[str, Any]) -> bool:
     """Return whether this may be an EAGLE head, whose configuration is that of a model of one layer."""
     return config.get("num_hidden_layers") == 1 and head_format(config) is None

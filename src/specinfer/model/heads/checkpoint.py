@@ -139,6 +139,7 @@ class HeadCheckpoint:
         """
         if "d2t" not in self:
             return None
+        self.get("t2d", vocab_size)  # read by trainers only; its size is that of the target's vocabulary
         offsets = self.take("d2t", None).long()
         ids = offsets + torch.arange(len(offsets), device=offsets.device)
         if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):

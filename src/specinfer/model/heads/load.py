@@ -18,6 +18,7 @@ from specinfer.model.heads.assistant import AssistantHead, read_layers
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint, tensor_names
 from specinfer.model.heads.eagle3 import Eagle3Head
+from specinfer.model.heads.fit import check_stated_target
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.mtp import load_mtp
 from specinfer.model.heads.pair import EagleHead
@@ -67,6 +68,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         head = load_mtp(folder, target.dtype, target.device, shape, ends)
     else:
         checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
+        check_stated_target(checkpoint, config)
         kind = str(find_format(folder))
         if kind == ASSISTANT:
             head = AssistantHead(checkpoint, shape, ends, *_target_cache(folder, target, config))
