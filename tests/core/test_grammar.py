@@ -22,6 +22,7 @@ from specinfer.core.grammar.state import Grammar, MaskCredit, MaskTime
 from specinfer.core.request import FinishReason
 from specinfer.core.text import TextBuffer
 from specinfer.demo.pair import demo_folders
+from specinfer.inputs.prompts import PromptReader
 from specinfer.model.definition import load_tokenizer
 from tiny import EOS, VOCAB, make_request, make_tokenizer, save_model
 
@@ -380,8 +381,9 @@ def test_guesses_and_other_outputs_use_up_no_limit(max_states: int, monkeypatch:
     ends = []
     for seed in range(4):
         alone = _outcome(_compile(regex=COSTLY), seed, lambda *_: None)
-        for _ in range(3):
-            assert _outcome(shared.compile(StructuredOutputsParams(regex=COSTLY)), seed, _look_ahead) == alone
+        request = shared.compile(StructuredOutputsParams(regex=COSTLY))
+        for output in (request.copy(), request.copy(), request):
+            assert _outcome(output, seed, _look_ahead) == alone
         ends.append(not alone[-1])
     assert max_states > 200 or any(ends), "some were too much work"
 
@@ -407,11 +409,22 @@ def test_an_output_whose_masks_take_too_long_ends_and_guesses_of_it_end_before()
         compiler.close()
 
 
+def test_outputs_of_one_request_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Mock(side_effect=matcher.make_matcher)
+    monkeypatch.setattr(compiler, "make_matcher", make)
+    reader = PromptReader(TOKENIZER, PADDED, 64, (EOS,))
+    params = SamplingParams(n=8, structured_outputs=StructuredOutputsParams(regex="a|the"))
+    for _ in range(2):
+        requests = reader.job("a", "a", params, 0).requests
+        assert all(request.grammar is not None and THE in _legal(request.grammar) for request in requests)
+    assert make.call_count == 3, "once for all requests, and once for each"
+
+
 def test_all_outputs_of_a_request_share_the_time_of_masks() -> None:
     compiler = GrammarCompiler(TOKENIZER, PADDED, (EOS,), has_trials=True)
     try:
         grammar = compiler.compile(StructuredOutputsParams(grammar=AMBIGUOUS))
-        outputs = [grammar.clone(shares_time=True) for _ in range(5)]
+        outputs = [grammar.copy() for _ in range(5)]
         begun, num_tokens = time.thread_time(), 0
         while not all(output.is_lost for output in outputs):
             for output in outputs:
@@ -440,10 +453,10 @@ def test_all_requests_of_a_tenant_share_the_time_that_masks_of_guesses_take() ->
 
 
 def test_first_tokens_are_not_tried_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trial compiles the grammar, up to three times."""
+    """A trial that fails compiles the grammar twice."""
     made = Mock(side_effect=matcher.make_matcher)
     monkeypatch.setattr(compiler, "make_matcher", made)
-    for seconds, num_made in ((60.0, 10), (-1.0, 4)):
+    for seconds, num_made in ((60.0, 7), (-1.0, 3)):
         monkeypatch.setattr(compiler, "_PROBE_SECONDS", seconds)
         with pytest.raises(RequestError, match="takes too much work"):
             _compile(regex="[a-c][0-9]")

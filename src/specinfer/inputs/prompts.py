@@ -97,7 +97,7 @@ class PromptReader:
                 max_model_len=self._max_model_len,
                 text=self.text_buffer(params),
                 decode=self.decode_token,
-                grammar=None if grammar is None else grammar.clone(shares_time=True),
+                grammar=None if grammar is None else grammar.copy(),
                 bad_words_ids=bad_words,
                 prediction_ids=prediction,
                 adapter=adapter,
@@ -236,7 +236,7 @@ class PromptReader:
         return tuple(given)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the constraint on the output in its initial state; each of `n` outputs takes a clone.
+        """Return the constraint on the output in its initial state; each of `n` outputs takes a copy.
 
         Raises:
             RequestError: The constraint cannot be parsed, or no output satisfies it.

@@ -13,7 +13,7 @@ from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
 _MAX_PROBES = 256  # first tokens that are tried before a grammar is refused as impossible
-_PROBE_SECONDS = 5.0  # each probe compiles the grammar
+_PROBE_SECONDS = 5.0
 _END = "<|end of grammar|>"  # stands for all of the model's tokens that end a text
 
 
@@ -54,7 +54,7 @@ class GrammarCompiler:
             self._trials.close()
 
     def compile(self, asked: StructuredOutputsParams, *, ignore_eos: bool = False) -> Grammar:
-        """Return the grammar at its start, for one output; each output gets a clone.
+        """Return the grammar at its start, for one output; each other one of the request gets a copy.
 
         Args:
             ignore_eos: No end-of-text token is legal: the output goes on until only its end is legal, and ends there.
@@ -86,7 +86,7 @@ class GrammarCompiler:
             return "only the empty text fits, and no end-of-text token can end it; allow some text"
         end = time.monotonic() + _PROBE_SECONDS
         for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
-            probe = grammar.clone(shares_time=True)
+            probe = grammar.copy()
             probe.mask(())  # compute the mask as in generation: it counts against the limits on work
             probe.advance(token)
             if probe.mask(()).any():

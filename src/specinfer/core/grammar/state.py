@@ -67,8 +67,10 @@ class Grammar:
     """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it.
 
     Args:
+        make_matcher: Function that compiles the grammar.
         mask_time: Limit of the time of masks. When outputs have spent it, they are lost; those of proposed tokens may
             take as much again, and after that all proposed tokens are illegal.
+        matcher: Matcher at the grammar's start, or None to compile one.
 
     Attributes:
         credit: That of the tenant, which all masks spend; without any left, proposed tokens are illegal.
@@ -82,13 +84,13 @@ class Grammar:
         end_bit: int,
         eos_token_ids: Sequence[int],
         mask_time: MaskTime | None = None,
+        matcher: LLMatcher | None = None,
     ) -> None:
-        # The matcher is never copied: copies share limited tables, so proposed tokens of one output could end another.
         self._make_matcher = make_matcher
         self._vocab_size = vocab_size
         self._end_bit = end_bit
         self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
-        self._matcher = make_matcher()
+        self._matcher = matcher or make_matcher()
         self._num_restarts = 0
         self._time = mask_time or MaskTime()
         self.credit: MaskCredit | None = None
@@ -100,10 +102,22 @@ class Grammar:
         self._bits: dict[tuple[int, ...], Bits] = {}  # legal tokens after a path, one bit each
         self._ends: set[tuple[int, ...]] = set()  # paths that end the output
 
-    def clone(self, *, shares_time: bool = False) -> "Grammar":
-        """Return the same grammar at its start, for another output of the same request if it `shares_time`."""
-        mask_time = self._time if shares_time else MaskTime(self._time.most)
-        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, mask_time)
+    def clone(self) -> "Grammar":
+        """Return the same grammar at its start, for another request."""
+        return self._with(MaskTime(self._time.most), None)
+
+    def copy(self) -> "Grammar":
+        """Return the same grammar at its start, for another output of the same request; its time counts for both.
+
+        It is not compiled again. Copies of a matcher share tables that are limited in size: an output that finds them
+        full because of another one's tokens starts again with tables of its own.
+        """
+        assert not self._said
+        assert not self._ahead
+        return self._with(self._time, self._matcher.deep_copy())
+
+    def _with(self, mask_time: MaskTime, matcher: LLMatcher | None) -> "Grammar":
+        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, mask_time, matcher)
 
     @property
     def is_limited(self) -> bool:
