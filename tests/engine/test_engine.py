@@ -96,6 +96,42 @@ def test_a_first_token_does_not_wait_for_draft_tokens_of_other_tenants(
     assert [requests[i].output_ids for i in (0, 2)] == [plain[i] for i in (0, 2)]
 
 
+def test_a_request_that_arrives_while_trees_are_drafted_joins_the_pass(
+    runner_of: Runners, plain: list[list[int]]
+) -> None:
+    engine, requests = _engine(runner_of), _requests()
+    engine.add(requests[0])
+    engine.host.take_arrivals = lambda: engine.add(requests[2])
+    assert engine.step() == [requests[0], requests[2]]
+    assert engine.metrics.recent[-1].num_guessed, "those who were there keep their trees"
+    engine.host.take_arrivals = lambda: None
+    while engine.has_work:
+        engine.step()
+    assert [requests[i].output_ids for i in (0, 2)] == [plain[i] for i in (0, 2)]
+
+
+@pytest.mark.parametrize("limits", [{}, {"num_slots": 64}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 12}])
+def test_requests_that_arrive_while_trees_are_drafted_get_what_they_would_alone(
+    limits: dict[str, int], runner_of: Runners, plain: list[list[int]]
+) -> None:
+    engine, requests = _engine(runner_of, **limits), _requests()
+    arriving = iter(requests[1:])
+    engine.add(requests[0])
+
+    def take_arrivals() -> None:
+        if request := next(arriving, None):
+            engine.add(request)
+
+    engine.host.take_arrivals = take_arrivals
+    while engine.has_work:
+        engine.step()
+        record = engine.metrics.recent[-1]
+        assert record.num_rows - record.num_guessed <= limits.get("max_num_batched_tokens", math.inf)
+        assert len(engine.scheduler.running) <= limits.get("max_num_seqs", math.inf)
+    assert [request.output_ids for request in requests] == plain
+    assert not _left(engine)
+
+
 def test_a_step_returns_the_requests_that_got_tokens(runner_of: Runners) -> None:
     engine = _engine(runner_of, max_num_batched_tokens=20)
     short, long = make_request("s", PROMPTS[0], GREEDY), make_request("l", PROMPTS[3], GREEDY)

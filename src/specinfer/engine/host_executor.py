@@ -7,7 +7,7 @@ another group of requests.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -54,6 +54,7 @@ class HostExecutor:
         self.target = target
         self._drafter, self._scheduler, self._verification = drafter, scheduler, verification
         self._metrics, self._endings = metrics, endings
+        self.take_arrivals: Callable[[], None] = lambda: None  # adds the requests that arrived since the step began
         self._steps: deque[InFlightStep] = deque()  # oldest first
         self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
         self._num_unhurried = UNHURRIED  # passes since the last hurried one
@@ -86,6 +87,8 @@ class HostExecutor:
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans, learners.policy)
         clock.lap("draft")
+        arrived = self._arrived(spans, trees)
+        spans, trees = [*spans, *arrived], [*trees, *(span.tree() for span in arrived)]
         waited = self.target.loaded.seconds_waiting
         return InFlightStep(spans, trees, num_read, num_budgeted, clock, waited, num_programs)
 
@@ -143,10 +146,21 @@ class HostExecutor:
         self._metrics.num_preempted += len(schedule.preempted)
         for request in schedule.preempted:
             self._endings.forget(request)
-        now = time.time()
-        for span in schedule.spans:
-            span.request.scheduled_time = span.request.scheduled_time or now
+        _note_start(schedule.spans)
         return schedule.spans
+
+    def _arrived(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Span]:
+        """Return spans of requests that arrived while trees were drafted: they need not wait for the end of the pass.
+
+        A pass within a memory plan, and one of several groups, keeps its size.
+        """
+        num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
+        if not num_guessed or self.target.capacity is not None or self.target.max_in_flight > 1:
+            return []
+        self.take_arrivals()
+        arrived = self._scheduler.schedule_arrivals(spans, num_guessed)
+        _note_start(arrived)
+        return arrived
 
     def _draft(self, spans: Sequence[Span], policy: SpeculationPolicy) -> tuple[list[TokenTree | None], int, int]:
         """Draft a tree for each span.
@@ -253,3 +267,9 @@ class HostExecutor:
             return []
         trees = [tree for _, tree in decoding]
         return verify(self._verification, logits, [span.request for span, _ in decoding], trees)
+
+
+def _note_start(spans: Sequence[Span]) -> None:
+    now = time.time()
+    for span in spans:
+        span.request.scheduled_time = span.request.scheduled_time or now

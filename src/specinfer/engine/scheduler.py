@@ -101,6 +101,30 @@ class Scheduler:
             self.waiting.charge(request, count)
         return Schedule(spans, preempted)
 
+    def schedule_arrivals(self, spans: Sequence[Span], num_guessed: int) -> list[Span]:
+        """Return spans of waiting requests that a pass can take too, although its trees are drafted already.
+
+        Args:
+            spans: The spans of the pass, which is not in flight yet.
+            num_guessed: Nodes of its trees.
+        """
+        num_running = len(self.running)
+        self._admit(num_guessed, may_preempt=False)
+        arrived = self.running[num_running:]
+        if not arrived:
+            return []
+        shares = self._shares([*(span.request for span in spans), *arrived])[len(spans) :]
+        counts = dict(zip(arrived, shares, strict=True))
+        tokens_left = self._max_num_batched_tokens - sum(span.end - span.start for span in spans)
+        added = []
+        for request in self.grammar_turns.choose(arrived):
+            count = min(counts[request], tokens_left)
+            if count > 0:
+                added.append(Span(request, request.num_computed, request.num_computed + count))
+                self.waiting.charge(request, count)
+                tokens_left -= count
+        return added
+
     def num_draft_slots(self, spans: Sequence[Span], num_passes: int = 1) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take.
 
@@ -211,17 +235,17 @@ class Scheduler:
         self._put_back(victim)
         return [victim]
 
-    def _admit(self) -> list[Request]:
-        """Admit waiting requests as far as they fit, and return the requests that were preempted for it."""
+    def _admit(self, num_guessed: int = 0, *, may_preempt: bool = True) -> list[Request]:
+        """Admit waiting requests as far as they fit beside this many nodes; return those preempted for it."""
         preempted: list[Request] = []
         if not self.waiting:
             return preempted
-        if len(self.running) >= self._max_num_seqs:
+        if may_preempt and len(self.running) >= self._max_num_seqs:
             head = next(iter(self.waiting))
             if not (self.waiting.is_full(head.tenant) or self._is_leaving(head.request_id)):
                 preempted = self._make_way(head)
         idle = self._idle()
-        slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight)
+        slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight) - num_guessed
         unread = [_num_unread(request) for request in idle if _num_unread(request) > 1]
         tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
         tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
@@ -241,7 +265,7 @@ class Scheduler:
             if count > slots_left:  # a prompt that does not fit would be preempted halfway
                 self._cache.free(request.request_id)
                 request.num_computed = 0
-                return preempted or self._make_way(request)
+                return preempted or (self._make_way(request) if may_preempt else [])
             self.waiting.take(request)
             self.running.append(request)
             tokens_left -= count

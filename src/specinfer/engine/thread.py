@@ -52,11 +52,12 @@ class EngineThread:
         idle: IdleWork | None = None,
     ) -> None:
         self._engine = engine
+        engine.host.take_arrivals = self._take_arrivals
         self._deliver = deliver
         self._died = died
         self._idle = idle
         self._last_watch = time.monotonic()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], bool]] = deque()  # actions, and whether each only adds requests
         self._wake = threading.Condition()
         self._stopping = self._has_ended = False
         self._step_start: float | None = None
@@ -93,7 +94,7 @@ class EngineThread:
             for request in requests:
                 self._engine.add(request)
 
-        return self._call(queue)
+        return self._call(queue, only_adds=True)
 
     def abort(self, requests: Sequence[Request], error: str | None = None) -> bool:
         """End requests before the next step, except those that ended already. Return False if the thread has ended."""
@@ -106,12 +107,15 @@ class EngineThread:
 
         return self._call(end)
 
-    def _call(self, action: Callable[[], None]) -> bool:
-        """Run an action between two steps or at the end of the thread. Return False if the thread has ended."""
+    def _call(self, action: Callable[[], None], *, only_adds: bool = False) -> bool:
+        """Run an action between two steps or at the end of the thread. Return False if the thread has ended.
+
+        One that only adds requests may run before the pass of a step, if nothing else was asked before.
+        """
         with self._wake:
             if self._has_ended:
                 return False
-            self._inbox.append(action)
+            self._inbox.append((action, only_adds))
             self._wake.notify()
         return True
 
@@ -141,8 +145,12 @@ class EngineThread:
                 self._last_watch = time.monotonic()
             self._wait(None)
         while self._inbox:  # one by one: if one fails, the ends of the later ones can still be reported
-            self._inbox.popleft()()
+            self._inbox.popleft()[0]()
         return not self._stopping
+
+    def _take_arrivals(self) -> None:
+        while self._inbox and self._inbox[0][1]:
+            self._inbox.popleft()[0]()
 
     def _is_awaited(self) -> bool:
         return bool(self._inbox or self._stopping or self._engine.has_work)
@@ -202,7 +210,7 @@ class EngineThread:
             self._has_ended = True
         while self._inbox:
             try:
-                self._inbox.popleft()()
+                self._inbox.popleft()[0]()
             except Exception:
                 logger.exception("what was asked of the engine could not be done in order")
         ending = list(self._engine.scheduler.requests())
