@@ -46,12 +46,12 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
     given = as_prompts(fields.prompt)
 
     def read_first() -> tuple[SamplingParams, ReadPrompt]:
-        """Read the parameters and the first prompt: each turn of a thread costs as much as a short prompt."""
+        """Read the parameters and the first prompt."""
         params = completion_params(fields, engine.llm, max_tokens)
         call.check_count(len(given), len(given) * params.n)
         return params, read_prompt(engine.llm, given[0], fields, params)
 
-    params, first = await call.read(read_first)
+    params, first = await call.read(read_first, only_encodes=True)
     # Read one at a time, so that prompts of other requests are read in between.
     others = [await call.read(partial(read_prompt, engine.llm, p, fields, params)) for p in given[1:]]
     prompts = [first, *others]
