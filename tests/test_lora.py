@@ -232,7 +232,6 @@ def test_a_model_without_adapters_refuses_requests_with_them(base: Path, adapter
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "enable_lora: adapters are not sharded"),
         ({"max_loras": 0}, "max_loras must be at least 1"),
         ({"max_lora_rank": 0}, "max_lora_rank must be from 1"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras: 3 is less than max_loras, 4"),

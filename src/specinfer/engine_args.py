@@ -240,11 +240,6 @@ class EngineArgs:
         """Limits for adapters, or None if requests may have none."""
         most = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
         config = LoRAConfig(self.max_loras, self.max_lora_rank, most)
-        if self.enable_lora and self.parallel_config.world_size > 1:
-            raise ValueError(
-                "enable_lora: adapters are not sharded; leave it out, or use tensor_parallel_size and "
-                "pipeline_parallel_size 1"
-            )
         return config if self.enable_lora else None
 
     @property

@@ -277,7 +277,7 @@ def test_heads_are_refused_where_a_definition_is_replaced(family: str, runner_of
 
 
 def test_adapters_change_only_what_is_computed_for_the_rows_of_a_pass(tmp_path: Path) -> None:
-    sites = connect(load_runner(tiny.save_model(tmp_path, "jamba"), 64).loaded.model)
+    sites = connect(load_runner(tiny.save_model(tmp_path, "jamba"), 64).loaded)
     names = {part.rpartition(".")[2] for site in sites for part in site.parts}
     assert {"in_proj", "x_proj", "out_proj", "q_proj"} <= names
     assert "dt_proj" not in names  # of the scan, which may be more

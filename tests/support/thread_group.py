@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import Draw, TokenTree
+from specinfer.kernels import AdapterTable
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors
@@ -121,6 +123,7 @@ class Ranks:
             for stage in make_shards(*split)
         ]
         self._stores = {id(one): KVTensors(one.layer_shapes, _NUM_SLOTS, one.dtype, _CPU) for one in self.all}
+        self.adapters: dict[int, AdapterTable] = {}  # of every other piece, by the identity of a rank's model
 
     @property
     def all(self) -> list[LoadedModel]:
@@ -133,8 +136,10 @@ class Ranks:
         def compute(job: tuple[LoadedModel, Tensor | None]) -> Tensor:
             loaded, given = job
             try:
+                table = self.adapters.get(id(loaded))
+                own = [piece if i % 2 else replace(piece, adapter=table) for i, piece in enumerate(pieces)]
                 with torch.inference_mode():
-                    batch = pack(pieces, self._stores[id(loaded)], _CPU, native=loaded.native)
+                    batch = pack(own, self._stores[id(loaded)], _CPU, native=loaded.native)
                     return forward(loaded.model, batch, given)
             except BaseException:
                 if isinstance(loaded.shard.tensor, ThreadGroup):

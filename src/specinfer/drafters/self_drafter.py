@@ -49,7 +49,7 @@ class SelfRunner(ModelRunner):
         self.loaded, self.capacity, self.padded = loaded, None, None
         self.cache, self.tensors = target.cache, target.tensors
         if takes_adapters and loaded.model is not target.loaded.model:
-            connect(loaded.model)
+            connect(loaded)
         self._takes_adapters, self._is_sparse = takes_adapters, is_sparse
 
     def prepared(self, request: Request, piece: Piece) -> Piece:

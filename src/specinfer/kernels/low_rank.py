@@ -67,10 +67,14 @@ class LowRank:
 
 
 class AdapterTable:
-    """The matrices of one adapter for all linear layers of a model, by their numbers; None where it adds nothing."""
+    """The matrices of one adapter for all linear layers of a model, by their numbers; None where it adds nothing.
+
+    Attributes:
+        number: Number from 1 of the adapter among those that ranks share, or 0.
+    """
 
     def __init__(self, layers: Sequence[LowRank | None]) -> None:
-        self.layers = tuple(layers)
+        self.layers, self.number = tuple(layers), 0
         self.max_rank = max((len(one.down) for one in layers if one is not None), default=0)
         self.num_bytes = sum(one.num_bytes for one in layers if one is not None)
         self._structures = (_LowRank * len(layers))()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,3 +32,14 @@ class Cut:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the part of the tensor, in memory of its own."""
         return torch.cat([tensor.narrow(self.dim, one.start, len(one)) for one in self.ranges], dim=self.dim)
+
+
+class LinearCut(NamedTuple):
+    """The slice of a linear layer's weight [out, in] that belongs to one rank.
+
+    Attributes:
+        size: Size of the dimension before the cut.
+    """
+
+    cut: Cut
+    size: int

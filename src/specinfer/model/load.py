@@ -19,6 +19,7 @@ from specinfer.core.config import OffloadConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
 from specinfer.model.attention import register
+from specinfer.model.cut import LinearCut
 from specinfer.model.definition import check_architecture, load_config, max_position_of
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.experts import QuantizedExperts
@@ -57,6 +58,8 @@ class LoadedModel:
         compute_path: Description of the code that computes its layers.
         stream: Brings in the layers that are not kept in memory, or None if all are.
         shard: The shard of the model that this rank computes.
+        layers: The numbers of its decoder layers in the whole model.
+        cuts: The slices of linear layers in the decoder layers that this rank computes, by name.
         token_map: [map] the only tokens whose logits are computed, or None for the whole vocabulary.
         taps: The hidden states that its cache stores for drafters that read them, or None.
     """
@@ -78,6 +81,8 @@ class LoadedModel:
     stored_types: str | None = None
     stream: LayerStream | None = None
     shard: ShardSpec = field(default_factory=ShardSpec)
+    layers: range = range(0)
+    cuts: Mapping[str, LinearCut] = field(default_factory=dict)
     token_map: Tensor | None = None
     taps: TapShape | None = None
 
@@ -214,7 +219,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
 def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
     """Connect a model to the other ranks, and describe it; `note` ends the description of its compute path."""
     model, definition = built.model, built.definition
-    connect_shards(model, definition.sums, job.shard)
+    connect_shards(model, definition.split.sums, job.shard)
     release_freed_memory()
     return LoadedModel(
         model=model,
@@ -234,6 +239,8 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
         stored_types=definition.stored_types,
         stream=built.stream,
         shard=job.shard,
+        layers=job.layers,
+        cuts=definition.split.cuts,
         token_map=None if job.token_map is None else job.token_map.to(job.device),
     )
 

@@ -22,6 +22,7 @@ from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.shards import has_safetensors
 from specinfer.model.probe import Probe
 from specinfer.model.sharding.shard import shard_model
+from specinfer.model.sharding.tensor_parallel import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ShardDefinition:
     num_parameters: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
-    sums: list[str]  # see `connect_shards`
+    split: Split
     stored_types: str | None = None  # see `LoadedModel`
 
     def with_types(self, kinds: set[str]) -> "ShardDefinition":
@@ -47,8 +48,8 @@ class ShardDefinition:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype, eos_token_ids = next(model.parameters()).dtype, eos_token_ids_of(model, job.config)
         model.requires_grad_(False)
-        sums = shard_model(model, job.config, job.shard, job.quantization)
-        return cls(model, num_parameters, dtype, eos_token_ids, sums)
+        split = shard_model(model, job.config, job.shard, job.quantization)
+        return cls(model, num_parameters, dtype, eos_token_ids, split)
 
 
 def rounding_of(job: LoadConfig, definition: ShardDefinition) -> str | None:

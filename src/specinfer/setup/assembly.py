@@ -204,7 +204,8 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told, args.max_loras
         )
         lora = args.lora_config
-        adapters = None if lora is None else Adapters(target, lora, str(args.model))
+        others = runner.adapters if isinstance(runner, DistributedRunner) else None
+        adapters = None if lora is None else Adapters(target, lora, str(args.model), others)
         undo.pop_all()
     logger.info(
         "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",

@@ -14,7 +14,8 @@ _RUNS: ContextVar[AdapterRuns | None] = ContextVar("runs", default=None)
 
 def hook(module: nn.Module, number: int) -> None:
     """Let adapters add to a linear layer, which has this number in their tables."""
-    module.register_forward_hook(partial(_add, number))
+    # Before the sum over ranks that have slices of the layer: each adds a part.
+    module.register_forward_hook(partial(_add, number), prepend=True)
 
 
 @contextmanager

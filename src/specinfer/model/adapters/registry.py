@@ -4,18 +4,30 @@ import itertools
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import Protocol
 
 from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
 from specinfer.kernels import AdapterTable
-from specinfer.model.adapters.peft_folder import read_adapter
-from specinfer.model.adapters.sites import connect
+from specinfer.model.adapters.peft_folder import Pair, Shape, read_adapter
+from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.load import LoadedModel
 
 logger = logging.getLogger(__name__)
+
+
+class AdapterRanks(Protocol):
+    """The other ranks of a target that is split."""
+
+    def linears(self) -> dict[str, Shape]:
+        """Prepare them for adapters, and return their linear layers that adapters may change, by name."""
+        ...
+
+    def share(self, table: AdapterTable, pairs: Mapping[str, Pair]) -> None:
+        """Give them the matrices of the adapter that this process has in a table; they drop them after the table."""
+        ...
 
 
 class Adapters:
@@ -24,18 +36,17 @@ class Adapters:
     When there are too many, the least recently used one is dropped. Requests that run keep theirs until they end.
 
     Args:
+        target: The target, or rank 0's shard of it.
         name: Name of the target, which adapters were trained with.
+        ranks: The other ranks, or None for a whole target.
     """
 
-    def __init__(self, target: LoadedModel, config: LoRAConfig, name: str) -> None:
-        self.config = config
-        # As vLLM has them, in the type of the model: half the bytes of a pass in bfloat16.
-        dtype = target.dtype if target.dtype == torch.bfloat16 or target.device.type != "cpu" else torch.float32
-        self._name, self._place = name, (target.device, dtype)
+    def __init__(self, target: LoadedModel, config: LoRAConfig, name: str, ranks: AdapterRanks | None = None) -> None:
+        self.config, self._name, self._ranks = config, name, ranks
         if target.device.type != "cpu":
             logger.info("passes with adapters are launched kernel by kernel; those without are captured as before")
-        self._sites = connect(target.model)
-        self._linears = {part: shape for site in self._sites for part, shape in site.parts.items()}
+        self._sites = AdapterSites(target)
+        self._linears = self._sites.linears | ({} if ranks is None else ranks.linears())
         self._lock = threading.Lock()
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()
         self._count = itertools.count(1)
@@ -77,7 +88,9 @@ class Adapters:
         config, pairs = read_adapter(folder, self._linears, self.config.max_lora_rank)
         if config.base is not None and _stem(config.base) != _stem(self._name):
             logger.warning("adapter %s was trained with %s, and this is %s", request.lora_name, config.base, self._name)
-        table = AdapterTable([site.low_rank(pairs, *self._place) for site in self._sites])
+        table = self._sites.table(pairs)
+        if self._ranks is not None:
+            self._ranks.share(table, pairs)
         logger.info("adapter %s: %.1f MiB from %s", request.lora_name, table.num_bytes / 2**20, folder)
         return Adapter(request, f"{request.lora_name}-{next(self._count)}", table)
 

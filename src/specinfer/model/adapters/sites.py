@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import LowRank
+from specinfer.kernels import AdapterTable, LowRank
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
+from specinfer.model.cut import LinearCut
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import together
 from specinfer.model.layer_kind import LINEARS
 from specinfer.model.linears import layer_names
+from specinfer.model.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +28,24 @@ class Site:
     """A linear layer that is computed at once.
 
     Attributes:
-        parts: The linear layers of the definition whose outputs it computes, in their order.
+        parts: The linear layers of the definition whose outputs it computes, in their order, as this rank has them.
         interleaved: Whether their outputs alternate in blocks, see `fused.together`.
     """
 
     parts: Mapping[str, Shape]
     interleaved: bool = False
 
-    def low_rank(self, pairs: Mapping[str, Pair], device: torch.device, dtype: torch.dtype) -> LowRank | None:
+    def low_rank(
+        self, pairs: Mapping[str, Pair], cuts: Mapping[str, LinearCut], device: torch.device, dtype: torch.dtype
+    ) -> LowRank | None:
         """Return what an adapter adds here, or None if it has no matrices for it.
 
         Args:
-            dtype: Type of its matrices.
+            pairs: Its matrices for the whole model.
+            cuts: The slices that this rank computes of linear layers.
+            dtype: Type of the result's matrices.
         """
-        own = [pairs.get(name) for name in self.parts]
+        own = [_cut(pairs.get(name), cuts.get(name)) for name in self.parts]
         found = [pair for pair in own if pair is not None]
         if not found:
             return None
@@ -55,16 +61,50 @@ class Site:
         return LowRank.of(down.to(device, dtype), up.to(device, dtype))
 
 
-def connect(model: Any) -> list[Site]:
+def _cut(pair: Pair | None, cut: LinearCut | None) -> Pair | None:
+    """Return the part of an adapter's matrices that belongs to a slice of their linear layer."""
+    if pair is None or cut is None:
+        return pair
+    return pair._replace(up=cut.cut.of(pair.up)) if cut.cut.dim == 0 else pair._replace(down=cut.cut.of(pair.down))
+
+
+class AdapterSites:
+    """The linear layers of a loaded model, or of a rank's shard, that adapters add to; loaded models have one each.
+
+    Attributes:
+        linears: The layers by name, with their sizes in the whole model.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._sites, self._cuts = connect(loaded), loaded.cuts
+        # As vLLM has them, in the type of the model: half the bytes of a pass in bfloat16.
+        is_half = loaded.dtype == torch.bfloat16 or loaded.device.type != "cpu"
+        self._place = loaded.device, loaded.dtype if is_half else torch.float32
+        parts = [part for site in self._sites for part in site.parts.items()]
+        self.linears = {name: _whole(shape, self._cuts.get(name)) for name, shape in parts}
+
+    def table(self, pairs: Mapping[str, Pair]) -> AdapterTable:
+        """Return what an adapter with these matrices, by names of linear layers, adds here."""
+        return AdapterTable([site.low_rank(pairs, self._cuts, *self._place) for site in self._sites])
+
+
+def _whole(shape: Shape, cut: LinearCut | None) -> Shape:
+    if cut is None:
+        return shape
+    return shape._replace(outputs=cut.size) if cut.cut.dim == 0 else shape._replace(inputs=cut.size)
+
+
+def connect(loaded: LoadedModel) -> list[Site]:
     """Return the sites of a loaded model, and prepare it for adapters; the index of a site is its number.
 
     Raises:
         ModelError: The model has no linear layers that adapters can change.
     """
     sites: list[Site] = []
+    model: Any = loaded.model
     if isinstance(model, FusedDecoder | DeviceDecoder):
         layers: Any = model.layers
-        for i, layer in enumerate(layers):
+        for i, layer in zip(loaded.layers, layers, strict=True):
             for names, shapes, call in zip(LINEARS, layer.shapes, _computed(layer), strict=True):
                 parts = {f"model.layers.{i}.{name}": Shape(*shape) for name, shape in zip(names, shapes, strict=True)}
                 is_fused = isinstance(model, FusedDecoder)

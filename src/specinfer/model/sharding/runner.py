@@ -1,5 +1,6 @@
 """DistributedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
 
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from specinfer.model.kv_cache import KVCache
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
 from specinfer.model.runner import Pass
+from specinfer.model.sharding.adapter_messages import SharedAdapters
 from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard
 from specinfer.model.sharding.wire import PieceWriter
 from specinfer.model.sharding.worker import Command, is_broken
@@ -59,6 +61,8 @@ class DistributedRunner:
         self.loaded, self.capacity = loaded, capacity
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
+        self._sending = threading.Lock()  # adapters are sent by the threads that ask for them
+        self.adapters = SharedAdapters(ranks, partial(self._send, Command.ADAPTERS))
         # Rank 0 sends no hidden states.
         self.shard_runner = ShardRunner(
             loaded, num_slots, ranks.connections.stages, torch.float32, loaded.taps, num_states
@@ -89,6 +93,7 @@ class DistributedRunner:
         """
         self._ranks.check()
         try:
+            self.adapters.send_dropped()
             self._send(Command.PASS, self._writer.write(pieces))
             return _PendingPass(self._ranks, self._ranks.submit(partial(self._run, pieces)))
         except BaseException as error:  # an interrupt too: only some ranks may have received the pass
@@ -126,7 +131,9 @@ class DistributedRunner:
 
     def _send(self, command: Command, numbers: Tensor) -> None:
         kind = torch.tensor([command], dtype=torch.int32)
-        self._ranks.connections.commands.send_all(torch.cat([kind, numbers]))
+        message = torch.cat([kind, numbers])
+        with self._sending:
+            self._ranks.connections.commands.send_all(message)
 
 
 @dataclass(frozen=True, slots=True)

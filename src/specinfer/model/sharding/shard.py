@@ -9,7 +9,7 @@ from specinfer.model.fused import FusedDecoder
 from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.sharding.split_plan import Heads
 from specinfer.model.sharding.stage import make_stage
-from specinfer.model.sharding.tensor_parallel import split_layers, sum_over_ranks
+from specinfer.model.sharding.tensor_parallel import Split, split_layers, sum_over_ranks
 from specinfer.parallel.shard_spec import ShardSpec
 
 
@@ -39,14 +39,11 @@ def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: 
     rank_layers(config, ShardSpec(num_stages=pipeline_parallel_size))
 
 
-def shard_model(model: nn.Module, config: Any, shard: ShardSpec, quantization: str | None) -> list[str]:
+def shard_model(model: nn.Module, config: Any, shard: ShardSpec, quantization: str | None) -> Split:
     """Remove from a definition, with weights or meta weights, all that is not in a rank's shard.
 
     Args:
         quantization: Quantization that will be applied to the weights.
-
-    Returns:
-        The `sums` argument of `connect_shards`.
 
     Raises:
         ModelError: The family, or one of its sizes, cannot be split like this.

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specinfer.model.batch import Piece
-from specinfer.model.definition import load_config
 from specinfer.model.kv_cache import KVTensors, Slots, TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import kept_states
@@ -57,10 +56,10 @@ class ShardRunner:
         taps: TapShape | None = None,
         num_states: int = 0,
     ) -> None:
-        self._loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
+        self.loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
         layers, self._received = range(0), tuple[int, ...]()
         if taps is not None:  # what later stages compute is not stored here
-            layers = loaded.shard.layers(int(load_config(loaded.folder).get_text_config().num_hidden_layers))
+            layers = loaded.layers
             taps = TapShape(tuple(i for i in taps.layers if i <= layers.stop), taps.width)
             self._received = tuple(i for i in taps.layers if i <= layers.start and not loaded.shard.is_first)
         self.tensors = KVTensors(
@@ -77,7 +76,7 @@ class ShardRunner:
 
         The last stage's first rank returns [rows, vocab] float32 logits. The results of other ranks are not used.
         """
-        loaded, stages = self._loaded, self._stages
+        loaded, stages = self.loaded, self._stages
         hidden = None
         if not loaded.shard.is_first:
             num_tokens = sum(len(piece.tokens) for piece in pieces)
@@ -94,7 +93,7 @@ class ShardRunner:
         return out
 
     def _slots_of(self, pieces: Sequence[Piece]) -> Tensor:
-        return torch.from_numpy(np.concatenate([piece.slots for piece in pieces])).to(self._loaded.device)
+        return torch.from_numpy(np.concatenate([piece.slots for piece in pieces])).to(self.loaded.device)
 
     def _receive_taps(self, slots: Tensor) -> None:
         count, like = len(self._received), self._stored[self._received[0]]
@@ -105,5 +104,5 @@ class ShardRunner:
 
     def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
         """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
-        index = torch.from_numpy(slots).to(self._loaded.device)
+        index = torch.from_numpy(slots).to(self.loaded.device)
         return [self._stored[layer][index] for layer in layers]

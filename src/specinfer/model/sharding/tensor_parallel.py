@@ -6,7 +6,7 @@ Weights may be real or meta weights. Only the slice that a meta weight is cut to
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_weight import GROUP_SIZES
-from specinfer.model.cut import Cut
+from specinfer.model.cut import Cut, LinearCut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight
@@ -30,20 +30,29 @@ _KV_COUNTS = ("num_kv_heads", "num_key_value_heads", "kv_heads")
 _WIDTHS = ("embed_dim", "split_size")  # of all query heads together
 
 
-def split_layers(model: nn.Module, config: Any, group: Group, quantization: str | None = None) -> list[str]:
+class Split(NamedTuple):
+    """The cuts of a rank's decoder layers.
+
+    Attributes:
+        sums: Names of the modules whose results have to be summed over the ranks, see `sum_over_ranks`.
+        cuts: The cuts of linear layers by name.
+    """
+
+    sums: list[str]
+    cuts: dict[str, LinearCut]
+
+
+def split_layers(model: nn.Module, config: Any, group: Group, quantization: str | None = None) -> Split:
     """Cut the decoder layers that are left in a definition to this rank's shard.
 
     Args:
         quantization: Quantization that will be applied to the layers afterwards.
 
-    Returns:
-        Names of the modules whose results have to be summed over the ranks, see `sum_over_ranks`.
-
     Raises:
         ModelError: The family, or one of its sizes, cannot be split over this many ranks.
     """
     if group.size == 1:
-        return []
+        return Split([], {})
     split = _Split(config, group, quantization)
     prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
     sums: list[str] = []
@@ -63,7 +72,8 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
             split.count_heads(module)
     if isinstance(bias := getattr(model, "key_bias", None), Tensor):  # [heads, positions]
         model.key_bias = bias[split.heads.query.start : split.heads.query.stop].clone()
-    return sums
+    cuts = {name: split.cuts[module] for name, module in model.named_modules() if module in split.cuts}
+    return Split(sums, cuts)
 
 
 def sum_over_ranks(model: nn.Module, names: Sequence[str], group: Group) -> None:
@@ -89,6 +99,7 @@ class _Split:
         self._plan = plan_of(config)
         self._group_size = GROUP_SIZES[BITS[quantization]] if quantization in BITS else None
         self._configs: dict[int, Any] = {}
+        self.cuts: dict[nn.Module, LinearCut] = {}
 
     def kind(self, own: str) -> Kind | tuple[Kind, int] | None:
         """Return the kind that the plan gives to a name within a layer, or None."""
@@ -124,6 +135,7 @@ class _Split:
             if isinstance(found, Tensor):
                 _cut(module, last, cut)
             elif isinstance(found, nn.Linear | nn.Conv1d):
+                self.cuts[found] = LinearCut(cut, found.weight.shape[dim])
                 _cut_outputs(found, cut)
             elif self._norm(f"{own}.{name}", layer, found, cut):
                 sums.append(name)
@@ -187,12 +199,14 @@ class _Split:
         outputs = 1 if type(layer).__name__ == "Conv1D" else 0
         by_inputs = kind is Kind.INPUTS
         dim = 1 - outputs if by_inputs else outputs
-        ranges = self._ranges(own, layer.weight.shape[dim], kind)
+        whole = layer.weight.shape[dim]
+        ranges = self._ranges(own, whole, kind)
         if by_inputs and self._group_size is not None and (size := len(ranges[0])) % self._group_size:
             raise ModelError(
                 f"tensor_parallel_size: {self.size} ranks would have {size} inputs of {own} each, no whole number of "
                 f"the groups of {self._group_size} that share a scale; use fewer ranks, or leave quantization out"
             )
+        self.cuts[layer] = LinearCut(Cut(int(by_inputs), ranges), whole)
         if not by_inputs and not outputs:
             _cut_outputs(layer, Cut(dim, ranges))
             return

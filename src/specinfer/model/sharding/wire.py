@@ -5,19 +5,21 @@ be most of it, and stay the same from pass to pass. So both sides remember the l
 message names a history, how many of its slots stay, and the slots that follow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.kernels import AdapterTable
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 
 Numbers = npt.NDArray[np.int32]
 NUM_LISTS = 64
-_HEADER = 8  # history, slots that stay, slots that follow, earlier, new, logits, known, whether `visible` is a chain
+# Adapter, history, slots that stay, slots that follow, earlier, new, logits, known, whether `visible` is a chain.
+_HEADER = 9
 
 
 class _Histories:
@@ -60,7 +62,9 @@ class PieceWriter:
             num_new, num_earlier = len(piece.tokens), len(piece.earlier_slots)
             is_chain = not num_earlier and np.array_equal(piece.visible, _chain(num_new))
             tail = piece.prefix_slots[known:]
-            header = (history, known, len(tail), num_earlier, num_new, piece.num_logits, piece.num_known, is_chain)
+            adapter = 0 if piece.adapter is None else piece.adapter.number
+            sizes = (len(tail), num_earlier, num_new, piece.num_logits, piece.num_known)
+            header = (adapter, history, known, *sizes, is_chain)
             numbers = (header, tail, piece.earlier_slots, piece.earlier_positions, piece.slots, piece.tokens)
             parts += [np.asarray(part, dtype=np.int32) for part in (*numbers, piece.positions)]
             if not is_chain:
@@ -69,17 +73,23 @@ class PieceWriter:
 
 
 class PieceReader:
-    """A reader of pieces from messages."""
+    """A reader of pieces from messages.
 
-    def __init__(self) -> None:
+    Args:
+        adapters: What this rank adds for adapters, by their numbers; it may change.
+    """
+
+    def __init__(self, adapters: Mapping[int, AdapterTable] | None = None) -> None:
         self._histories = _Histories()
+        self._adapters = {} if adapters is None else adapters
 
     def read(self, message: Tensor) -> list[Piece]:
         rest = _Rest(message.numpy())
         return [self._piece(rest) for _ in range(int(rest.take(1)[0]))]
 
     def _piece(self, rest: "_Rest") -> Piece:
-        history, known, num_tail, num_earlier, num_new, num_logits, num_known, is_chain = rest.take(_HEADER).tolist()
+        adapter, history, known, *sizes, is_chain = rest.take(_HEADER).tolist()
+        num_tail, num_earlier, num_new, num_logits, num_known = sizes
         prefix_slots = np.concatenate([self._histories.lists[history][:known], rest.slots(num_tail)])
         self._histories.put(history, prefix_slots)
         earlier_slots, earlier_positions = rest.slots(num_earlier), rest.take(num_earlier).tolist()
@@ -92,7 +102,7 @@ class PieceReader:
             visible = np.unpackbits(bits, count=shape[0] * shape[1]).astype(np.bool_).reshape(shape)
         return Piece(
             tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions,
-            num_known=num_known,
+            num_known=num_known, adapter=self._adapters[adapter] if adapter else None,
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_byt
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
+from specinfer.model.sharding.adapter_messages import ReceivedAdapters
 from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, next_dtype
 from specinfer.model.sharding.wire import PieceReader
 from specinfer.model.target import TargetConfig, load_shard, num_sharing, rank_device, settle_shard
@@ -32,6 +33,7 @@ class Command(IntEnum):
     SLOTS = 1  # number of slots of the caches, and the width and the layers of hidden states to store, if any
     PASS = 2  # pieces
     STOP = 3
+    ADAPTERS = 4  # a message about adapters
 
 
 class RankService(Protocol):
@@ -128,11 +130,16 @@ class Worker:
         return runner
 
     def _serve(self, runner: ShardRunner) -> None:
-        reader = PieceReader()
+        commands = self._connections.commands
+        adapters = ReceivedAdapters(runner.loaded, commands)
+        reader = PieceReader(adapters.tables)
         while True:
-            command = self._connections.commands.receive(0)
+            command = commands.receive(0)
             if command[0] == Command.STOP:
                 return
+            if command[0] == Command.ADAPTERS:
+                adapters.receive(command[1:])
+                continue
             assert command[0] == Command.PASS
             runner.run(reader.read(command[1:]))
 
