@@ -501,7 +501,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_resumes_when_there_is_space
         place = {
             "examples": "specinfer.learning.training_examples.save_file",
             "checkpoint": "torch.save",
-            "marks": "specinfer.tuning.prediction_files.save_file",
+            "marks": "specinfer.tuning.prediction_files.save_arrays",
             "model": "transformers.PreTrainedModel.save_pretrained",
         }[stage]
         patch.setattr(place, full)

@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
 from specinfer.hub.files import PICKLE, gguf_parts, is_needed
@@ -90,6 +90,4 @@ def _write_record(agreed: dict[str, State]) -> None:
     folder = cache_folder()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{_RECORD}-", delete=False) as partial:
-            json.dump(record, partial)
-        os.replace(partial.name, folder / _RECORD)
+        write_atomically(folder / _RECORD, lambda partial: partial.write_text(json.dumps(record)), is_shared=True)

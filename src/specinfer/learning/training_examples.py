@@ -5,11 +5,10 @@ for the id and the log-probability; the sum of all others follows from them.
 """
 
 import enum
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import first_line
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
@@ -161,7 +161,7 @@ class TrainingExamples(Sequence[TrainingExample]):
             "top_logprobs": np.concatenate([one.top_logprobs for one in self._examples]),
             "generated_logprobs": np.concatenate([one.generated_logprobs for one in self._examples]),
         }
-        write_atomically(path, lambda partial: save_file(arrays, partial))
+        save_arrays(arrays, path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -194,20 +194,16 @@ class TrainingExamples(Sequence[TrainingExample]):
         return cls(found)
 
 
-def write_atomically(path: Path, write: Callable[[str], None]) -> None:
-    """Call `write` with a name next to `path`, and move what it wrote into place.
+def save_arrays(arrays: dict[str, npt.NDArray[Any]], path: Path) -> None:
+    """Write a safetensors file, atomically.
 
     Raises:
         OSError: The file cannot be written; an existing file stays as it was.
     """
-    partial = path.with_name(f".{path.name}-partial")  # the next write overwrites one that was interrupted
     try:
-        write(str(partial))
-        os.replace(partial, path)
+        write_atomically(path, lambda partial: save_file(arrays, partial))
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(first_line(error)) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from specinfer import kernels
+from specinfer.core.atomic_file import write_atomically
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.places import cache_folder
 from specinfer.core.progress import ProgressCallback
@@ -135,16 +134,9 @@ def _read(path: Path, situation: dict[str, Any]) -> CostModel | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file in one move, so that no reader finds half a file."""
+    text = json.dumps(content, indent=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=2)
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"), is_shared=True)
     except OSError as error:
         logger.info("measured costs are not kept: %s cannot be written (%s)", path, error.strerror)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specinfer.learning.training_examples import write_atomically
+from specinfer.core.atomic_file import write_atomically
 from specinfer.reporting.files import write_json
 from specinfer.setup.model_names import find_target
 from specinfer.tuning.initial_weights import InitialWeights, check_vocabulary, parse_initial_weights

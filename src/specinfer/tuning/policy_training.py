@@ -4,13 +4,12 @@ Source: the learning-based speculative scheduler of SpecInfer's first version (a
 was how large the network should be.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from specinfer.core.atomic_file import write_atomically
 from specinfer.core.config import MAX_TREE_NODES
 from specinfer.demo import corpus
 from specinfer.llm import LLM
@@ -177,13 +176,8 @@ def _check_enough(learning: TreeOutcomes, evaluation: TreeOutcomes) -> None:
 
 
 def _save(predictor: PolicyNetwork, path: Path) -> None:
-    """Write the network atomically, so that no reader sees a partial file."""
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    try:
+    def write(partial: Path) -> None:
         predictor.save(partial)
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+        partial.chmod(0o644)  # safetensors lets only the owner read
+
+    write_atomically(path, write, is_shared=True)

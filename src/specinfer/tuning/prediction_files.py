@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from specinfer.learning.training_examples import DamagedError, TrainingExample, write_atomically
+from specinfer.learning.training_examples import DamagedError, TrainingExample, save_arrays
 from specinfer.tuning.boosting import Predictions
 
 
@@ -19,7 +18,7 @@ def save_predictions(predictions: Sequence[Predictions], path: Path) -> None:
         "accepted": np.concatenate([prediction.accepted for prediction in predictions]),
         "top_probs": np.concatenate([prediction.top_probs for prediction in predictions]),
     }
-    write_atomically(path, lambda partial: save_file(arrays, partial))
+    save_arrays(arrays, path)
 
 
 def load_predictions(path: Path, examples: Sequence[TrainingExample]) -> list[Predictions]:

@@ -19,10 +19,11 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
+from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import first_line
 from specinfer.core.noise import derive_seed
 from specinfer.learning.distillation import draft_logits_of, restrict, training_loss
-from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate, write_atomically
+from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate
 from specinfer.tuning.boosting import Predictions, residual_logprobs, token_weights
 from specinfer.tuning.muon import FloatMuon
 
@@ -244,8 +245,8 @@ def _save(path: Path, model: nn.Module, optimizers: Sequence[Any], progress: Pro
         "config": asdict(config),
     }
 
-    def write(partial: str) -> None:
-        with open(partial, "wb") as file:
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
