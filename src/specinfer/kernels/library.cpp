@@ -46,6 +46,8 @@ static int64_t place(int type, int64_t n, int64_t k, int64_t depth) {
     return type == BF16 ? panel + (k / 2 * WIDTH + c) * 2 + k % 2 : panel + k * WIDTH + c;
 }
 
+static const uint32_t EACH_BYTE = 0x01010101;  // times a number: that number in each byte of a word
+
 // body(first) for the first row of each panel.
 template <class Body>
 static void in_panels(int64_t outputs, int threads, const Body &body) {
@@ -83,6 +85,57 @@ static void move_words(uint32_t *packed, uint32_t *weights, int64_t outputs, int
     });
 }
 
+// A row's codes of one group, four in each of `count` words, into its words in a panel; upper bits come first.
+static INLINE void pack_group(uint32_t *packed, const uint32_t *codes, int64_t count, int64_t bits) {
+    const int64_t more = bits - 4;
+    if (bits == 8) {
+        for (int64_t w = 0; w < count; w++) packed[w * WIDTH] = codes[w];
+        return;
+    }
+    if (more) {
+        uint32_t upper = 0;
+        for (int64_t w = 0; w < count; w++) upper |= (codes[w] >> 4 & EACH_BYTE * ((1u << more) - 1)) << more * w;
+        *packed = upper;
+        packed += WIDTH;
+    }
+    for (int64_t w = 0; w < count; w += 2)
+        packed[w / 2 * WIDTH] = (codes[w] & EACH_BYTE * 15) | (codes[w + 1] & EACH_BYTE * 15) << 4;
+}
+
+static INLINE void unpack_group(const uint32_t *packed, uint32_t *codes, int64_t count, int64_t bits) {
+    const int64_t more = bits - 4;
+    const uint32_t *lower = bits == 8 || !more ? packed : packed + WIDTH;
+    for (int64_t w = 0; w < count; w++) {
+        codes[w] = bits == 8 ? lower[w * WIDTH] : lower[w / 2 * WIDTH] >> w % 2 * 4 & EACH_BYTE * 15;
+        if (bits < 8 && more) codes[w] |= (*packed >> more * w & EACH_BYTE * ((1u << more) - 1)) << 4;
+    }
+}
+
+template <int64_t BITS, int64_t GROUP>
+static void move_groups(uint32_t *packed, uint32_t *weights, int64_t outputs, int64_t depth, bool packs, int threads) {
+    const int64_t words = GROUP / 4, inside = GROUP * WIDTH * BITS / 32, at_once = 256 / GROUP;
+    in_panels(outputs, threads, [&](int64_t first) {
+        const int64_t groups = depth / GROUP, end = first + WIDTH < outputs ? first + WIDTH : outputs;
+        for (int64_t start = 0; start < groups; start += at_once)
+            for (int64_t n = first; n < end; n++)
+                for (int64_t g = start; g < groups && g < start + at_once; g++) {
+                    uint32_t *panel = packed + first / WIDTH * groups * inside + g * inside + n - first;
+                    uint32_t *codes = weights + n * (depth / 4) + g * words;
+                    packs ? pack_group(panel, codes, words, BITS) : unpack_group(panel, codes, words, BITS);
+                }
+    });
+}
+
+static void move_codes(int type, uint32_t *packed, uint32_t *weights, int64_t outputs, int64_t depth, bool packs,
+                       int threads) {
+    switch (shape_of(type).bits) {
+        case 8: return move_groups<8, 16>(packed, weights, outputs, depth, packs, threads);  // of any size
+        case 6: return move_groups<6, 16>(packed, weights, outputs, depth, packs, threads);
+        case 5: return move_groups<5, 32>(packed, weights, outputs, depth, packs, threads);
+        default: return move_groups<4, 32>(packed, weights, outputs, depth, packs, threads);
+    }
+}
+
 extern "C" {
 PUBLIC int specinfer_layout(void) { return LAYOUT; }
 PUBLIC const char *specinfer_name(void) { return native->name; }
@@ -108,7 +161,7 @@ PUBLIC int specinfer_use(const char *name) {
     return 0;
 }
 
-// Between [outputs][inputs] and panels filled with zeros before. One code in each byte outside.
+// Between [outputs][inputs] and panels filled with zeros before. One code in each byte outside, of whole groups.
 PUBLIC void specinfer_move(int type, void *packed, void *weights, int64_t outputs, int64_t inputs, int64_t depth,
                            int packs, int threads) {
     if (type == FP32)
@@ -117,18 +170,8 @@ PUBLIC void specinfer_move(int type, void *packed, void *weights, int64_t output
         move_words((uint32_t *)packed, (uint32_t *)weights, outputs, inputs / 2, depth / 2, packs, threads);
     else if (type < INT8)
         move(type, (uint16_t *)packed, (uint16_t *)weights, outputs, inputs, depth, packs, threads);
-    else {
-        in_parallel(outputs, shares(outputs, threads), threads, [&](int64_t n) {  // codes that share a byte are of one n
-            uint8_t *row = (uint8_t *)weights + n * inputs;
-            for (int64_t k = 0; k < inputs; k++) {
-                const CodePlace place(type, n, k, depth);
-                if (packs)
-                    place.set((uint8_t *)packed, row[k]);
-                else
-                    row[k] = (uint8_t)place.get((const uint8_t *)packed);
-            }
-        });
-    }
+    else
+        move_codes(type, (uint32_t *)packed, (uint32_t *)weights, outputs, depth, packs, threads);
 }
 
 // Some of the rows that were packed, as floats: result [count][inputs].

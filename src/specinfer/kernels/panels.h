@@ -88,10 +88,6 @@ struct CodePlace {
         const int code = packed[lower] >> lower_shift & ((1 << lower_bits) - 1);
         return upper_bits ? code | (packed[upper] >> upper_shift & ((1 << upper_bits) - 1)) << 4 : code;
     }
-    void set(uint8_t *packed, int code) const {  // where only zeros were
-        packed[lower] |= (uint8_t)((code & ((1 << lower_bits) - 1)) << lower_shift);
-        if (upper_bits) packed[upper] |= (uint8_t)(code >> 4 << upper_shift);
-    }
 };
 
 // What weight [n][k] of a layer with codes stands for.

@@ -84,6 +84,7 @@ class Panels:
         outputs, depth = len(weight), _filled(inputs, kind)
         panels = -(-outputs // WIDTH)
         size = panels * WIDTH * depth
+        assert kind < INT8 or weight.shape[1] == depth  # codes are whole groups
         # Weights on the meta device, which are read later, make panels on the meta device.
         place = torch.device("meta" if weight.is_meta else "cpu")
         packed = torch.zeros(size * _BITS.get(kind, 8) // 8, dtype=weight.dtype, device=place)
