@@ -30,7 +30,7 @@ from specinfer.kernels import (
     pack_linears,
 )
 from specinfer.kernels.library import call as call_native
-from specinfer.kernels.linear import Choice
+from specinfer.kernels.linear import Choice, is_faster
 from specinfer.kernels.quantization import quantize
 from specinfer.model.batch import Piece, pack
 from specinfer.model.fused import FusedDecoder
@@ -87,6 +87,24 @@ def test_equal_to_the_product(
         assert torch.equal(call(x[row : row + 1])[0], y[row])
     added = call(x, torch.ones(rows, size), Ending.ADD)
     torch.testing.assert_close(added, y + 1)
+
+
+def test_a_way_that_is_a_little_slower_with_one_row_and_faster_with_more_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("specinfer.kernels.linear.time.perf_counter", lambda: clock[0])
+
+    def layer(first: float, each: float) -> Callable[[Tensor], None]:
+        def work(x: Tensor) -> None:
+            clock[0] += first + each * len(x)
+
+        return work
+
+    ours, theirs = [layer(1.5, 0.0)], [layer(0.9, 0.1)]
+    assert not is_faster(ours, theirs, (1,))
+    assert is_faster(ours, theirs, (1, 4, 16))
+    assert not is_faster(theirs, ours, (64,))
 
 
 @pytest.mark.parametrize("dots", [False, True])
@@ -277,7 +295,7 @@ def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     faster: set[int] = set()
     monkeypatch.delenv("SPECINFER_NATIVE")
     monkeypatch.setattr(linear, "has_dots", lambda kind: False)
-    monkeypatch.setattr(linear, "_is_faster", lambda one, other, rows: rows in faster)
+    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows: faster.issuperset(each_rows))
     for faster, wanted in (  # noqa: B007 the measurement reads it
         ({1, 4, 16, 64, 256}, linear.ANY_ROWS),
         ({1, 4, 16, 64}, 64),

@@ -17,6 +17,7 @@ from specinfer.kernels.panels import TYPES, Panels, has_dots
 _SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
 _NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache
 _FEW, _MANY = (1, 4, 16), (64, 256)  # measured numbers of rows
+_NUM_OF_MANY = 2  # layers measured with many rows, where the product takes longer than reading the weights
 _ROUNDS = 4
 _CLEARLY = 0.8  # the default is kept unless the other way is clearly faster
 
@@ -91,27 +92,35 @@ def choose(dtype: torch.dtype) -> Choice:
     weights = [torch.randn((_SIZE, _SIZE), generator=source).to(dtype) for _ in range(_NUM_LAYERS)]
     panels = [Panels.of(weight) for weight in weights]
     calls = {dots: [LinearCall(one, dots=dots) for one in panels] for dots in {False, has_dots(TYPES[dtype])}}
-    dots = len(calls) == 2 and _is_faster(calls[True], calls[False], _FEW[-1])
+    dots = len(calls) == 2 and is_faster(calls[True], calls[False], _FEW[-1:])
     plain = [lambda x, weight=weight: functional.linear(x.to(dtype), weight) for weight in weights]
-    if not all(_is_faster(calls[dots], plain, rows) for rows in _FEW):
+    if not is_faster(calls[dots], plain, _FEW):
         return Choice(0, dots)
     unpacked = [lambda x, one=one: functional.linear(x.to(dtype), one.unpack()) for one in panels]
     best = _FEW[-1]
     for rows in _MANY:
-        if not _is_faster(calls[dots], unpacked, rows):
+        if not is_faster(calls[dots][:_NUM_OF_MANY], unpacked[:_NUM_OF_MANY], (rows,)):
             return Choice(best, dots)
         best = rows
     return Choice(ANY_ROWS, dots)
 
 
-def _is_faster(one: Sequence[Callable[..., object]], other: Sequence[Callable[..., object]], rows: int) -> bool:
-    """Return whether the layers of `one` are faster than those of `other`, or not clearly slower."""
-    x = torch.ones((rows, _SIZE))
-    best = [float("inf")] * 2  # minimum, because other load only adds time
-    for _ in range(_ROUNDS):
-        for place, layers in enumerate((one, other)):
-            before = time.perf_counter()
-            for layer in layers:
-                layer(x)
-            best[place] = min(best[place], time.perf_counter() - before)
-    return best[1] / best[0] > _CLEARLY
+def is_faster(
+    one: Sequence[Callable[..., object]], other: Sequence[Callable[..., object]], each_rows: Sequence[int]
+) -> bool:
+    """Return whether the layers of `one` are faster than those of `other`, or not clearly slower.
+
+    Passes with each of these numbers of rows count together: those with a single row read the same bytes either way,
+    and a choice by them alone would change from start to start.
+    """
+    seconds = [0.0, 0.0]
+    for rows in each_rows:
+        x, best = torch.ones((rows, _SIZE)), [float("inf")] * 2  # minimum, because other load only adds time
+        for _ in range(_ROUNDS):
+            for place, layers in enumerate((one, other)):
+                before = time.perf_counter()
+                for layer in layers:
+                    layer(x)
+                best[place] = min(best[place], time.perf_counter() - before)
+        seconds = [total + added for total, added in zip(seconds, best, strict=True)]
+    return seconds[1] / seconds[0] > _CLEARLY
