@@ -221,6 +221,8 @@ def test_quantized_checkpoints_are_streamed_and_draft(source: Path, tmp_path: Pa
     [
         ({"quant_method": "quark"}, "", "quantized already \\(quark\\)"),
         ({"bits": 3}, "", "quantized already \\(GPTQ\\)"),
+        ({"bits": 0}, "", "quantized already \\(GPTQ\\)"),
+        ({"bits": 16}, "", "quantized already \\(GPTQ\\)"),
         ({"bits": "many"}, "", "quantized already \\(GPTQ\\)"),
         ({}, "scales", "tensor model.layers.0.* is missing"),
         ({"group_size": 16}, "g_idx", "do not fit each other|give "),

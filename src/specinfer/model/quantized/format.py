@@ -116,14 +116,14 @@ class Format:
         middle = 1 << bits - 1
         zeros = None if scaling.zeros is None else of_groups(scaling.zeros.to(torch.uint8))
         if self.is_fp8:
-            codes = functional.pad(codes.view(torch.uint8), (0, -inputs % group))
+            codes = _padded(codes.view(torch.uint8), group)
             return QuantizedWeight(codes, of_groups(scales), 8, inputs, group, levels=LEVELS)
         if self.levels is not None:
-            codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group))  # the first level is 0
+            codes = _padded(codes.to(torch.uint8), group)  # the first level is 0
             return QuantizedWeight(codes, of_groups(scales), 4, inputs, levels=(2 * self.levels).to(torch.int8))
-        if zeros is None:
+        if zeros is None and self.bits < bits:
             codes = codes + (middle - (1 << self.bits - 1))
-        codes = functional.pad(codes.to(torch.uint8), (0, -inputs % group), value=middle)
+        codes = _padded(codes.to(torch.uint8), group, middle)
         return QuantizedWeight(codes, of_groups(scales), bits, inputs, group, zeros=zeros)
 
     def _narrowed(self, scaling: Scaling) -> Tensor | None:
@@ -136,6 +136,12 @@ class Format:
             if torch.equal(scales.to(dtype).float(), scales.float()):
                 return scales.to(dtype)
         return None
+
+
+def _padded(codes: Tensor, group: int, value: int = 0) -> Tensor:
+    """Return codes [out, in] with whole groups of inputs."""
+    rest = -codes.shape[1] % group
+    return functional.pad(codes, (0, rest), value=value) if rest else codes
 
 
 def _group_size(scaling: Scaling, shape: tuple[int, ...]) -> int:

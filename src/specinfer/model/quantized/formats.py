@@ -12,6 +12,7 @@ from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.floats import find_bitsandbytes, find_fp4, find_fp8
 from specinfer.model.quantized.format import Block, Fields, Format, Scaling, Sources, Tensors, matrix_shape
 
+_BITS = (1, 2, 4, 8)  # of codes in words
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight neighbouring outputs
 
 
@@ -25,9 +26,14 @@ def find_format(settings: Fields) -> Format | None:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return [rows, columns * 32 / bits] codes of [rows, columns] int32 words, the lowest bits first."""
-    places = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words.unsqueeze(2) >> places) & (1 << bits) - 1).flatten(1)
+    """Return [rows, columns * 32 / bits] uint8 codes of [rows, columns] int32 words, the lowest bits first."""
+    data = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data
+    codes = torch.empty((*data.shape, 8 // bits), dtype=torch.uint8)
+    for i in range(8 // bits):
+        torch.bitwise_and(data >> i * bits, (1 << bits) - 1, out=codes[..., i])
+    return codes.flatten(1)
 
 
 def _compressed(settings: Fields) -> Format | None:
@@ -43,11 +49,11 @@ def _compressed(settings: Fields) -> Format | None:
     def scaling(tensors: Tensors, zeros: Tensor | None) -> Scaling:
         return Scaling(tensors["weight_scale"], block, zeros, tensors.get("weight_g_idx"))
 
-    if stored == "pack-quantized" and kind == "int" and 32 % bits == 0:
+    if stored == "pack-quantized" and kind == "int" and bits in _BITS:
 
         def zeros_of(tensors: Tensors) -> Tensor | None:  # packed along the outputs
             zeros, rows = tensors.get("weight_zero_point"), int(tensors["weight_shape"][0])
-            return None if zeros is None else _unpack(zeros.T.contiguous(), bits).T[:rows]
+            return None if zeros is None else _unpack(zeros.T, bits).T[:rows]
 
         return Format(
             ("weight_packed", "weight_scale", "weight_shape"), others, _stored_shape, bits,
@@ -86,7 +92,7 @@ def _block_of(weights: Fields) -> Block:
 
 def _gptq(settings: Fields) -> Format | None:
     bits = int(settings["bits"])
-    if 32 % bits or settings.get("is_marlin_format") or settings.get("checkpoint_format", "gptq") not in (
+    if bits not in _BITS or settings.get("is_marlin_format") or settings.get("checkpoint_format", "gptq") not in (
         "gptq", "gptq_v2",
     ):  # fmt: skip
         return None
@@ -94,14 +100,14 @@ def _gptq(settings: Fields) -> Format | None:
     size = int(settings.get("group_size", 128))
 
     def scaling(tensors: Tensors) -> Scaling:
-        zeros = (_unpack(tensors["qzeros"], bits) + added).T
+        zeros = (_unpack(tensors["qzeros"], bits).int() + added).T
         is_symmetric = bool((zeros == 1 << bits - 1).all())
         return Scaling(tensors["scales"].T, (1, size), None if is_symmetric else zeros, tensors.get("g_idx"))
 
     return Format(
         ("qweight", "qzeros", "scales"), ("g_idx",),
         lambda sources: (sources["qweight"].shape[1], sources["qweight"].shape[0] * 32 // bits), bits,
-        lambda tensors: _unpack(tensors["qweight"].T.contiguous(), bits), scaling,
+        lambda tensors: _unpack(tensors["qweight"].T, bits), scaling,
     )  # fmt: skip
 
 
