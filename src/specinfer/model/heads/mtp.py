@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.model.definition import load_config
+from specinfer.model.gguf.folder import weights_file
 from specinfer.model.heads.checkpoint import HeadCheckpoint, TensorSource
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.pair import Normed, PairHead
@@ -203,7 +204,9 @@ def _find_layout(folder: Path, names: Mapping[str, TensorSource], num_layers: in
 
 
 def has_mtp(folder: Path) -> bool:
-    """Return whether a target's folder has MTP layers that can be loaded."""
+    """Return whether a target's folder has MTP layers that can be loaded; those of GGUF files are not read."""
+    if weights_file(folder) is not None:
+        return False
     try:
         with Shards(folder) as shards:
             num_layers = getattr(load_config(folder).get_text_config(), "num_hidden_layers", None)
