@@ -71,7 +71,7 @@ def test_renamed_special_tokens_and_another_class_of_the_family_are_no_other_tar
 ) -> None:
     fields = json.loads((target / "tokenizer.json").read_text())
     fields["added_tokens"][0]["content"] = "<|another_name|>"
-    head = save_eagle3(tmp_path / "head", "speculators", **_verifier("LlamaForConditionalGeneration"))
+    head = save_eagle3(tmp_path / "head", "speculators", **_verifier("Llama4ForConditionalGeneration"))
     (head / "tokenizer.json").write_text(json.dumps(fields))
     llm_of(target, head)
 

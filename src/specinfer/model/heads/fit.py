@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from specinfer.core.errors import ModelError
@@ -22,12 +23,18 @@ def check_stated_target(checkpoint: HeadCheckpoint, config: Any) -> None:
         if fields.get(name) not in (None, own):
             raise _other_target(checkpoint, name, fields[name], own)
     wanted, own = verifier_of(fields).get("architectures") or (), config.architectures or ()
-    if wanted and own and not _families(wanted) & _families(own):
+    if wanted and own and not _has_common_family(wanted, own):
         raise _other_target(checkpoint, "verifier.architectures", ", ".join(map(str, wanted)), ", ".join(own))
 
 
-def _families(architectures: Iterable[object]) -> set[str]:
-    return {_TASK.sub("", str(name)) for name in architectures}
+def _has_common_family(wanted: Iterable[object], own: Iterable[object]) -> bool:
+    """Return whether two are one family, perhaps with and without a vision tower: Mistral3 and Mistral."""
+    pairs = product(map(_family, wanted), map(_family, own))
+    return any(one.startswith(other) or other.startswith(one) for one, other in pairs)
+
+
+def _family(architecture: object) -> str:
+    return _TASK.sub("", str(architecture))
 
 
 def _other_target(checkpoint: HeadCheckpoint, name: str, stated: object, own: object) -> ModelError:
