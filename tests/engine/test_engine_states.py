@@ -114,7 +114,7 @@ def _machine(runners: Runners, max_in_flight: int = 1, family: str = "llama") ->
     return States
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("max_in_flight", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_order_of_things(max_in_flight: int, runner_of: Runners) -> None:
     run_state_machine_as_test(
         _machine(runner_of, max_in_flight),

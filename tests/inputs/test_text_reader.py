@@ -157,17 +157,21 @@ def test_one_text_at_its_limit_does_not_delay_another(hostile: BoundedTextReader
 
 @pytest.mark.skipif(os.name == "nt", reason="has no signals")
 @pytest.mark.parametrize(
-    ("number", "ends"), [("SIGKILL", True), ("SIGSEGV", True), ("SIGINT", False), ("SIGHUP", False)]
+    ("numbers", "ends"),
+    [(["SIGKILL"], True), pytest.param(["SIGSEGV"], True, marks=pytest.mark.slow), (["SIGINT", "SIGHUP"], False)],
 )
-def test_a_process_that_is_killed_is_replaced_and_signals_of_a_terminal_do_not_end_it(number: str, ends: bool) -> None:
+def test_a_process_that_is_killed_is_replaced_and_signals_of_a_terminal_do_not_end_it(
+    numbers: list[str], ends: bool
+) -> None:
     reader = BoundedTextReader(local_reader())
     expected = reader.encode(LONG, "prompt")
     (process,) = reader._processes._idle  # type: ignore[union-attr]
-    process._child.send_signal(getattr(signal, number))
-    if ends:
-        process._child.wait(10)
-    assert reader.encode(LONG, "prompt") == expected
-    assert (process._child.poll() is not None) == ends
+    for number in numbers:
+        process._child.send_signal(getattr(signal, number))
+        if ends:
+            process._child.wait(10)
+        assert reader.encode(LONG, "prompt") == expected
+        assert (process._child.poll() is not None) == ends
     reader.close()
 
 

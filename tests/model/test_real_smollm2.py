@@ -64,7 +64,8 @@ def test_guesses_of_all_drafters_and_trees_leave_greedy_text_as_it_is(
     bound = 0.0 if is_exact(opened) else LOSSLESS.get(precision, 0.5)
     kinds: list[tuple[str, ...]] = [(str(smollm2_layers),), ("ngram",), ("suffix",)]
     alone = [("1,1,1,1", kind) for kind in kinds] if precision == "float32" else []
-    for tree, drafters in [*((tree, ()) for tree in TREES), *alone]:
+    trees = TREES if precision == "float32" else TREES[1:]  # "auto" measures costs for seconds
+    for tree, drafters in [*((tree, ()) for tree in trees), *alone]:
         guess(opened, tree, *drafters)
         assert_same(smollm2_reference, prompts, greedy(opened, prompts, NUM_TOKENS), plain, bound)
     if precision == "float32":

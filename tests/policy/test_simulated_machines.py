@@ -26,6 +26,7 @@ def _learned(name: str, num_requests: int) -> tuple[SimulatedDrafting, AutoPolic
     return run, policy
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_requests", [1, 8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MACHINES)
 def test_auto_is_as_fast_as_the_best_fixed_tree(name: str, num_requests: int) -> None:
@@ -43,6 +44,7 @@ def test_auto_is_as_fast_as_the_best_fixed_tree(name: str, num_requests: int) ->
     assert run.rate(policy, max(300 // num_requests, 50)) >= 0.98 * best
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_requests", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after"), list(permutations(MACHINES, 2)))
 def test_auto_follows_a_change_of_the_machine(before: str, after: str, num_requests: int) -> None:

@@ -227,7 +227,7 @@ def test_idle_clients_at_the_limit_make_room_for_others(port: Port) -> None:
 
 def test_a_request_being_served_does_not_make_room_for_idle_clients(port: Port) -> None:
     with port.well(), ExitStack() as stack, port.connect() as busy:
-        busy.sendall(request(LONG, "Connection: close"))
+        busy.sendall(request(LONG | {"max_tokens": 300}, "Connection: close"))
         port.until(lambda: not port.is_idle)
         for _ in range(2 * most_connections(port.config)):
             stack.enter_context(port.connect())

@@ -87,7 +87,7 @@ class Port:
     @contextmanager
     def well(self) -> Iterator[None]:
         """While this goes on a neighbour streams; it says what it says alone, and nothing is left behind."""
-        body = BODY | {"max_tokens": 60, "ignore_eos": True, "stream": True}
+        body = BODY | {"max_tokens": 30, "ignore_eos": True, "stream": True}
         self._alone = alone = self._alone or streamed(self.client, body)
         found: list[str] = []
         neighbour = threading.Thread(target=lambda: found.append(streamed(self.client, body)))

@@ -349,11 +349,11 @@ def test_a_long_prompt_is_read_over_several_steps() -> None:
 
 
 def test_one_token_over_and_over() -> None:
-    drafter, request = SuffixDrafter(), _request("0", [7] * 100_000)
+    drafter, request = SuffixDrafter(), _request("0", [7] * 40_000)
     begin = time.perf_counter()
-    for _ in range(100_000 // STEP_TOKENS + 1):
+    for _ in range(40_000 // STEP_TOKENS + 1):
         assert _draft(drafter, request, 16, 16).tokens == (7,) * 17
-    assert time.perf_counter() - begin < 60  # about one second
+    assert time.perf_counter() - begin < 30  # about half a second
 
 
 def test_engines_in_several_threads_share_a_store() -> None:

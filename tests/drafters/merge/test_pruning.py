@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.core.request import Request
@@ -59,7 +59,6 @@ def _merged(draw: st.DrawFn) -> TokenTree:
     return TokenTree.merge(several)
 
 
-@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(_merged(), st.sampled_from([0.0, 1.0]), st.integers(1, 12), st.sampled_from([0.0, 0.05, 0.3])),

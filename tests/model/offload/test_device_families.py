@@ -82,6 +82,7 @@ def generated(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
 _SOME = ("gemma3_text", "gpt2", "llama", "mixtral")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
