@@ -35,6 +35,7 @@ _ROUNDS = 6  # in each, quiet time and then an attack of three times that length
 _SETTLED = 0.5  # seconds until the hostile requests of a round are there, or gone
 # A cache that is full soon: pages of a larger one become memory when they are used first, which looks like a leak.
 _OPTIONS = ("--kv-cache-memory-bytes", "50M")
+_READERS = {"specinfer.inputs.text_reader", "specinfer.core.grammar.trial"}  # modules run as processes
 _HONEST = ("honest-key-1", "honest-key-2")
 _TEXT, _CHAT = "/v1/completions", "/v1/chat/completions"
 _PROMPTS = ("def main(", "import os\n", "class Stack:\n", "for i in ", "# numbers\n", "def read(self, size):", "x = ")
@@ -53,14 +54,12 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)  # of the hostile clients' requests
-    memory_mib: list[tuple[float, float]] = field(default_factory=list)  # with times; of all processes of the server
+    memory_mib: list[tuple[float, float]] = field(default_factory=list)  # with times; of the server and its engine
+    reader_mib: list[float] = field(default_factory=list)  # of the processes that read for strangers, which have limits
     log_bytes: int = 0
 
     def growth(self) -> float:
-        """The slope in MiB a minute over the last two thirds of what is kept, the least memory in each tenth of them.
-
-        Between these, one long text at a time takes 250 MiB while it is tokenized.
-        """
+        """The slope in MiB a minute over the last two thirds of what is kept, the least in each tenth of them."""
         last = self.memory_mib[len(self.memory_mib) // 3 :]
         size = -(-len(last) // 10)
         kept = [min(last[i : i + size], key=lambda sample: sample[1]) for i in range(0, len(last), size)]
@@ -85,8 +84,11 @@ class Report:
             for name, values in times
             if values
         ]
-        most = max(mib for _, mib in self.memory_mib)
-        memory = f"memory: at most {most:.0f} MiB; what is kept grows by {self.growth():+.1f} MiB a minute"
+        most, most_read = max(mib for _, mib in self.memory_mib), max(self.reader_mib)
+        memory = (
+            f"memory: at most {most:.0f} MiB, which grow by {self.growth():+.1f} MiB a minute; processes that read for "
+            f"strangers: at most {most_read:.0f} MiB"
+        )
         return [
             *shown, f"ratio of medians {self.ratio:.2f}; {len(self.wrong)} wrong, {len(self.failed)} failed", memory,
             f"log: {self.log_bytes / 1e6:.2f} MB; hostile requests by status: {self.statuses}",
@@ -154,12 +156,13 @@ class Honest:
     async def _watch(self, every: float) -> None:
         start = time.monotonic()
         while True:
-            processes = [self._server, *self._server.children(recursive=True)]
-            total = 0
-            for process in processes:
+            kept, read = 0, 0
+            for process in [self._server, *self._server.children(recursive=True)]:
                 with suppress(psutil.NoSuchProcess):
-                    total += process.memory_full_info().uss
-            self.report.memory_mib.append((time.monotonic() - start, total / 2**20))
+                    own, is_reader = process.memory_full_info().uss, not _READERS.isdisjoint(process.cmdline())
+                    kept, read = kept + own * (not is_reader), read + own * is_reader
+            self.report.memory_mib.append((time.monotonic() - start, kept / 2**20))
+            self.report.reader_mib.append(read / 2**20)
             await asyncio.sleep(every)
 
 
