@@ -95,17 +95,13 @@ class Scheduler:
         self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
             return Schedule([], preempted)
-        spans = []
-        for request, count in zip(group, shares, strict=True):
-            spans.append(Span(request, request.num_computed, request.num_computed + count))
-            self.waiting.charge(request, count)
-        return Schedule(spans, preempted)
+        return Schedule([self._span(*pair) for pair in zip(group, shares, strict=True)], preempted)
 
     def schedule_arrivals(self, spans: Sequence[Span], num_guessed: int) -> list[Span]:
         """Return spans of waiting requests that a pass can take too, although its trees are drafted already.
 
         Args:
-            spans: The spans of the pass, which is not in flight yet.
+            spans: The spans of the pass, which has not begun.
             num_guessed: Nodes of its trees.
         """
         num_running = len(self.running)
@@ -120,10 +116,14 @@ class Scheduler:
         for request in self.grammar_turns.choose(arrived):
             count = min(counts[request], tokens_left)
             if count > 0:
-                added.append(Span(request, request.num_computed, request.num_computed + count))
-                self.waiting.charge(request, count)
+                added.append(self._span(request, count))
                 tokens_left -= count
         return added
+
+    def _span(self, request: Request, count: int) -> Span:
+        """Return the span of a request's next known tokens, and charge them to its tenant."""
+        self.waiting.charge(request, count)
+        return Span(request, request.num_computed, request.num_computed + count)
 
     def num_draft_slots(self, spans: Sequence[Span], num_passes: int = 1) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take.

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specinfer.core.request import Fault, Request
 from specinfer.engine.engine import Engine
@@ -31,6 +31,13 @@ class IdleWork(Protocol):
     def watch(self) -> None:
         """Do short, urgent work. Called between two steps now and then while there is no idle time."""
         ...
+
+
+class _Action(NamedTuple):
+    """An action that another thread asked for."""
+
+    run: Callable[[], None]
+    only_adds: bool  # requests, which a pass can take whose trees are drafted
 
 
 class EngineThread:
@@ -57,7 +64,7 @@ class EngineThread:
         self._died = died
         self._idle = idle
         self._last_watch = time.monotonic()
-        self._inbox: deque[tuple[Callable[[], None], bool]] = deque()  # actions, and whether each only adds requests
+        self._inbox: deque[_Action] = deque()
         self._wake = threading.Condition()
         self._stopping = self._has_ended = False
         self._step_start: float | None = None
@@ -115,7 +122,7 @@ class EngineThread:
         with self._wake:
             if self._has_ended:
                 return False
-            self._inbox.append((action, only_adds))
+            self._inbox.append(_Action(action, only_adds))
             self._wake.notify()
         return True
 
@@ -145,12 +152,13 @@ class EngineThread:
                 self._last_watch = time.monotonic()
             self._wait(None)
         while self._inbox:  # one by one: if one fails, the ends of the later ones can still be reported
-            self._inbox.popleft()[0]()
+            self._inbox.popleft().run()
         return not self._stopping
 
     def _take_arrivals(self) -> None:
-        while self._inbox and self._inbox[0][1]:
-            self._inbox.popleft()[0]()
+        """Add the requests that arrived, up to the first action of another kind: these keep their order."""
+        while self._inbox and self._inbox[0].only_adds:
+            self._inbox.popleft().run()
 
     def _is_awaited(self) -> bool:
         return bool(self._inbox or self._stopping or self._engine.has_work)
@@ -210,7 +218,7 @@ class EngineThread:
             self._has_ended = True
         while self._inbox:
             try:
-                self._inbox.popleft()[0]()
+                self._inbox.popleft().run()
             except Exception:
                 logger.exception("what was asked of the engine could not be done in order")
         ending = list(self._engine.scheduler.requests())
