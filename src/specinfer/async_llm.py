@@ -128,12 +128,13 @@ class AsyncLLM:
             def read() -> Job:
                 return self.llm.job(name, prompt, params, seed, lora_request)
 
-            if lora_request is None and _is_read(prompt, params):
-                await asyncio.sleep(0)  # prompts of one request take turns with everything else
-                job = read()
-            else:
-                num_bytes, has_grammar = len(prompt) if isinstance(prompt, str) else 0, bool(params.structured_outputs)
-                job = await self._reads.run(read, tenant, num_bytes=num_bytes, has_grammar=has_grammar)
+            job = await self._reads.run(
+                read,
+                tenant,
+                num_bytes=len(prompt) if isinstance(prompt, str) else 0,
+                has_grammar=bool(params.structured_outputs),
+                is_brief=lora_request is None and _is_read(prompt, params),
+            )
             self._check_alive()
             self._check_tokens(job)
         self.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
@@ -162,17 +163,18 @@ class AsyncLLM:
         """
         return await (await self.submit(prompt, params, lora_request=lora_request)).finish()
 
-    async def read(self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0) -> T:
+    async def read(self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0, is_brief: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
 
         Args:
             num_bytes: Size of the request. Few long ones are read at once, and not by the threads of shorter ones.
+            is_brief: Whether it takes less time than a thread's turn; then it runs in the event loop.
 
         Raises:
             QueueFullError: Too many actions of this tenant wait.
             EngineDeadError: The engine has been shut down.
         """
-        return await self._reads.run(action, tenant, num_bytes=num_bytes)
+        return await self._reads.run(action, tenant, num_bytes=num_bytes, is_brief=is_brief)
 
     def _forget(self, generation: Generation) -> None:
         """End a generation that has no reader any more; the engine reports its end as for any other."""

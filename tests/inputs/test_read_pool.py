@@ -154,6 +154,19 @@ def test_a_closed_pool_refuses_what_waits_and_what_comes() -> None:
     asyncio.run(scenario())
 
 
+def test_what_is_brief_runs_in_the_event_loop_and_waits_for_no_thread() -> None:
+    async def scenario() -> None:
+        pools, gate = ReadPools(max_waiting=100), threading.Event()
+        others = [asyncio.ensure_future(pools.run(hold(gate), f"tenant {i}")) for i in range(20)]
+        await until(lambda: pools.age > 0)
+        assert await asyncio.wait_for(pools.run(threading.get_ident, is_brief=True), 10) == threading.get_ident()
+        gate.set()
+        await asyncio.gather(*others)
+        assert await pools.close(10)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("kind", [{"num_bytes": 10**6}, {"has_grammar": True}], ids=str)
 def test_long_texts_and_grammars_of_any_number_of_tenants_do_not_delay_short_texts(kind: dict[str, int]) -> None:
     async def scenario() -> None:

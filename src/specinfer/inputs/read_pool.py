@@ -33,9 +33,21 @@ class ReadPools:
         self._pools = (self._short, self._long, self._grammars)
 
     async def run(
-        self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0, has_grammar: bool = False
+        self,
+        action: Callable[[], T],
+        tenant: str = "",
+        *,
+        num_bytes: int = 0,
+        has_grammar: bool = False,
+        is_brief: bool = False,
     ) -> T:
-        """Run an action for a request of this many bytes, or one that compiles a grammar; see `ReadPool.run`."""
+        """Run an action for a request of this many bytes, or one that compiles a grammar; see `ReadPool.run`.
+
+        One that `is_brief` takes less time than a thread's turn, and runs in the event loop.
+        """
+        if is_brief:
+            await asyncio.sleep(0)  # it takes turns with everything else
+            return action()
         pool = self._long if num_bytes >= _LONG_BYTES else self._grammars if has_grammar else self._short
         return await pool.run(action, tenant)
 

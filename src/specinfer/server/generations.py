@@ -80,12 +80,10 @@ class Call:
     async def read(self, action: Callable[[], T], *, only_encodes: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
 
-        One that `only_encodes` a short text runs at once, since a thread takes longer to begin than it takes.
+        One that `only_encodes` a short text runs in the event loop.
         """
-        if only_encodes and self.body_size <= _SHORT_BYTES:
-            await asyncio.sleep(0)  # requests take turns
-            return action()
-        return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size)
+        is_brief = only_encodes and self.body_size <= _SHORT_BYTES
+        return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size, is_brief=is_brief)
 
     @property
     def model(self) -> str:
