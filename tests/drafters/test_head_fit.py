@@ -66,6 +66,14 @@ def test_a_head_with_another_tokenizer_is_refused(target: Path, tmp_path: Path) 
         llm_of(target, head)
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"model": [1]}', '{"model": {"vocab": [[1]]}, "added_tokens": [{}]}'])
+def test_a_head_whose_tokenizer_is_malformed_is_refused(text: str, target: Path, tmp_path: Path) -> None:
+    head = save_eagle3(tmp_path / "head")
+    (head / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match=r"^drafters: tokenizer\.json of .*head cannot be read; replace it"):
+        llm_of(target, head)
+
+
 def test_renamed_special_tokens_and_another_class_of_the_family_are_no_other_target(
     target: Path, tmp_path: Path
 ) -> None:

@@ -10,8 +10,8 @@ import torch
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.block_drafter import block_piece
 from specinfer.drafters.feature_drafter import HeadRunner
-from specinfer.drafters.loading import TOKENIZER_FILE
 from specinfer.hub.files import read_object, stated_target
+from specinfer.hub.locate import TOKENIZER_FILE
 from specinfer.model.batch import Piece
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.kv_cache import NO_SLOTS

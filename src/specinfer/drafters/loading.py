@@ -12,15 +12,15 @@ from specinfer.drafters.self_drafter import load_self
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.hub.files import read_object
-from specinfer.model.definition import load_config, load_tokenizer
+from specinfer.hub.locate import TOKENIZER_FILE
+from specinfer.model.definition import load_config, load_tokenizer, token_ids
 from specinfer.model.folder import read_token_map
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.load import find_format, load_head
 from specinfer.model.load import LoadedModel, load_model
 
-TOKENIZER_FILE = "tokenizer.json"
-MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
+_MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def load_small(
     if quantization is None and target.device.type == "cpu" and folder != target.folder:
         quantization = _usual_quantization(folder)
     if reads_target(name, folder):
-        if folder != target.folder and tokenizer is not None:
-            _check_tokenizer(folder / TOKENIZER_FILE, tokenizer)
+        if folder != target.folder and tokenizer is not None and (folder / TOKENIZER_FILE).is_file():
+            _check_tokenizer(folder, tokenizer)
         loaded = load_head(folder, target, quantization)
         kind = SharedVocabulary if isinstance(loaded.model, BlockHead | AssistantHead) else NextTokens
         return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
@@ -81,17 +81,16 @@ def reads_target(name: str, folder: Path) -> bool:
     return name == MTP or name in SELF_DRAFTERS or find_format(folder) is not None
 
 
-def _check_tokenizer(file: Path, tokenizer: Any) -> None:
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Raise a `ModelError` if a head's own tokenizer has other tokens than the target's, a few renamed ones aside."""
-    fields = read_object(file) or {}
-    vocab = (fields.get("model") or {}).get("vocab") or {}
-    own = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else dict(enumerate(t for t, _ in vocab))
-    own |= {one["id"]: one["content"] for one in fields.get("added_tokens") or ()}
-    others = {i: token for token, i in tokenizer.get_vocab().items()}
-    num_other = sum(others.get(i) != token for i, token in own.items())
-    if num_other > MAX_RENAMED * len(own):
+    own = token_ids(folder, with_added_tokens=True)
+    if own is None:
+        raise ModelError(f"drafters: tokenizer.json of {folder} cannot be read; replace it by the target's")
+    of_target = {i: token for token, i in tokenizer.get_vocab().items()}
+    num_other = sum(of_target.get(i) != token for token, i in own.items())
+    if num_other > _MAX_RENAMED * len(own):
         raise ModelError(
-            f"drafters: tokenizer.json of {file.parent} gives {num_other} of {len(own)} ids to tokens that are not the "
+            f"drafters: tokenizer.json of {folder} gives {num_other} of {len(own)} ids to tokens that are not the "
             "target's; take a drafter that was trained for this target"
         )
 

@@ -12,12 +12,11 @@ from specinfer.core.lookups import MTP
 from specinfer.core.progress import ProgressCallback
 from specinfer.hub.files import SUPPORTED_HEADS, folder_refusal, head_format, read_object, stated_target
 from specinfer.hub.known_models import LARGEST_SHARE, known_drafters, same_model
-from specinfer.hub.locate import is_on_hub, local_path
+from specinfer.hub.locate import TOKENIZER_FILE, is_on_hub, local_path
 
 logger = logging.getLogger(__name__)
 LOOKUP, LOOKUP_WITH_MODEL = "ngram", "suffix"  # the drafter without a model, and the one with
 _MOST_FOLDERS = 256  # next to the target's that are looked at
-_TOKENIZER = "tokenizer.json"
 
 
 class DrafterChoice(NamedTuple):
@@ -120,7 +119,7 @@ def _is_head_of(config: dict[str, object], folder: Path, target: Path) -> bool:
 
 def _drafts_for(folder: Path, target: Path) -> bool:
     """Return whether a model is small enough to draft for another, and has its tokenizer."""
-    files = folder / _TOKENIZER, target / _TOKENIZER
+    files = folder / TOKENIZER_FILE, target / TOKENIZER_FILE
     if not all(file.is_file() for file in files) or _num_bytes(folder) > LARGEST_SHARE * _num_bytes(target):
         return False
     return filecmp.cmp(*files, shallow=False)

@@ -9,7 +9,8 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.hub.checksums import check_intact
 from specinfer.hub.files import check_gguf_name, folder_refusal
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZERS = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SITE = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
 _NAME = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?::([\w.-]+))?(?:@(\w[\w./-]*))?", re.ASCII)
 

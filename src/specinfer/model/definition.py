@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.hub.files import read_object
-from specinfer.hub.locate import TOKENIZERS
+from specinfer.hub.locate import TOKENIZER_FILE, TOKENIZERS
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of
@@ -78,6 +79,14 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer back ends raise bare Exception
         raise ModelError(f"tokenizer of {folder} cannot be used: {first_line(error)}") from error
+
+
+def token_ids(folder: Path, *, with_added_tokens: bool) -> dict[str, int] | None:
+    """Return the ids of the tokens in a folder's tokenizer.json, or None if it has none that can be read."""
+    try:
+        return Tokenizer.from_file(str(folder / TOKENIZER_FILE)).get_vocab(with_added_tokens=with_added_tokens)
+    except Exception:  # tokenizers raises bare Exception
+        return None
 
 
 def read_definition(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
-from specinfer.model.definition import load_config, load_plain
+from specinfer.model.definition import load_config, load_plain, token_ids
 from specinfer.model.folder import TOKEN_MAP, replacing
 from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
@@ -104,22 +104,13 @@ def check_vocabulary(start: InitialWeights, target: Path) -> None:
     if start.folder is None or start.is_head:
         return
     wanted, given = (load_config(folder).get_text_config().vocab_size for folder in (target, start.folder))
-    of_target, of_drafter = (_token_ids(folder) for folder in (target, start.folder))
+    of_target, of_drafter = (token_ids(folder, with_added_tokens=False) for folder in (target, start.folder))
     is_same = of_target == of_drafter if of_target is not None and of_drafter is not None else wanted == given
     if not is_same or given < _num_used(of_target, wanted):
         raise ValueError(
             f"drafter: {start.name} has other tokens ({given}) than the target ({wanted}), and is tuned token by "
             'token; start with one of the target\'s family, or with "layers:N" or "new:N"'
         )
-
-
-def _token_ids(folder: Path) -> dict[str, int] | None:
-    file = folder / "tokenizer.json"
-    try:
-        model = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {token: i for i, (token, _) in enumerate(model)} if isinstance(model, list) else dict(model)
 
 
 def _num_used(token_ids: dict[str, int] | None, vocab_size: int) -> int:
