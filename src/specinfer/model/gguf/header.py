@@ -195,14 +195,10 @@ class _Cursor:
         return values
 
     def text(self) -> str:
-        (length,) = self.take("<Q")
-        if length > len(self._data) - self.at:
-            raise struct.error("a string is longer than the file")
-        self.at += length
-        return self._data[self.at - length : self.at].decode()
+        return self._texts(1)[0]
 
     def _texts(self, count: int) -> list[str]:
-        """Return what `text` does so many times; a vocabulary has a hundred thousand, and calls would take longest."""
+        """Return consecutive strings. A vocabulary has a hundred thousand, and a call for each would take longest."""
         data, at, size, found = self._data, self.at, len(self._data), list[str]()
         read = struct.Struct("<Q").unpack_from
         for _ in range(count):
