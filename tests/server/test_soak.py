@@ -49,4 +49,4 @@ def test_honest_clients_are_served_as_before_beside_hostile_ones_and_memory_stay
     assert report.num_hostile > 100
     assert report.ratio < 2.0, "1.3 on a machine without other work"
     assert report.growth() < 15.0, "in MiB a minute; less in longer runs"
-    assert max(report.reader_mib) < 2500, "each process has at most what it began with, and 1 GiB"
+    assert max(report.reader_mib) < 1024, "360 while one long text is tokenized; it must not add up"

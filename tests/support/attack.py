@@ -156,13 +156,13 @@ class Honest:
     async def _watch(self, every: float) -> None:
         start = time.monotonic()
         while True:
-            kept, read = 0, 0
+            mib = {"kept": 0.0, "reader": 0.0}
             for process in [self._server, *self._server.children(recursive=True)]:
                 with suppress(psutil.NoSuchProcess):
-                    own, is_reader = process.memory_full_info().uss, not _READERS.isdisjoint(process.cmdline())
-                    kept, read = kept + own * (not is_reader), read + own * is_reader
-            self.report.memory_mib.append((time.monotonic() - start, kept / 2**20))
-            self.report.reader_mib.append(read / 2**20)
+                    kind = "kept" if _READERS.isdisjoint(process.cmdline()) else "reader"
+                    mib[kind] += process.memory_full_info().uss / 2**20
+            self.report.memory_mib.append((time.monotonic() - start, mib["kept"]))
+            self.report.reader_mib.append(mib["reader"])
             await asyncio.sleep(every)
 
 
