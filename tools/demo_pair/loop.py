@@ -4,7 +4,6 @@ The data order is a pure function of (seed, step), and the learning rate a funct
 an interrupted run resumes with the same results.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from specinfer.core.atomic_file import write_atomically
 
 _FINAL_SCALE = 0.02
 
@@ -132,9 +133,7 @@ def optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimiz
 
 
 def save_atomically(value: object, path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    torch.save(value, partial)
-    os.replace(partial, path)
+    write_atomically(path, lambda partial: torch.save(value, partial))
 
 
 def fit(

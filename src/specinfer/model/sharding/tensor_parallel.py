@@ -53,7 +53,7 @@ def split_layers(model: nn.Module, config: Any, group: Group, quantization: str 
     """
     if group.size == 1:
         return Split([], {})
-    split = _Split(config, group, quantization)
+    split = _Splitter(config, group, quantization)
     prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
     sums: list[str] = []
     recurrent: list[str] = []
@@ -90,7 +90,7 @@ def _sum(all_reduce: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any,
     return all_reduce(output.contiguous())
 
 
-class _Split:
+class _Splitter:
     """The cuts of one rank."""
 
     def __init__(self, config: Any, group: Group, quantization: str | None) -> None:
