@@ -191,10 +191,14 @@ if not parent.last_end:
 show("loading")
 sys.stdin.readline()
 parent.report("ACCEPTING=1")
-select.select([listener], [], [])
-connection, _ = listener.accept()
-connection.sendall(b"served")
-time.sleep(60)
+served = []
+while True:
+    select.select([listener], [], [])
+    try:
+        served.append(listener.accept()[0])
+        served[-1].sendall(b"served")
+    except OSError:  # the parent was first, or the client is gone
+        pass
 """
 
 
