@@ -109,6 +109,13 @@ def test_a_drafter_reads_a_long_prompt_only_if_that_saves_time() -> None:
     assert policy.budgets([few]) != [OFF], "what was read costs nothing more"
 
 
+def test_a_first_token_waits_for_no_drafting_unless_a_pass_reads_its_weights_from_a_disk() -> None:
+    spans = [make_span(num_output=0), make_span(num_output=1)]
+    assert [bool(budget.max_nodes) for budget in AutoPolicy(make_costs()).budgets(spans)] == [False, True]
+    streamed = CostModel(StreamedCurve([Pass(1, 4.0, 3.9), Pass(128, 4.0, 3.9)]), Curve((1, 64), [0.02] * 2))
+    assert all(budget.max_nodes for budget in AutoPolicy(streamed).budgets(spans))
+
+
 def test_steps_that_read_prompts_do_not_change_the_costs() -> None:
     """Their passes are large for another reason, but the acceptance of their trees counts."""
     policy = AutoPolicy(make_costs())

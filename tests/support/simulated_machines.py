@@ -38,8 +38,8 @@ def bent_costs(bend: int, seconds: float = 4.0, draft_level: float = 0.02) -> Co
     return CostModel(curve, Curve((1, 64), [draft_level] * 2))
 
 
-def make_span(num_output: int = 0, max_tokens: int = 100, length: int = 10, tree: str | None = None) -> Span:
-    """Return a span of a request that is about to emit a token."""
+def make_span(num_output: int = 1, max_tokens: int = 100, length: int = 10, tree: str | None = None) -> Span:
+    """Return a span of a request that is about to emit a token; it had one before, unless `num_output` is another."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, tree=tree)
     request = make_request("a", range(length), params)
     request.token_ids += [1] * num_output

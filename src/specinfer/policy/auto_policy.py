@@ -54,7 +54,7 @@ class AutoPolicy:
             self._num_requests, self._age = len(spans), 0
         self._age += 1
         if self._budget.max_nodes:
-            pays = [self.optimizer.pays_to_read(span.request, len(spans)) for span in spans]
+            pays = [self._pays(span.request, len(spans)) for span in spans]
             if any(pays):
                 self._num_plain = 0
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
@@ -62,6 +62,15 @@ class AutoPolicy:
         if self._num_plain % self.RETRY == 0 and self.optimizer.could_pay(len(spans)):
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
         return [OFF] * len(spans)
+
+    def _pays(self, request: Request, num_requests: int) -> bool:
+        """Return whether a request is to have draft tokens, if any are worthwhile.
+
+        Drafting would delay its first token, for which it is made to wait only for a pass that reads weights from a
+        disk: that takes much longer.
+        """
+        is_first = not request.num_output and isinstance(self.costs.target, Curve)
+        return not is_first and self.optimizer.pays_to_read(request, num_requests)
 
     def _for_one(self, spans: Sequence[Span], budget: TreeBudget) -> list[TreeBudget]:
         """Return this budget for the request whose tokens take the drafter least time to read, and none for others."""
