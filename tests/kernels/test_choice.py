@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native import ISAS, each_isa
 from specinfer.core.noise import _keys, gumbel, noise_key
-from specinfer.kernels.choice import choose_token, most_probable, noise_for
+from specinfer.kernels.choice import by_keys, choose_token, most_probable, most_probable_in_order, noise_for
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, choose
 
 
@@ -113,3 +113,17 @@ def test_the_greatest_scores_in_order(isa: str, size: int, count: int, seed: int
     assert torch.equal(values.nan_to_num(1e9), rows.topk(count, dim=-1).values.nan_to_num(1e9))
     assert torch.equal(rows.gather(1, tokens).nan_to_num(1e9), values.nan_to_num(1e9))
     assert all(len(set(row)) == count for row in tokens.tolist())
+
+
+@pytest.mark.parametrize("count", [1, 20, 100, 300])
+def test_the_first_of_equal_scores_comes_first_in_native_code_and_in_pytorch(count: int) -> None:
+    rows = torch.stack([_scores(300, i, 4.0).round() for i in range(3)])
+    rows[0, 5::7] = -torch.inf
+    rows[1, ::2] = 0.0
+    rows[1, 1::2] = -0.0
+    rows[2, 7:] = -torch.inf
+    wanted = rows.sort(dim=1, descending=True, stable=True)
+    for find in (by_keys, most_probable_in_order):
+        values, tokens = find(rows, count)
+        assert torch.equal(values, wanted.values[:, :count])
+        assert torch.equal(tokens, wanted.indices[:, :count])

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
+from specinfer.core.logprob import with_texts
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.verify.logits import adjust, process_logits, top_logprobs, truncate
@@ -227,7 +228,7 @@ def test_a_row_without_a_valid_token_harms_no_other() -> None:
 
 def test_logprobs_have_the_emitted_token_and_the_best() -> None:
     row = torch.tensor(FOUR)
-    found = top_logprobs(row, 0, 2, decode=str)
+    found = with_texts(top_logprobs(row, 0, 2), str)
     assert {token: one.logprob for token, one in found.items()} == pytest.approx({0: FOUR[0], 1: FOUR[1], 3: FOUR[3]})
     assert [(token, one.decoded_token) for token, one in found.items()] == [(0, "0"), (1, "1"), (3, "3")]
     assert {token: one.rank for token, one in found.items()} == {
@@ -235,6 +236,7 @@ def test_logprobs_have_the_emitted_token_and_the_best() -> None:
     }
     assert top_logprobs(row, 1, 0)[1].logprob == pytest.approx(FOUR[1])
     assert len(top_logprobs(row, 1, 9)) == 4
+    assert list(top_logprobs(torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0]), 1, 2)) == [1, 3], "of equal ones the first"
 
 
 def test_a_bad_word_is_forbidden_where_the_output_ends_with_its_start() -> None:

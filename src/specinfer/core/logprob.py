@@ -1,5 +1,6 @@
 """The log-probability of a token, as requests keep it and outputs return it."""
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
@@ -15,3 +16,8 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+
+def with_texts(known: Mapping[int, Logprob], decode: Callable[[int], str] | None) -> dict[int, Logprob]:
+    """Return log-probabilities by token id with the texts of the tokens, if there is a function that returns these."""
+    return {token: one._replace(decoded_token=decode(token)) if decode else one for token, one in known.items()}

@@ -72,7 +72,7 @@ class Committer:
         if acceptance.next_token < 0:
             self._retry_or_end(outcome, acceptance.next_token)
             return 0
-        num_generated = emit(request, tree, acceptance, logits)
+        num_generated = emit(request, tree, acceptance, logits, outcome.logprobs)
         self._learners.on_tokens(request, tree, acceptance, logits, num_generated)
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
         path = acceptance.path[:num_generated]  # the request may have ended inside the path

@@ -1,16 +1,24 @@
 """Transfer of verified tokens to a request: tokens, their log-probabilities, and those of its prompt."""
 
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from specinfer.core.logprob import Logprob, with_texts
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance
 from specinfer.verify.logits import top_logprobs
 
 
-def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> int:
+def emit(
+    request: Request,
+    tree: TokenTree,
+    acceptance: Acceptance,
+    logits: Tensor,
+    logprobs: Sequence[dict[int, Logprob]] = (),
+) -> int:
     """Append the accepted path and the next token, up to where the request ends; return the number of tokens.
 
     Args:
@@ -18,6 +26,7 @@ def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tens
         tree: Its tree.
         acceptance: The accepted path and the next token.
         logits: [len(tree), vocab] the target's logits at each node.
+        logprobs: Log-probabilities of each token, if they are known already: then `logits` is not read.
     """
     origins = tree.drafters()
     tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
@@ -26,10 +35,12 @@ def emit(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tens
         request.first_token_time = time.time()
     nodes = (0, *acceptance.path)
     params, before = request.params, request.num_output
-    for node, token, origin in zip(nodes, tokens, guessed_by, strict=True):
+    for i, (node, token, origin) in enumerate(zip(nodes, tokens, guessed_by, strict=True)):
         if params.logprobs is not None:
-            known = top_logprobs(logits[node], token, params.logprobs, params.scored_tokens, request.decode)
-            request.logprobs.append(known)
+            known = (
+                logprobs[i] if logprobs else top_logprobs(logits[node], token, params.logprobs, params.scored_tokens)
+            )
+            request.logprobs.append(with_texts(known, request.decode))
         request.append(token, origin)
         if request.is_finished:
             break
@@ -54,4 +65,4 @@ def note_prompt(span: Span, logits: Tensor) -> None:
     # Some of them are known already after a preemption, or from another output of the prompt.
     for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
         row, token = logits[place - 1 - span.start], request.prompt_ids[place]
-        request.prompt_logprobs.append(top_logprobs(row, token, count, (), request.decode))
+        request.prompt_logprobs.append(with_texts(top_logprobs(row, token, count), request.decode))

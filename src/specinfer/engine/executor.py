@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specinfer.core.logprob import Logprob
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
 from specinfer.engine.learners import Learners
@@ -24,6 +25,8 @@ class Outcome:
         tree: The tree that was scored, or None for a chunk of a prompt.
         acceptance: The accepted path, or None if the request emits no token.
         logits: [len(tree), vocab] the target's logits at each node; empty on the device.
+        logprobs: Of a request on the device that asks for them: log-probabilities of each emitted token and of the most
+            probable ones, by token id, without texts.
         num_slots: Slots reserved for this step, or None if no later step has any.
     """
 
@@ -31,6 +34,7 @@ class Outcome:
     tree: TokenTree | None
     acceptance: Acceptance | None = None
     logits: Tensor = NO_LOGITS
+    logprobs: Sequence[dict[int, Logprob]] = ()
     num_slots: int | None = None
 
 

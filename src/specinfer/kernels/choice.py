@@ -36,17 +36,47 @@ def chooses(scores: Tensor) -> bool:
 
 def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
-    rows, vocab = scores.shape
-    if scores.dtype == torch.float32 and chooses(scores):
-        loaded, scores = library(), scores.contiguous()
-        assert loaded is not None
-        values, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
-        scratch = torch.empty(vocab // 64 + 1)  # one for each block, as in choice.h
-        addresses = (values.data_ptr(), tokens.data_ptr(), scratch.data_ptr())
-        if loaded.specinfer_most_probable(scores.data_ptr(), rows, vocab, count, *addresses) == rows:
-            return values, tokens
+    found = _most_probable_natively(scores, count)
+    if found is not None:
+        return found
     best = scores.topk(count, dim=-1)
     return best.values, best.indices
+
+
+def most_probable_in_order(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return what `most_probable` does, of equal scores the first token first, on every device.
+
+    Args:
+        scores: [rows, vocab] float32.
+    """
+    found = _most_probable_natively(scores, count)
+    return by_keys(scores, count) if found is None else found
+
+
+def by_keys(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Compute `most_probable_in_order` in PyTorch, without waiting for a device.
+
+    The upper half of a key is a score's bits, as integers in the order of the scores; the lower half falls with the id.
+    """
+    vocab = scores.shape[1]
+    bits = (scores + 0.0).view(torch.int32)  # no -0.0, which equals 0.0
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    keys.bitwise_left_shift_(32).add_(torch.arange(vocab - 1, -1, -1, device=scores.device))
+    tokens = vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+    return scores.gather(1, tokens), tokens
+
+
+def _most_probable_natively(scores: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return what `most_probable_in_order` does, or None where native code does not find it."""
+    if scores.dtype != torch.float32 or not chooses(scores) or not count:
+        return None
+    (rows, vocab), loaded, scores = scores.shape, library(), scores.contiguous()
+    assert loaded is not None
+    values, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+    scratch = torch.empty(vocab // 64 + 1)  # one for each block, as in choice.h
+    addresses = (values.data_ptr(), tokens.data_ptr(), scratch.data_ptr())
+    num_found = loaded.specinfer_most_probable(scores.data_ptr(), rows, vocab, count, *addresses)
+    return (values, tokens) if num_found == rows else None
 
 
 def choose_token(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.inf) -> int:

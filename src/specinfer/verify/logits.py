@@ -5,7 +5,7 @@ too early), biases and penalties. `truncate` needs the scores alone: temperature
 is vLLM's. Each row of logits belongs to one node of a token tree, and its history is that node's own path.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
-from specinfer.kernels.choice import most_probable
+from specinfer.kernels.choice import most_probable, most_probable_in_order
 
 _FEW = 128  # number of best tokens that top-p looks at first
 
@@ -149,29 +149,26 @@ def top_logprobs(
     token: int,
     count: int,
     others: Sequence[int] = (),
-    decode: Callable[[int], str] | None = None,
 ) -> dict[int, Logprob]:
     """Return log-probabilities before processing: of this token, then of the best, then of the others, by token id.
+
+    Of tokens that are equally probable the first is the best.
 
     Args:
         row: [vocab] float32, the model's unprocessed logits.
         token: Token id of the emitted token.
         count: Number of best tokens.
         others: Further token ids.
-        decode: Function that returns the text of a token.
     """
     logprobs = torch.log_softmax(row, dim=-1)
-    best = logprobs.topk(min(count, logprobs.shape[-1])).indices.tolist()
+    best = most_probable_in_order(logprobs.unsqueeze(0), min(count, len(logprobs)))[1][0].tolist()
     ids = list(dict.fromkeys([token, *best, *others]))
     ranks = {each: rank for rank, each in enumerate(best, start=1)}
     values = logprobs[ids]
     for each in ids:
         if each not in ranks:
             ranks[each] = 1 + int((logprobs > logprobs[each]).sum())
-    texts = [None if decode is None else decode(each) for each in ids]
-    return {
-        each: Logprob(value, ranks[each], text) for each, value, text in zip(ids, values.tolist(), texts, strict=True)
-    }
+    return {each: Logprob(value, ranks[each]) for each, value in zip(ids, values.tolist(), strict=True)}
 
 
 def _forbid_bad_words(

@@ -257,7 +257,7 @@ def test_penalties_for_which_no_memory_is_left(
 
 
 ORDINARY = [
-    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=20, logprob_token_ids=[5], prompt_logprobs=1),
     SamplingParams(temperature=0.0, max_tokens=20, min_tokens=4, prediction=PROMPTS[1]),
     SamplingParams(max_tokens=20, bad_words=["never"]),
 ]

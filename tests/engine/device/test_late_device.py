@@ -36,11 +36,16 @@ def pair(model_folder: Callable[..., Path]) -> Pair:
 
 
 def come_and_go(engine: Engine, stagger: int) -> list[list[int]]:
-    """Serve seven requests, of which three begin at once and the others some steps later; return their tokens."""
+    """Serve seven requests, of which three begin at once and the others some steps later.
+
+    Returns:
+        Their tokens and, for those that ask for log-probabilities, also the most probable ones at each place.
+    """
     lengths = np.random.default_rng(1).integers(5, 28, 7).tolist()
     waiting: list[Request] = []
     for i, (prompt, length) in enumerate(zip(random_prompts([3, 26, 12, 40, 7, 31, 18], seed=1), lengths, strict=True)):
-        params = SamplingParams(temperature=(0.0, 0.8)[i % 2], max_tokens=length, ignore_eos=True)
+        asked = (None, None, 3)[i % 3]
+        params = SamplingParams(temperature=(0.0, 0.8)[i % 2], max_tokens=length, ignore_eos=True, logprobs=asked)
         waiting.append(make_request(str(i), prompt, params, seed=i))
     requests = list(waiting)
     for _ in range(3):
@@ -51,7 +56,7 @@ def come_and_go(engine: Engine, stagger: int) -> list[list[int]]:
         if not (engine.has_work or waiting):
             break
         engine.step()
-    return [request.output_ids for request in requests]
+    return [[*request.output_ids, *(i for known in request.logprobs for i in known)] for request in requests]
 
 
 @pytest.fixture(scope="module")

@@ -218,6 +218,7 @@ def programs_of(
     rows: int,
     processing: Processing = Processing.NONE,
     guess_depth: int = 0,
+    num_logprobs: int | None = None,
 ) -> Programs:
     """Return the programs of a step whose drafter is a copy of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
@@ -226,7 +227,7 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     state = DeviceState.empty(rows, 256, META)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
-    size = LaunchSize(rows, shape, processing)
+    size = LaunchSize(rows, shape, processing, num_logprobs)
     return Programs(size, state, target, drafter, vocabulary.to_target, adjustments)
 
 
@@ -238,7 +239,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     loaded = on_meta(model_folder(family))
     kernels = Kernels(monkeypatch)
     for budget in (TreeBudget(8, 2), None):
-        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8)
+        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8, 20)
         with torch.inference_mode(), SynchronizationCheck():
             if programs.size.shape is not None:
                 programs.draft()
@@ -261,6 +262,9 @@ PER_LAYER = DESIGN.layer_kernels - 6
 
 # To count the tokens that were emitted, a verification gathers, joins and adds.
 PER_COUNT = 14
+# Log-probabilities take so many kernels, and so many more for each 32 places of paths: without the most probable
+# tokens, and to find these.
+PER_LOGPROBS, PER_SCORED, PER_BEST = 14, 8, 14
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -270,7 +274,7 @@ def test_a_step_launches_no_more_kernels_than_it_may(
 ) -> None:
     """Truncation takes two kernels more for each level and for the target's pass, biases and penalties one.
 
-    Guesses of lookups take one for a draft loop.
+    Guesses of lookups take one for a draft loop. Log-probabilities take none where no request asks for them.
     """
     loaded = on_meta(model_folder("llama"), is_fused=True)
     kernels, layers = Kernels(monkeypatch), len(loaded.layer_shapes)
@@ -294,3 +298,11 @@ def test_a_step_launches_no_more_kernels_than_it_may(
     passes = shape.num_levels + 1
     assert kernels.calls["attend"] == kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes * layers
     assert kernels.calls["add_norm"] == passes * (2 * layers + 1)
+    verified = counts[1]
+    for num_logprobs in (0, 20):
+        programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, num_logprobs=num_logprobs)
+        with torch.inference_mode(), Launches() as launches:
+            programs.verify()
+        num_places = rows * programs.results.there["rank"].shape[1]
+        per_part = PER_SCORED + (PER_BEST if num_logprobs else 0)
+        assert launches.count - verified <= PER_LOGPROBS + per_part * -(-num_places // 32)

@@ -14,6 +14,7 @@ Each step has slots for a whole tree, and frees those that it does not keep when
 
 import logging
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
+from specinfer.engine.device.logprobs import count_for
 from specinfer.engine.device.processing import Processing, is_served, why_not
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
@@ -180,11 +182,14 @@ class DeviceExecutor:
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = count_read(self._device_requests, budgets)
-        processing = max(Processing.of(one.request.params) for one in self._device_requests)
-        size = self._device.size_for(LaunchSize(num_rows, shape, processing), num_slots)
+        params = [one.request.params for one in self._device_requests]
+        wanted = LaunchSize(
+            num_rows, shape, max(map(Processing.of, params)), count_for(params, self._target.loaded.vocab_size)
+        )
+        size = self._device.size_for(wanted, num_slots)
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
-            launch.size = self._device.size_for(LaunchSize(num_rows, None, processing), num_slots)
+            launch.size = self._device.size_for(replace(wanted, shape=None), num_slots)
         if launch.size.shape is not None and has_lookups:
             launch.guesses = self._guesses.of(launch.device_requests, self._budgets.uncut, launch.size.shape)
         return launch
@@ -260,7 +265,12 @@ class DeviceExecutor:
                 assert answer.tokens[0] == one.request.token_ids[-1]
                 guesses = launch.guesses[row].tree if launch.guesses else None
                 tree = answer.tree(self._drafts.name or "", guesses)
-                outcomes.append(Outcome(one.span(), tree, answer.acceptance(), num_slots=launch.size.num_nodes))
+                outcomes.append(
+                    Outcome(
+                        one.span(), tree, answer.acceptance(),
+                        logprobs=launch.logprobs(row, answer), num_slots=launch.size.num_nodes,
+                    )
+                )  # fmt: skip
             else:
                 self._target.cache.commit(one.request.request_id, (), launch.size.num_nodes)
             if is_served and not is_kept:

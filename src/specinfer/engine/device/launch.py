@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.engine.device.programs import LaunchSize
@@ -66,6 +67,11 @@ class Answer(NamedTuple):
         looked_up = [draw._replace(node=place[draw.node]) for draw in guesses.draws if draw.node in place]
         return TokenTree(tree.tokens, tree.parents, (*looked_up, *draws))
 
+    @property
+    def emitted(self) -> list[int]:
+        """The tokens of the accepted path and the one that follows."""
+        return [*(self.tokens[node] for node in self.path), self.next_token]
+
     def acceptance(self) -> Acceptance:
         return Acceptance(tuple(self.path), self.next_token)
 
@@ -85,6 +91,10 @@ class Answers(Protocol):
         ...
 
     def of_row(self, row: int) -> Answer: ...
+
+    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of the emitted tokens, and of `count` most probable ones, by token id."""
+        ...
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the summed path probabilities of the nodes of each level: [rows, levels]."""
@@ -112,6 +122,12 @@ class Launch:
     def answer(self, row: int) -> Answer:
         assert self.answers is not None
         return self.answers.of_row(row)
+
+    def logprobs(self, row: int, answer: Answer) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of the tokens emitted by a request; none if it does not ask for them."""
+        assert self.answers is not None
+        count = self.device_requests[row].request.params.logprobs
+        return [] if count is None else self.answers.logprobs(row, answer.emitted, count)
 
     def path_prob(self) -> npt.NDArray[np.float32]:
         """Return the path probabilities of the requests that were drafted for: [requests, levels]."""

@@ -69,8 +69,7 @@ def is_served(request: Request, *, may_follow: bool) -> bool:
         or request.bad_words_ids
         or (request.prediction_ids and not may_follow)
         or request.adapter is not None
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
+        or params.scored_tokens
         or request.trace is not None
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
+from specinfer.engine.device.logprobs import result_shapes, write_logprobs
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
@@ -31,11 +32,13 @@ class LaunchSize:
 
     Attributes:
         processing: What is done with logits; a step may do more than its requests need.
+        num_logprobs: Number of most probable tokens returned next to each emitted one; None: no log-probabilities.
     """
 
     num_rows: int
     shape: DraftShape | None
     processing: Processing = Processing.NONE
+    num_logprobs: int | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -53,6 +56,8 @@ class LaunchSize:
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
         if self.num_rows < other.num_rows or self.processing < other.processing:
+            return False
+        if other.num_logprobs is not None and (self.num_logprobs is None or self.num_logprobs < other.num_logprobs):
             return False
         if self.shape is None or other.shape is None:
             return self.shape is other.shape
@@ -92,6 +97,7 @@ class LaunchSize:
                 "parents": (rows, self.num_nodes),
                 "confidence_float32": (rows, self.num_nodes),
                 "worth_float32": (rows, levels),
+                **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.num_logprobs),
             },
             device,
         )
@@ -235,7 +241,9 @@ class Programs:
             allows_native=False,
             layout=layout,
         )
-        logits = forward(loaded.model, batch)
+        logits = unprocessed = forward(loaded.model, batch)
+        if self.size.num_logprobs is not None and self._adjustments is not None:
+            unprocessed = logits.clone()
         least = self._process(logits, Paths(self._nodes, trees.tokens, trees.parents, 1, self.size.max_depth))
         choices = tree_ops.choose(
             logits,
@@ -244,12 +252,14 @@ class Programs:
             state.temperatures[:rows].repeat_interleave(nodes),
             least,
         )
-        path, lengths, following = tree_ops.walk(
+        path, lengths, following = walked = tree_ops.walk(
             choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
         if self._adjustments is not None:
-            self._count(self._adjustments.seen, path, lengths, following)
+            self._count(self._adjustments.seen, *walked)
+        if self.size.num_logprobs is not None:
+            write_logprobs(unprocessed, self._logit_rows[::nodes], walked, self._drafted(path), results)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
         if self.size.shape is not None:
@@ -275,9 +285,12 @@ class Programs:
             tree_ops.adjust_logits(logits, self._adjustments, paths)
         return tree_ops.least_kept(logits, self._truncation) if self.size.processing else None
 
+    def _drafted(self, path: Tensor) -> Tensor:
+        """Return the tokens of the paths, [rows, depth] int64."""
+        return self._trees.tokens.long().gather(1, path.clamp(min=0).long())
+
     def _count(self, seen: Tensor, path: Tensor, lengths: Tensor, following: Tensor) -> None:
         """Count the emitted tokens, for the penalties of later steps."""
-        drafted = self._trees.tokens.long().gather(1, path.clamp(min=0).long())
-        tokens = torch.cat([drafted, following.clamp(min=0).unsqueeze(1)], dim=1)
+        tokens = torch.cat([self._drafted(path), following.clamp(min=0).unsqueeze(1)], dim=1)
         is_new = torch.cat([path >= 0, (following.unsqueeze(1) >= 0) & (lengths.unsqueeze(1) >= 0)], dim=1)
         seen.scatter_add_(1, tokens, 2 * is_new.int())

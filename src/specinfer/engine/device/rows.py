@@ -12,11 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.launch import Answer, Launch, Marks
+from specinfer.engine.device.logprobs import read_logprobs
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
 from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.state import DeviceState
@@ -150,7 +152,7 @@ class DeviceRows:
         larger = [size for size in self._ready if size.holds(wanted) and size.num_nodes - 1 <= most_nodes]
         if self._wanted[wanted] >= _WORTH_CAPTURING or not larger:
             return wanted
-        return min(larger, key=lambda size: (size.max_depth, size.num_rows * size.num_nodes, size.processing))
+        return min(larger, key=_cost)
 
     @torch.inference_mode()
     def prepare(self, size: LaunchSize) -> None:
@@ -213,6 +215,12 @@ class DeviceRows:
         return ready
 
 
+def _cost(size: LaunchSize) -> tuple[int, ...]:
+    """Return what orders sizes by the time of a step."""
+    num_logprobs = -1 if size.num_logprobs is None else size.num_logprobs
+    return size.max_depth, size.num_rows * size.num_nodes, size.processing, num_logprobs
+
+
 def _unchanged(logits: Tensor) -> Tensor:
     return logits
 
@@ -267,3 +275,6 @@ class _Answers:
             next_token=int(here["next"][row]),
             draft_columns=[0, *here["draft_path"][row, :num_columns].tolist()] if num_columns >= 0 else [],
         )
+
+    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+        return read_logprobs(self._here, row, tokens, count)

@@ -1,0 +1,136 @@
+"""Log-probabilities that steps on the device return: those of ordinary steps, for the requests that ask."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from on_device import executor_of, load_plain, make_device_engine
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
+from specinfer.engine.device import rows
+from specinfer.engine.device.logprobs import COUNTS, count_for, read_logprobs, result_shapes, write_logprobs
+from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.device.state import Exchange
+from specinfer.engine.engine import Engine
+from specinfer.model.load import LoadedModel
+from specinfer.verify.logits import top_logprobs
+from tiny import VOCAB, make_request, random_prompts
+
+Pair = tuple[LoadedModel, LoadedModel]
+CPU = torch.device("cpu")
+TREES = {
+    "off": None,
+    "2,2,1": TreeBudget.expansion((2, 2, 1)),
+    "best-first": TreeBudget(max_nodes=12, max_depth=4),
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=14, logprobs=0),
+    SamplingParams(max_tokens=9, logprobs=3, prompt_logprobs=1),
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=12, temperature=0.7, logprobs=30, top_k=9),
+    SamplingParams(temperature=0.0, max_tokens=16, logprobs=5, repetition_penalty=1.5, logit_bias={7: 4.0}),
+    SamplingParams(max_tokens=30, temperature=1.2, presence_penalty=0.8),
+]
+PROMPTS = random_prompts([3, 26, 12, 40, 7, 9], seed=4)
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> Pair:
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
+
+
+def serve(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Request], set[Request]]:
+    """Serve a request for each of these; return them, and those that were served on the device."""
+    requests = [make_request(str(i), PROMPTS[i], one, seed=i) for i, one in enumerate(params)]
+    on_device = set[Request]()
+    for request in requests:
+        request.decode = str
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        if len(engine.executors) > 1:
+            on_device |= set(executor_of(engine).requests)
+    return requests, on_device
+
+
+def check_equal(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    assert [list(one) for one in found] == [list(one) for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert [(e.rank, e.decoded_token) for e in one.values()] == [(e.rank, e.decoded_token) for e in other.values()]
+        assert [e.logprob for e in one.values()] == pytest.approx([e.logprob for e in other.values()], abs=2e-5)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_they_are_those_of_ordinary_steps_token_for_token(
+    tree: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before penalties and truncation, next to requests that do not ask, in steps that return as many as are asked."""
+    sizes: list[tuple[int | None, int | None]] = []
+    launch = DeviceRows.launch
+
+    def launched(self: DeviceRows, one: Any, budgets: Any) -> None:
+        sizes.append((one.size.num_logprobs, count_for([r.request.params for r in one.device_requests], VOCAB)))
+        launch(self, one, budgets)
+
+    monkeypatch.setattr(DeviceRows, "launch", launched)
+    monkeypatch.setattr(rows, "_WORTH_CAPTURING", 1)  # no step is taken in a larger size
+    small = pair[1] if TREES[tree] else None
+    wanted, _ = serve(make_device_engine(pair[0], small, TREES[tree], has_device_executor=False), PARAMS)
+    found, on_device = serve(make_device_engine(pair[0], small, TREES[tree]), PARAMS)
+    assert on_device == set(found)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.output_ids == other.output_ids
+        check_equal(one.prompt_logprobs[1:], other.prompt_logprobs[1:])
+        assert len(one.logprobs) == (0 if one.params.logprobs is None else one.num_output)
+        check_equal(one.logprobs, other.logprobs)
+    if small is not None:
+        assert sum(one.speculation.num_accepted_draft_tokens for one in found) > 10
+    assert all(size == asked for size, asked in sizes)
+    assert {size for size, _ in sizes} >= {None, VOCAB}, "nothing is computed when no request asks any more"
+
+
+def test_a_request_that_names_tokens_takes_ordinary_steps(pair: Pair) -> None:
+    params = [SamplingParams(max_tokens=4, logprob_token_ids=[5, 6]), SamplingParams(max_tokens=9)]
+    found, on_device = serve(make_device_engine(*pair, TREES["2,2,1"]), params)
+    assert on_device == {found[1]}
+    assert all({5, 6} <= set(known) for known in found[0].logprobs)
+
+
+@pytest.mark.parametrize("count", [0, 3, 20])
+def test_equal_logits_are_ranked_as_in_ordinary_steps(count: int) -> None:
+    """Of half precision many are equal. The rows are more than are computed at once."""
+    num, nodes, depth, vocab = 12, 4, 2, 50
+    logits = (torch.randn(num * nodes, vocab, generator=torch.Generator().manual_seed(1)) * 3).round()
+    results = Exchange(result_shapes(num, depth + 1, count), CPU)
+    path = torch.tensor([[1, 3], [2, -1], [-1, -1]] * 4, dtype=torch.int32)
+    lengths = torch.tensor([2, 1, 0] * 4, dtype=torch.int32)
+    lengths[11] = -1  # a row without a request
+    drafted = torch.arange(num * depth).view(num, depth) + 5
+    following = torch.tensor([40, 41, 42] * 3 + [43, 44, -2])
+    roots = torch.arange(0, num * nodes, nodes)
+    write_logprobs(logits, roots, (path, lengths, following), drafted, results.there)
+    results.fetch(0)
+    for row in range(11):
+        kept = path[row, : lengths[row]].tolist()
+        tokens = [*drafted[row, : lengths[row]].tolist(), int(following[row])]
+        found = read_logprobs(results.here(0), row, tokens, count)
+        places = [int(roots[row]) + node for node in (0, *kept)]
+        wanted = [top_logprobs(logits[place], token, count) for place, token in zip(places, tokens, strict=True)]
+        assert found == wanted
+        assert [list(one) for one in found] == [list(one) for one in wanted]
+
+
+def test_a_step_returns_as_many_as_its_requests_ask_for() -> None:
+    def counted(*asked: int | None) -> int | None:
+        return count_for([SamplingParams(logprobs=one) for one in asked], 1000)
+
+    assert counted(None, None) is None
+    assert [counted(None, 0), counted(0, 1), counted(20), counted(21, 1), counted(100)] == [0, 20, 20, 100, 100]
+    assert count_for([SamplingParams(logprobs=5)], 12) == 12
+    sizes = [LaunchSize(4, None, num_logprobs=count) for count in (None, *COUNTS)]
+    assert [[one.holds(other) for other in sizes] for one in sizes] == [[i >= j for j in range(4)] for i in range(4)]
