@@ -83,11 +83,15 @@ def test_greedy_text_is_that_of_transformers(family: str, tree: str, targets: di
         assert drafter_of(llm).runner.loaded.taps is None
 
 
-def test_sampled_text_does_not_depend_on_the_assistant(targets: dict[str, Path], assistant: Path) -> None:
+def test_sampled_text_does_not_depend_on_the_assistant(
+    targets: dict[str, Path], assistant: Path, tmp_path: Path
+) -> None:
+    """Nor on its being chosen, or not, next to a small model."""
+    small = save_model(tmp_path / "small")
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, presence_penalty=i % 2) for i in range(4)]
     texts = []
-    for tree in ("off", "2,2,1", "best-first:16:5"):
-        with llm_of(targets["gemma4_text"], assistant, "suffix", tree=tree) as llm:
+    for tree, select in (("off", "all"), ("2,2,1", "hedge:1"), ("best-first:16:5", "all")):
+        with llm_of(targets["gemma4_text"], assistant, small, "suffix", tree=tree, select=select) as llm:
             texts.append([one.outputs[0].token_ids for one in llm.generate(ids_of(random_prompts([7] * 4)), params)])
     assert texts[0] == texts[1] == texts[2]
 

@@ -261,12 +261,16 @@ def test_requests_with_another_first_token_share_nothing_of_the_head(cycle: tupl
         assert salts == ["5:", "6:"]
 
 
-@pytest.mark.parametrize("verification", ["multi-step", "traversal", "target-only", "coupled"])
+@pytest.mark.parametrize(
+    ("verification", "select"),
+    [("multi-step", "hedge:1"), ("traversal", "all"), ("target-only", "all"), ("coupled", "all")],
+)
 def test_every_rule_draws_from_the_targets_distribution(
-    verification: str, target: Path, model: Any, head: Path
+    verification: str, select: str, target: Path, model: Any, head: Path, tmp_path: Path
 ) -> None:
-    with LLM(
-        target, drafters=[str(head)], dtype="float32", tree="3,2", verification=verification, max_num_seqs=64, seed=3
+    drafters = [head] if select == "all" else [head, save_eagle3(tmp_path / "other", seed=1)]
+    with llm_of(
+        target, *drafters, tree="3,2", verification=verification, select=select, max_num_seqs=64, seed=3
     ) as llm:
         assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
 
@@ -406,8 +410,6 @@ def test_a_head_is_no_target_and_some_targets_have_none(target: Path, head: Path
     falcon = save_model(tmp_path / "falcon", "falcon")
     with pytest.raises(ModelError, match="hidden states, which targets of family 'falcon' do not show"):
         llm_of(falcon, head)
-    with pytest.raises(ValueError, match=r"select: heads on .* and copies of the target are not scored"):
-        llm_of(target, head, save_model(tmp_path / "small"), select="hedge:1")
     with pytest.raises(ValueError, match="adapt_drafters: no drafter is a language model"):
         llm_of(target, head, adapt_drafters=True)
 

@@ -119,7 +119,7 @@ def test_a_copy_takes_no_memory_of_the_cache(target: Path) -> None:
         ({"quantization": "int4"}, ModelError, "self:int4 is the target itself, which is int4 too"),
         ({"offload": "disk"}, ValueError, "offload_folder: self:int4 is read from a packed copy"),
         ({"adapt_drafters": True}, ValueError, "adapt_drafters: no drafter is a language model"),
-        ({"drafters": ["self:int4", "self:int8"], "select": "hedge:1"}, ValueError, "select: .* copies of the target"),
+        ({"drafters": ["self:int4", "self:int8"], "select": "hedge:1"}, ValueError, "select: copies of the target"),
         ({"drafters": ["self:int3"]}, ModelError, "self:int3 is none of self:int8, self:int4"),
     ],
     ids=repr,

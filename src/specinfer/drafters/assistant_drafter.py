@@ -92,7 +92,7 @@ class AssistantDrafter(FeatureDrafter):
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, AssistantRunner)
-        return _NoCache(runner, self.vocabulary, self._scoring)
+        return _NoCache(runner, self.vocabulary, None)
 
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
         tree_batch = TreeBatch(growing_trees, self._calibration)
@@ -102,7 +102,7 @@ class AssistantDrafter(FeatureDrafter):
             logits, outputs = self.runner.score([self._level(tree, features[tree.index]) for tree in growing])
             for tree, new in zip(growing, outputs.split([len(tree.frontier) for tree in growing]), strict=True):
                 features[tree.index] = torch.cat([features[tree.index], new])
-            tree_batch.extend(draw(self.draft_sampling, self.vocabulary.compact(logits), nodes))
+            self._extend(tree_batch, nodes, draw(self.draft_sampling, self.vocabulary.compact(logits), nodes))
 
     def _first_feature(self, request: Request) -> Tensor:
         end = len(request.token_ids) - 1

@@ -75,6 +75,10 @@ class AsyncDrafter(Drafter, Protocol):
 class ScoredDrafter(Drafter, Protocol):
     """A drafter that can be scored on tokens that it was not asked to draft."""
 
+    def can_read(self, request: Request) -> bool:
+        """Return whether it can draft for this request now: a head reads only what the target has computed."""
+        ...
+
     def replay(self, requests: Sequence[Request]) -> None:
         """Read the tokens that these requests emitted while this drafter was not asked."""
         ...

@@ -82,14 +82,14 @@ class BlockDrafter(FeatureDrafter):
         assert isinstance(runner, HeadRunner)
         assert runner.head.block is not None
         self._head, self.max_depth = runner.head, runner.head.block.max_depth
-        return BlockCache(runner, self.vocabulary, self._scoring)
+        return BlockCache(runner, self.vocabulary, None)
 
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
         tree_batch = TreeBatch(growing_trees, self._calibration)
         rows = self._cache.score([growing_tree.request for growing_tree in growing_trees])
         rows = rows._replace(logits=self.vocabulary.compact(rows.logits))
         while nodes := tree_batch.wanted():
-            tree_batch.extend(self._candidates(rows, growing_trees, nodes))
+            self._extend(tree_batch, nodes, self._candidates(rows, growing_trees, nodes))
 
     def _candidates(self, rows: _Rows, growing_trees: Sequence[GrowingTree], nodes: Sequence[Node]) -> Candidates:
         """Return the candidates of the wanted nodes, tree by tree."""

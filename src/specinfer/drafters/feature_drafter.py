@@ -8,22 +8,26 @@ The target stores hidden states under its cache's slots. So cached prefixes, pre
 no care here: whatever the head has not read, it reads when it is asked next.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 from torch import Tensor
 
-from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
 from specinfer.drafters.merge.scoring import Scoring
-from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner, TargetRunner
+
+_PLACES, _PLACE_TOKENS = 8, 4  # of a text that is replayed: places to draft from, and levels of a draft
 
 
 class HeadRunner(ModelRunner):
@@ -87,7 +91,30 @@ class FeatureDrafter(SmallModelDrafter):
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, HeadRunner)
-        return FeatureCache(runner, self.vocabulary, self._scoring)
+        return FeatureCache(runner, self.vocabulary, None)  # it is scored on drafts alone
+
+    def can_read(self, request: Request) -> bool:
+        return self.runner.has_read(request)
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """Draft again from a few places of the text that was emitted while it was not asked, to be scored on that."""
+        assert self._scoring is not None
+        for start in range(0, len(requests), REPLAYED_TOGETHER):
+            group = [one for one in requests[start : start + REPLAYED_TOGETHER] if self.can_read(one)]
+            places = [self._scoring.past(request, _PLACES, _PLACE_TOKENS) for request in group]
+            for column in zip_longest(*places):
+                past = [one for one in column if one is not None]
+                spans = [Span(one.view, len(one.view.token_ids) - 1, len(one.view.token_ids)) for one in past]
+                self.draft(spans, [TreeBudget.expansion((1,) * len(one.tokens)) for one in past])
+                for one in past:
+                    self._scoring.settle_past(one)
+                    self._growing_trees.pop(one.view.request_id, None)
+                    self.runner.cache.commit(one.view.request_id, ())
+
+    def _sync(self, request: Request) -> Known | None:
+        if self._scoring:
+            self._scoring.skip(request)
+        return super()._sync(request)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         piece = super()._frontier_piece(growing_tree)

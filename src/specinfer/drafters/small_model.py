@@ -13,7 +13,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
-from specinfer.drafters.growth.draft_sampling import draw
+from specinfer.drafters.growth.draft_sampling import Candidates, Node, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.merge.scoring import Losses, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
@@ -23,7 +23,7 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 
-_REPLAYED_TOGETHER = 4  # requests at a time; more would need too many logits at once
+REPLAYED_TOGETHER = 4  # requests at a time; more would need too many logits at once
 
 
 class SmallModelDrafter:
@@ -108,11 +108,15 @@ class SmallModelDrafter:
         known = self._sync(request)
         return known is not None and len(known.ids) <= self.runner.loaded.max_position and self._cache.prefill(request)
 
+    def can_read(self, request: Request) -> bool:
+        """Return whether it can draft for this request now."""
+        return True
+
     def replay(self, requests: Sequence[Request]) -> None:
         """Read the tokens that were emitted while it was not asked, to be scored on them; it drafts nothing."""
-        for start in range(0, len(requests), _REPLAYED_TOGETHER):
+        for start in range(0, len(requests), REPLAYED_TOGETHER):
             group = []
-            for request in requests[start : start + _REPLAYED_TOGETHER]:
+            for request in requests[start : start + REPLAYED_TOGETHER]:
                 known = self._sync(request)
                 if known is not None and len(known.ids) < self.runner.loaded.max_position:
                     group.append(request)
@@ -140,14 +144,17 @@ class SmallModelDrafter:
         nodes = tree_batch.wanted()
         while nodes:
             candidates = draw(self.draft_sampling, self.vocabulary.compact(logits), nodes, self.vocabulary.token_map)
-            if self._scoring:
-                self._scoring.note(nodes, candidates)
-            tree_batch.extend(candidates)
+            self._extend(tree_batch, nodes, candidates)
             nodes = tree_batch.wanted()
             if nodes:
                 logits = self.runner.forward(
                     [self._frontier_piece(growing_tree) for growing_tree in growing_trees if growing_tree.frontier]
                 )
+
+    def _extend(self, tree_batch: TreeBatch, nodes: Sequence[Node], candidates: Candidates) -> None:
+        if self._scoring:
+            self._scoring.note(nodes, candidates)
+        tree_batch.extend(candidates)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         """Return the `Piece` of the frontier's nodes; they see the known tokens, their ancestors and themselves."""

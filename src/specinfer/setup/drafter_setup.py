@@ -13,6 +13,7 @@ from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_draft
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, SpeculationPolicy
@@ -71,6 +72,19 @@ def _find(name: str) -> Path:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
 
 
+def _cost_of(kind: ModelRunner, target: LoadedModel) -> float:
+    """Return the cost of a level of drafts as a fraction of a target pass, if both read every weight once."""
+    num_bytes = float(kind.loaded.num_bytes)
+    if not isinstance(kind, HeadRunner):
+        return num_bytes / target.num_bytes
+    head = kind.head
+    if head.embedding is not None:
+        num_bytes -= head.embedding.nbytes  # of which a few rows are read
+    if head.lm_head is None:
+        num_bytes += target.num_bytes / target.num_parameters * target.vocab_size * head.width  # the target's own
+    return num_bytes / target.num_bytes / (1 if head.block is None else head.block.max_depth)
+
+
 class Speculator:
     """The drafters loaded for a target, the active ones merged, and the policy that uses them.
 
@@ -123,10 +137,8 @@ class Speculator:
                 'select: drafters on other ranks are not scored; load the model with drafter_placement="first", or '
                 "leave select out"
             )
-        if config.max_asked is not None and any(isinstance(kind, HeadRunner | SelfRunner) for kind in kinds):
-            raise ValueError(
-                "select: heads on the target's hidden states and copies of the target are not scored; leave select out"
-            )
+        if config.max_asked is not None and any(isinstance(kind, SelfRunner) for kind in kinds):
+            raise ValueError("select: copies of the target are not scored; leave them out of drafters, or select")
         self.drafter = make_drafter(
             kinds,
             target.vocab_size,
@@ -134,9 +146,8 @@ class Speculator:
             config.draft_sampling,
             [self._vocabularies.get(name) for name in names],
             max_asked=config.max_asked,
-            # A pass reads every weight once, so its time is proportional to the model's size.
             ngram_sizes=config.ngram_sizes,
-            costs=[kind.loaded.num_bytes / target.num_bytes if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+            costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
         policy = config.speculation_policy
         self._predictor = None if policy is None else load_policy_network(policy, self.drafter)

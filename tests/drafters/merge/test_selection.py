@@ -225,6 +225,9 @@ class Expert:
             trees.append(TokenTree.chain(request.token_ids[-1], guesses, self.name, 0.5))
         return trees
 
+    def can_read(self, request: Request) -> bool:
+        return True
+
     def replay(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.replayed.append(len(request.token_ids))

@@ -81,7 +81,7 @@ class GuardedDrafter:
     def score(self, selection: Selection, requests: Sequence[Request]) -> None:
         """Pass its losses to the selection; a failure costs its scores."""
         drafter = cast(ScoredDrafter, self.drafter)
-        due = selection.due(requests, self.name)
+        due = [request for request in selection.due(requests, self.name) if drafter.can_read(request)]
         try:
             if due:
                 drafter.replay(due)
@@ -95,6 +95,10 @@ class GuardedDrafter:
             for request in due:
                 self.forget(request.request_id)
         selection.note_replay(due, self.name)
+
+    def can_read(self, request: Request) -> bool:
+        """Return whether it can draft for this request now."""
+        return cast(ScoredDrafter, self.drafter).can_read(request)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         try:

@@ -139,15 +139,16 @@ class MergedDrafter:
         """Return the budgets, restricted to the drafters to ask, after the models are scored on the known tokens."""
         open_ones = [budget.max_nodes > 0 and any(map(budget.asks, selection.models)) for budget in budgets]
         requests = [span.request for span, is_open in zip(spans, open_ones, strict=True) if is_open]
-        able = [drafter for drafter in self._guarded if drafter.is_able]
+        able = [drafter for drafter in self._guarded if drafter.is_able and drafter.name in selection.models]
         for drafter in able:
-            if drafter.name in selection.models and drafter.num_unscored < MAX_FAILURES:
+            if drafter.num_unscored < MAX_FAILURES:
                 drafter.score(selection, requests)
         # A drafter that cannot be scored is asked only if none can be scored.
         able = [drafter for drafter in able if drafter.num_unscored < MAX_FAILURES] or able
-        names = [drafter.name for drafter in able]
         return [
-            selection.restrict(span.request, budget, names) if is_open else budget
+            selection.restrict(span.request, budget, [one.name for one in able if one.can_read(span.request)])
+            if is_open
+            else budget
             for span, budget, is_open in zip(spans, budgets, open_ones, strict=True)
         ]
 

@@ -3,7 +3,8 @@
 A chosen token is right or wrong: the loss is 1 unless the drafter's best token, with the noise that the target uses, is
 the emitted one. A drawn token is right with some probability: the loss is 1 minus the probability of the token in the
 drafter's processed distribution. What a drafter grew itself is known already; for other text that it reads, the logits
-are requested. Of grammars only the present state is known, so text that was only read is scored without them.
+are requested. A head's logits for text that it reads are better than for its own drafts, so it drafts again from a few
+places of that text. Of grammars only the present state is known, so text that was only read is scored without them.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,22 @@ class _Account:
     num_scored: int
     drafted: dict[tuple[int, ...], tuple[Candidates, int]] = field(default_factory=dict)
     losses: Losses = field(default_factory=lambda: Losses([], []))
+
+
+class PastText(NamedTuple):
+    """A place of a text that is known, to draft from again.
+
+    Attributes:
+        view: The request as it was there, of which no grammar is known.
+        tokens: The tokens that follow, all of the prompt or all of the output.
+    """
+
+    view: Request
+    tokens: list[int]
+
+    @property
+    def is_prompt(self) -> bool:
+        return len(self.view.token_ids) < len(self.view.prompt_ids)
 
 
 class Scoring:
@@ -113,12 +130,43 @@ class Scoring:
     def settle(self, request: Request, tokens: Sequence[int]) -> None:
         """Score the target tokens emitted after the root, as far as its own tree shows what it would have drafted."""
         account = self._accounts[request.request_id]
-        for i, token in enumerate(tokens):
-            drafted = account.drafted.get(tuple(tokens[:i]))
-            if drafted is None:
-                break
-            account.losses.output.append(_loss(request, *drafted, token))
-            account.num_scored += 1
+        found = _losses_along(request, tokens, account)
+        account.losses.output.extend(found)
+        account.num_scored += len(found)
+
+    def settle_past(self, past: PastText) -> None:
+        """Score what was drafted from a place of known text."""
+        account = self._accounts[past.view.request_id]
+        (account.losses.prompt if past.is_prompt else account.losses.output).extend(
+            _losses_along(past.view, past.tokens, account)
+        )
+
+    def past(self, request: Request, num_places: int, num_tokens: int) -> list[PastText]:
+        """Return places to draft from again, at even distances in the text that was not scored, the first one first.
+
+        Args:
+            num_places: The largest number of places.
+            num_tokens: The largest number of tokens to draft at each; none is drafted at two.
+        """
+        account = self._accounts.setdefault(request.request_id, _Account(1))
+        ids, num_prompt, end = request.token_ids, len(request.prompt_ids), len(request.token_ids)
+        start = max(account.num_scored, end - MAX_SCORED, 2)  # a head's first feature is that of the first token
+        account.num_scored = end
+        found = []
+        step = max(-(-(end - start) // num_places), num_tokens)
+        for place in range(start, end, step):
+            is_prompt = place < num_prompt
+            view = _as_text(request, self._is_chosen(request)) if is_prompt else _as_output(request)
+            # Its drafts read the request's cache, and no noise is used twice.
+            view.prompt_ids, view.cache_salt, view.num_draws = request.prompt_ids, request.cache_salt, request.num_draws
+            view.token_ids, view.adapter = ids[:place], request.adapter
+            found.append(PastText(view, ids[place : min(place + num_tokens, num_prompt if is_prompt else end)]))
+        return found
+
+    def skip(self, request: Request) -> None:
+        """Leave the known tokens that were not scored without a score, and drop drafts that were never observed."""
+        account = self._accounts.setdefault(request.request_id, _Account(1))
+        account.num_scored = max(account.num_scored, len(request.token_ids))
         account.drafted.clear()
 
     def take(self, request_id: str) -> Losses:
@@ -147,6 +195,18 @@ def lookup_losses(tree: TokenTree, tokens: Sequence[int]) -> list[float]:
         if token not in children:
             break
         node = children[token]
+    return losses
+
+
+def _losses_along(request: Request, tokens: Sequence[int], account: _Account) -> list[float]:
+    """Return losses on the tokens after the root, as far as a drafter's own tree shows them, and drop that tree."""
+    losses = []
+    for i, token in enumerate(tokens):
+        drafted = account.drafted.get(tuple(tokens[:i]))
+        if drafted is None:
+            break
+        losses.append(_loss(request, *drafted, token))
+    account.drafted.clear()
     return losses
 
 

@@ -99,7 +99,7 @@ class Selection:
         """Return the budget with the drafters that are asked for this request.
 
         Args:
-            able: The models that have not failed too often; only these can be chosen.
+            able: The models that have not failed too often and can read this text now; only these can be chosen.
         """
         name = request.request_id
         course = self._courses.setdefault(name, _Course())  # no request was due if no model could be scored

@@ -74,6 +74,7 @@ class AssistantHead(FeatureHead):
             checkpoint.fill(getattr(self, name), f"{name}.")
         for name in ("layers", "norm"):
             checkpoint.fill(getattr(self, name), f"model.{name}.")
+        self.embedding = None
         self.lm_head = nn.Linear(own, target.vocab_size, bias=False, device="meta")
         name = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.embed_tokens.weight"
         self.lm_head.weight = nn.Parameter(checkpoint.take(name, target.vocab_size, own), requires_grad=False)

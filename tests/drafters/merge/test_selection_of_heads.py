@@ -1,0 +1,112 @@
+"""Heads among the drafters that are chosen: scores are those of their drafts, missed text is read, outputs stay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heads import SlowEagle3, drafter_of, ids_of, llm_of, save_block, save_cycle, save_eagle3
+from pair_heads import slow_tree
+from references_of_text import hidden_states
+from specinfer import SamplingParams
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters import SmallModelDrafter
+from specinfer.drafters.merge.scoring import Scoring
+from tiny import make_model, paths_of, random_prompts, save_model
+
+LAYERS = 8
+CYCLE = [63, 62, 57, 32, 35, 50, 61, 52]  # text of the target that is a cycle
+GREEDY = SamplingParams(temperature=0.0, max_tokens=90)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("drafters")
+    return [
+        save_eagle3(root / "eagle3", draft_ids=range(2, 90)),
+        save_block(root / "dflash"),
+        save_block(root / "dspark", "dspark"),
+        save_model(root / "small", noise=0.5, num_hidden_layers=LAYERS),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "select", "verification"),
+    [("2,1,1", "hedge:1", "coupled"), ("best-first:8", "hedge", "target-only")],
+)
+def test_heads_that_are_chosen_or_not_change_no_text(
+    tree: str, select: str, verification: str, target: Path, drafters: list[Path]
+) -> None:
+    prompts = random_prompts([7, 9, 70])
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.8, 1.0))]
+    texts = []
+    for options in ({"tree": "off"}, {"tree": tree, "select": select, "verification": verification}):
+        with llm_of(target, *drafters, "suffix", **options) as llm:
+            texts.append([one.outputs[0].token_ids for one in llm.generate(ids_of(prompts), params, use_tqdm=False)])
+            if llm.drafter is not None:
+                assert llm.drafter.selection is not None
+                assert llm.drafter.num_failures == {}
+                traffic = llm.drafter.selection.hedge._traffic
+                assert all(losses.mean is not None for losses in traffic.values()), "each is scored, asked or not"
+    assert texts[0] == texts[1]
+
+
+def _losses(slow: SlowEagle3, model: Any, tokens: list[int], start: int, end: int, step: int) -> list[float]:
+    """The losses of chains of four that begin at these places, as far as the text goes with them."""
+    losses = []
+    for place in range(start, end, step):
+        features = slow.project(hidden_states(model, tokens[: place - 1], (2, 4, 5)))
+        chain = max(paths_of(slow_tree(slow, features, tokens[:place], (1, 1, 1, 1))), key=len)
+        for drafted, token in zip(chain, tokens[place : min(place + 4, end)], strict=False):
+            losses.append(float(drafted != token))
+            if drafted != token:
+                break
+    return losses
+
+
+def test_a_head_is_scored_on_drafts_of_text_that_it_missed(target: Path, tmp_path: Path) -> None:
+    """The slow twin computes every draft anew, without a cache; prompt and output are scored apart, each once."""
+    model = make_model("llama", num_hidden_layers=LAYERS)
+    slow = SlowEagle3(save_eagle3(tmp_path / "head"), model.model.embed_tokens.weight.detach())
+    with llm_of(target, tmp_path / "head", tree="1") as llm:
+        drafter = drafter_of(llm)
+        drafter._scoring = Scoring("shared-noise", drafter.vocabulary)
+        request = Request("one", random_prompts([21])[0], GREEDY, seed=0)
+        llm.engine.add(request)
+        drafter.replay([request])
+        assert drafter.take_losses("one") == ([], []), "the target has not read the prompt"
+        while request.num_output < 9:
+            llm.engine.step()
+        drafter.forget("one")
+        count = len(request.token_ids)
+        drafter.replay([request])
+        losses, tokens = drafter.take_losses("one"), request.token_ids
+        wanted = [_losses(slow, model, tokens, start, end, 4) for start, end in ((2, 21), (22, count))]
+        assert [losses.prompt, losses.output] == wanted
+        drafter.replay([request])
+        assert drafter.take_losses("one") == ([], []), "each token is scored once"
+        span = Span(request, count - 1, count)
+        (tree,) = drafter.draft([span], [TreeBudget.expansion((2, 2))])
+        features = slow.project(hidden_states(model, tokens[:-1], (2, 4, 5)))
+        assert sorted(paths_of(tree)) == sorted(paths_of(slow_tree(slow, features, tokens, (2, 2))))
+
+
+def test_a_perfect_head_is_chosen_and_catches_up_with_what_it_missed(tmp_path: Path) -> None:
+    """The first drafter named is asked until the other has been scored, after the first pass, on the prompt."""
+    target, head = save_cycle(tmp_path)
+    small = save_model(tmp_path / "small", vocab_size=64)
+    with llm_of(target, small, head, tree="1,1,1,1", select="hedge:1") as llm:
+        assert llm.drafter is not None
+        assert llm.drafter.selection is not None
+        names = [one.name for one in llm.drafter.drafters if isinstance(one, SmallModelDrafter)]
+        (output,) = llm.generate(ids_of([CYCLE]), GREEDY, use_tqdm=False)
+        weights = llm.drafter.selection.weights
+        assert weights[names[1]] > weights[names[0]]
+        steps = dict(output.metrics.speculative_decoding)
+        assert int(steps["num_accepted_draft_tokens"]) / int(steps["num_spec_steps"]) > 3.5  # type: ignore[call-overload]
