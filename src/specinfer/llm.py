@@ -22,7 +22,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.processing import why_not
+from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.engine.engine import Engine
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list
@@ -102,13 +102,12 @@ class LLM:
         assert self.adaptation is None, "what drafters learn is that of one engine"
         self._parts.speculator.configure(config)
         policy = self._parts.speculator.policy
-        executor = DeviceExecutor.of(self.target, self.drafter, scheduler) if config.verification == "coupled" else None
+        executor = DeviceExecutor.of(self.target, self.drafter, scheduler, config.verification)
         if executor is not None and not policy.reads_logits:
             executor.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
         why_no_steps = why_not(self.target, self.drafter)
-        if config.verification != "coupled" and self.drafter is not None:
-            why_no_steps = f"verification is {config.verification}"
-        log_gpu_path(self.target, self.small_models, why_no_steps, device=self.target.loaded.device)
+        why_no_sampled = why_not_sampled(self.drafter, config.verification)
+        log_gpu_path(self.target, self.small_models, why_no_steps, why_no_sampled, device=self.target.loaded.device)
         self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, executor)
         self.engine.observers.append(self._counters)
         scheduler.planner = self._parts.speculator.planner

@@ -9,7 +9,7 @@ import torch
 
 from on_device import load_plain
 from specinfer.drafters import make_drafter
-from specinfer.engine.device.processing import why_not
+from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import gpu_path
@@ -27,12 +27,16 @@ def runners(model_folder: Callable[..., Path]) -> tuple[ModelRunner, ModelRunner
 
 
 def logged(
-    caplog: pytest.LogCaptureFixture, target: ModelRunner, small: ModelRunner, why_no_steps: str | None
+    caplog: pytest.LogCaptureFixture,
+    target: ModelRunner,
+    small: ModelRunner,
+    why_no_steps: str | None,
+    why_no_sampled: str | None = None,
 ) -> tuple[str, str]:
     """Return the level and the text of the only line that is logged for a GPU."""
     caplog.clear()
     with caplog.at_level(logging.INFO, logger=gpu_path.__name__):
-        log_gpu_path(target, {"small": small}, why_no_steps, device=GPU)
+        log_gpu_path(target, {"small": small}, why_no_steps, why_no_sampled, device=GPU)
     (record,) = caplog.records
     return record.levelname, record.getMessage()
 
@@ -46,6 +50,11 @@ def test_what_is_not_used_is_a_warning_with_the_reason(
         "INFO",
         "cuda:0: Triton kernels: yes; captured passes of the target: yes; captured passes of small: yes; "
         "steps on the device: yes",
+    )
+    assert logged(caplog, target, small, None, "verification is traversal") == (
+        "WARNING",
+        "cuda:0: Triton kernels: yes; captured passes of the target: yes; captured passes of small: yes; "
+        "steps on the device: yes; steps on the device of sampled requests: no, verification is traversal",
     )
     assert target.padded is not None
     target.padded.why_not_captured = "they cannot be captured: it waits"
@@ -84,6 +93,15 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
     for reason, (kinds, names) in reasons.items():
         assert why_not(target, make_drafter(kinds, VOCAB, names)) == reason
     assert why_not(target, None) is None
+    for rule, draft_sampling, reason in (
+        ("coupled", "shared-noise", None),
+        ("coupled", "top-k", "draft_sampling is top-k"),
+        ("traversal", "iid", "verification is traversal"),
+    ):
+        drafter = make_drafter([small, "ngram"], VOCAB, ["small", "ngram"], draft_sampling)
+        assert why_not(target, drafter) is None
+        assert why_not_sampled(drafter, rule) == reason
+        assert why_not_sampled(None, rule) is None
     assert why_not(unpadded, None) == "passes of the target are not captured"
 
 

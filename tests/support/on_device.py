@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.engine.device.executor import DeviceExecutor
@@ -36,6 +37,7 @@ def make_device_engine(
     max_num_batched_tokens: int = 512,
     has_device_executor: bool = True,
     lookups: Sequence[str] = (),
+    verification: str = "coupled",
 ) -> Engine:
     """An engine with a lane, or one without it that is alike in all else."""
     graphs = Graphs(CPU) if has_device_executor else None
@@ -44,12 +46,13 @@ def make_device_engine(
     if small is not None:
         num_draft_slots = num_draft_slots or num_slots
         draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
-        drafter = make_drafter([draft_runner, *lookups], target.vocab_size, ["small", *lookups])
+        draft_sampling = DRAFT_SAMPLINGS[verification][0]
+        drafter = make_drafter([draft_runner, *lookups], target.vocab_size, ["small", *lookups], draft_sampling)
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
-    executor = DeviceExecutor.of(runner, drafter, scheduler) if has_device_executor else None
+    executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None
     assert (executor is not None) == has_device_executor
-    return Engine(runner, drafter, policy, scheduler, executor=executor)
+    return Engine(runner, drafter, policy, scheduler, verification, executor)
 
 
 def executor_of(engine: Engine) -> DeviceExecutor:

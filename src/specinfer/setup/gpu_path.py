@@ -15,22 +15,30 @@ Parts = Mapping[str, str | None]  # name of a part -> why it is not used, or Non
 
 
 def log_gpu_path(
-    target: TargetRunner, drafters: Mapping[str, ModelRunner], why_no_steps: str | None, *, device: torch.device
+    target: TargetRunner,
+    drafters: Mapping[str, ModelRunner],
+    why_no_steps: str | None,
+    why_no_sampled: str | None = None,
+    *,
+    device: torch.device,
 ) -> None:
     """Log once what is used on a GPU: a warning if any part is not, since generation is then several times as slow.
 
     Args:
         drafters: Model drafters by name.
         why_no_steps: Reason why steps do not run on the device alone, or None if they do.
+        why_no_sampled: Reason why those of sampled requests do not.
     """
     if device.type != "cuda":
         return
-    parts = {
+    parts: dict[str, str | None] = {
         "Triton kernels": why_not_on(device),
         "captured passes of the target": _why_not_captured(target),
         **{f"captured passes of {name}": _why_not_captured(one) for name, one in drafters.items()},
         "steps on the device": why_no_steps,
     }
+    if why_no_steps is None and why_no_sampled is not None:
+        parts["steps on the device of sampled requests"] = why_no_sampled
     level = logging.WARNING if any(parts.values()) else logging.INFO
     logger.log(level, "%s: %s", device, "; ".join(described(parts)))
 

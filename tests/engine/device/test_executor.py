@@ -279,6 +279,33 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pai
     _check_left(engine)
 
 
+@pytest.mark.parametrize("verification", ["multi-step", "traversal", "target-only"])
+def test_greedy_requests_take_steps_on_the_device_under_every_rule(
+    verification: str, pair: Pair, plain: list[list[int]]
+) -> None:
+    """Sampled ones take ordinary steps next to them, with the tokens that they have without others."""
+    found, engine = _requests(), make_device_engine(*pair, TREES["2,2,1"], verification=verification)
+    for request in found:
+        engine.add(request)
+    served = set[Request]()
+    while engine.has_work:
+        engine.step()
+        served |= set(executor_of(engine).requests)
+    assert served == {request for request in found if request.params.is_greedy}
+    assert all(request.output_ids == tokens for request, tokens in zip(found, plain, strict=True) if request in served)
+    assert sum(request.speculation.num_accepted_draft_tokens for request in served) > 5
+    alone = _requests()
+    run(make_device_engine(*pair, TREES["2,2,1"], verification=verification, has_device_executor=False), alone)
+    assert [request.output_ids for request in found] == [request.output_ids for request in alone]
+    _check_left(engine)
+
+
+def test_plain_decoding_takes_steps_on_the_device_under_every_rule(pair: Pair, plain: list[list[int]]) -> None:
+    engine, requests = make_device_engine(pair[0], verification="multi-step"), _requests()
+    assert run(engine, requests) == plain
+    assert executor_of(engine).num_launched > 4
+
+
 def test_requests_with_trees_of_their_own(pair: Pair) -> None:
     trees = [None, "off", "1,1", "best-first:5:3", "3,1,2"]
 

@@ -32,7 +32,7 @@ from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.logprobs import count_for
-from specinfer.engine.device.processing import Processing, is_served, why_not
+from specinfer.engine.device.processing import Processing, is_served, why_not, why_not_sampled
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
@@ -60,6 +60,7 @@ class DeviceExecutor:
         merged: All drafters, with lookups, or None.
         max_requests: Maximum number of requests at a time.
         max_context: Longest request, in tokens.
+        may_sample: Whether sampled requests are served.
 
     Attributes:
         num_launched: Steps since the start.
@@ -73,8 +74,10 @@ class DeviceExecutor:
         scheduler: Scheduler,
         max_requests: int,
         max_context: int,
+        *,
+        may_sample: bool = True,
     ) -> None:
-        self._target, self._scheduler = target, scheduler
+        self._target, self._scheduler, self._may_sample = target, scheduler, may_sample
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = min(max_requests, num_rows)
         self._device = DeviceRows(target, drafter, num_rows, max_context)
@@ -89,13 +92,16 @@ class DeviceExecutor:
         self.num_launched = 0
 
     @classmethod
-    def of(cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler) -> "DeviceExecutor | None":
+    def of(
+        cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler, verification: str = "coupled"
+    ) -> "DeviceExecutor | None":
         """Make an executor, or return None where `processing.why_not` has a reason.
 
         Args:
             target: The runner of the target.
-            drafter: The drafters, or None without speculation: one model that draws with shared noise, and lookups.
+            drafter: The drafters, or None without speculation: one small model, and lookups.
             scheduler: The scheduler of the requests.
+            verification: Verification rule. Sampled requests are served where `why_not_sampled` has no reason.
         """
         if why_not(target, drafter) is not None:
             return None
@@ -105,7 +111,8 @@ class DeviceExecutor:
             assert isinstance(drafter, MergedDrafter)
             (small,) = (one for one in drafter.drafters if isinstance(one, SmallModelDrafter))
         max_context = min(target.loaded.max_position, target.cache.num_slots)
-        return cls(target, small, drafter, scheduler, scheduler.max_num_seqs, max_context)
+        may_sample = why_not_sampled(drafter, verification) is None
+        return cls(target, small, drafter, scheduler, scheduler.max_num_seqs, max_context, may_sample=may_sample)
 
     @property
     def num_in_flight(self) -> int:
@@ -123,6 +130,8 @@ class DeviceExecutor:
         parameters need; others are captured when they occur.
         """
         defaults: dict[str, Any] = dict(self._target.loaded.sampling_defaults)
+        if not self._may_sample:
+            defaults["temperature"] = 0.0
         processing = Processing.of(SamplingParams(**defaults))
         if processing >= Processing.ADJUSTMENT and not self._device.can_adjust():
             processing = Processing.TRUNCATION
@@ -220,7 +229,7 @@ class DeviceExecutor:
             if len(self._device_requests) >= self._max_requests:
                 return
             if (
-                not is_served(request, may_follow=self._guesses.has_lookups)
+                not is_served(request, may_follow=self._guesses.has_lookups, may_sample=self._may_sample)
                 or self._barred.get(request) == request.num_output
             ):
                 continue

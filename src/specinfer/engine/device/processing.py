@@ -32,7 +32,10 @@ class Processing(enum.IntEnum):
 
 
 def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
-    """Return why this target and drafter cannot take steps on the device, or None if they can."""
+    """Return why this target and drafter cannot take steps on the device, or None if they can.
+
+    `why_not_sampled` has the reasons that concern some requests only.
+    """
     if not isinstance(target, ModelRunner):
         return "the target is on several ranks"
     if target.padded is None:
@@ -51,20 +54,34 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
         return f"passes of the drafter {small.name} are not captured"
     if not small.shares_vocabulary:
         return f"the drafter {small.name} has another vocabulary"
-    if small.draft_sampling != "shared-noise":
-        return f"draft_sampling is {small.draft_sampling}"
     return None
 
 
-def is_served(request: Request, *, may_follow: bool) -> bool:
+def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
+    """Return why sampled requests take ordinary steps, or None if they need not.
+
+    Greedy requests are drafted for and walked alike under every rule.
+    """
+    if drafter is None:  # every rule is plain decoding
+        return None
+    if verification != "coupled":
+        return f"verification is {verification}"
+    kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
+    others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {"shared-noise"}
+    return f"draft_sampling is {others.pop()}" if others else None
+
+
+def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
     """Return whether steps of this request can be taken on a device from now on.
 
     Args:
         may_follow: Whether guesses of lookups are merged there, and so predictions.
+        may_sample: Whether sampled requests are drafted for and verified there.
     """
     params = request.params
     return not (
         request.num_output < params.min_tokens
+        or not (may_sample or params.is_greedy)
         or request.grammar is not None
         or request.bad_words_ids
         or (request.prediction_ids and not may_follow)
