@@ -3,13 +3,13 @@
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,15 +204,17 @@ def test_no_process_is_left_after_the_end() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="has no signals")
 def test_no_process_is_left_when_the_one_that_asks_is_killed() -> None:
     script = (
-        "import os, signal, test_text_reader\n"
-        "reader = test_text_reader.BoundedTextReader(test_text_reader.local_reader())\n"
-        "reader.encode(test_text_reader.LONG, 'prompt')\n"
+        "import os, pickle, signal, sys\n"
+        "from specinfer.inputs.text_reader import BoundedTextReader\n"
+        "reader = BoundedTextReader(pickle.load(sys.stdin.buffer))\n"
+        f"reader.encode({LONG!r}, 'prompt')\n"
         "print(reader._processes._idle[0]._child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    command, path = [sys.executable, "-c", script], os.pathsep.join(filter(None, sys.path))
+    job = pickle.dumps(local_reader())
     done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False
+        command, env=os.environ | {"PYTHONPATH": path}, input=job, stdout=subprocess.PIPE, check=False
     )
     assert done.returncode == -signal.SIGKILL
     await_that(lambda: not is_alive(int(done.stdout)), 5)

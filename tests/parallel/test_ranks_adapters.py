@@ -25,7 +25,9 @@ def _tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("tensor", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.distributed)], ids=["tp2", "pp2"]
+)
 def test_ranks_add_what_one_process_adds(tensor: int, stages: int, tmp_path: Path) -> None:
     """There are more adapters than fit into memory or a batch; they come, and are unloaded, while requests run."""
     folder = save_model(tmp_path / "model", "llama")

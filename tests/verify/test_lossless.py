@@ -31,8 +31,8 @@ Runners = Callable[..., ModelRunner]
 
 # ------------------------------------------------------------------------------- greedy, every family
 
-LENGTHS = (3, 17, 60, 1, 33, 8, 25, 41)
-OUTPUTS = (12, 8, 12, 10, 3, 12, 1, 6)  # they leave one by one, and others join
+LENGTHS = (3, 17, 60, 1, 33)
+OUTPUTS = (8, 6, 9, 3, 1)  # they leave one by one, and others join
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_greedy_is_transformers_generate(
     family: str, kind: str, runner_of: Runners, greedy_outputs: Callable[[str], list[list[int]]]
 ) -> None:
     drafter, widths = _drafter(kind, runner_of, family)
-    engine = make_engine(runner_of(family), drafter, widths, max_num_seqs=5, max_num_batched_tokens=16)
+    engine = make_engine(runner_of(family), drafter, widths, max_num_seqs=3, max_num_batched_tokens=16)
     requests = [
         make_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=n))
         for i, (prompt, n) in enumerate(zip(random_prompts(LENGTHS), OUTPUTS, strict=True))

@@ -5,6 +5,7 @@ and a prompt from a held-out file is never seen in training.
 """
 
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -35,15 +36,17 @@ def is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest[:8], "big") % _HELDOUT_ONE_IN == 0
 
 
-def _is_skipped(parts: tuple[str, ...]) -> bool:
-    return any(part in _SKIPPED_FOLDERS or part.startswith(_SKIPPED_PREFIXES) for part in parts)
+def _is_skipped(name: str) -> bool:
+    return name in _SKIPPED_FOLDERS or name.startswith(_SKIPPED_PREFIXES)
 
 
 def _files() -> list[tuple[str, Path]]:
     """Return all (relative posix path, file) pairs in the order of the relative path."""
-    root = stdlib_folder()
-    found = ((path.relative_to(root), path) for path in root.rglob("*.py"))
-    return sorted((rel.as_posix(), path) for rel, path in found if not _is_skipped(rel.parts))
+    root, found = stdlib_folder(), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not _is_skipped(name)]  # site-packages may hold very many files
+        found += [Path(folder, name) for name in names if name.endswith(".py") and not _is_skipped(name)]
+    return sorted((path.relative_to(root).as_posix(), path) for path in found)
 
 
 def training_files() -> list[Path]:

@@ -1,6 +1,5 @@
 """The peak memory of a process with a streamed target, as the operating system counts it."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,16 +27,26 @@ import re, sys
 from pathlib import Path
 from specinfer import LLM, SamplingParams
 
-folder, num_bytes, copy = sys.argv[1], int(sys.argv[2]), sys.argv[3] or None
-llm = LLM(
-    folder, drafters=["ngram"], tree="best-first:16", offload="disk", memory_budget=num_bytes,
-    quantization=None if copy is None else "int8", offload_folder=copy,
-)
+folder, copy = sys.argv[1], sys.argv[2] or None
+
+def load(num_bytes):
+    return LLM(
+        folder, drafters=["ngram"], tree="best-first:16", offload="disk", memory_budget=num_bytes,
+        quantization=None if copy is None else "int8", offload_folder=copy,
+    )
+
+try:
+    load(2**20)
+except ValueError as error:
+    refused = str(error)
+num_bytes = int(re.search(r"at least (\\d+)MiB", refused)[1]) * 2**20
+llm = load(num_bytes)
 stream = llm.target.loaded.stream
 prompts = [{"prompt_token_ids": [(i * j) % 90 for i in range(160)]} for j in (1, 2)]
 assert all(out.outputs for out in llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0)))
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
-print(int(peak[1]) * 1024, stream.num_resident, stream.num_layers)
+print(refused)
+print(num_bytes, int(peak[1]) * 1024, stream.num_resident, stream.num_layers)
 llm.shutdown()
 """
 
@@ -51,27 +60,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _child(folder: Path, num_bytes: int, copy: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _CHILD, str(folder), str(num_bytes), copy]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
-def _least(refused: subprocess.CompletedProcess[str]) -> int:
-    found = re.search(r"at least (\d+)MiB", refused.stderr)
-    assert found is not None, refused.stderr
-    return int(found[1]) * 2**20
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: bool) -> None:
     copy = str(tmp_path / "copy") if quantized else ""
-    refused = _child(folder, 2**20, copy)
-    assert "memory_budget: 1 MiB are too few" in refused.stderr
-    num_bytes = _least(refused)
-    child = _child(folder, num_bytes, copy)
+    command = [sys.executable, "-c", _CHILD, str(folder), copy]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert child.returncode == 0, "nobody is refused twice: " + child.stderr
-    peak, num_resident, num_layers = map(int, child.stdout.split())
+    refused, numbers = child.stdout.splitlines()
+    assert "memory_budget: 1 MiB are too few" in refused
+    num_bytes, peak, num_resident, num_layers = map(int, numbers.split())
     assert peak < num_bytes
     assert quantized or num_resident < num_layers
 
