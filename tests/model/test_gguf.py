@@ -224,6 +224,12 @@ def test_contractions_and_three_digits_are_pieces_by_the_rule_of_gpt_4o(tmp_path
     assert [piece for piece, _ in cut.pre_tokenize_str("It's 12345 HTTPServer isn't\n\nx//y")] == pieces
 
 
+def test_marks_belong_to_their_letters_by_the_rule_of_qwen_3_5(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", tokenizer__ggml__pre="qwen35")
+    cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    assert [place for _, place in cut("e\u0301a,\u0301 12")] == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
+
+
 def test_digits_are_single_tokens_by_the_rule_of_smollm(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf")
     cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer

@@ -64,7 +64,7 @@ def write_model(
     metadata |= {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        _add(writer, key, value)
+        add(writer, key, value)
     for name, weight in _matrices(model):
         stored_name, blocks = _stored_name(name, arch), None
         stored = gguf.GGMLQuantizationType[kind]
@@ -72,7 +72,7 @@ def write_model(
             if stored_name.removesuffix(".weight").endswith(end):
                 stored = gguf.GGMLQuantizationType[other]
         if weight.ndim > 1 and not name.endswith("bias"):
-            blocks = _blocks_of(weight.detach().numpy(), stored)
+            blocks = blocks_of(weight.detach().numpy(), stored)
             weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, stored)))
         given = weight.detach().clone() if blocks is None else torch.from_numpy(blocks)
         data = _as_stored(name, given, arch, model.config).numpy()
@@ -114,9 +114,6 @@ def _apart(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 def _metadata(arch: str, config: Any) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    tokenizer = make_tokenizer()
-    model = tokenizer.backend_tokenizer.model
-    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
     return {
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.context_length": config.max_position_embeddings,
@@ -140,11 +137,19 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] == "yarn" else None,
         f"{arch}.rope.scaling.factor": rope.get("factor"),
         f"{arch}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+    } | tokenizer_metadata()
+
+
+def tokenizer_metadata() -> dict[str, Any]:
+    """The tokenizer of tiny models."""
+    tokenizer = make_tokenizer()
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
-        "tokenizer.ggml.merges": _merges_of(model),
+        "tokenizer.ggml.merges": _merges_of(tokenizer.backend_tokenizer.model),
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.chat_template": CHAT_TEMPLATE,
@@ -155,7 +160,7 @@ def _merges_of(model: Any) -> list[str]:
     return [" ".join(pair) if isinstance(pair, list) else pair for pair in json.loads(model.__getstate__())["merges"]]
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool):
@@ -200,7 +205,7 @@ def write_parts(path: Path, count: int) -> list[Path]:
         if number == 0:
             for key, field in reader.fields.items():
                 if not key.startswith("GGUF.") and key != "general.architecture":
-                    _add(writer, key, field.contents())
+                    add(writer, key, field.contents())
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", count)
         writer.add_int32("split.tensors.count", len(reader.tensors))
@@ -213,7 +218,7 @@ def write_parts(path: Path, count: int) -> list[Path]:
     return parts
 
 
-def _blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+def blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Return the weights in blocks, or random ones of the same size where the library cannot quantize."""
     try:
         return gguf.quants.quantize(np.ascontiguousarray(weight), kind)

@@ -48,6 +48,8 @@ class QuantizedLinear(nn.Module):
         packed = None if self.call is not None else weight.packed()
         for name in _TENSORS:
             self.register_buffer(name, None if packed is None else getattr(packed, name), persistent=False)
+        self.inputs: Tensor | None
+        self.register_buffer("inputs", weight.inputs, persistent=False)
 
     @classmethod
     def of(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
@@ -78,8 +80,10 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """Weights as [out, in], computed at each access."""
         if self.call is not None:
-            return self.call.rows(torch.arange(self.out_features)).to(self.dtype)
-        return quantization.dequantize(self.quantized, self.dtype)
+            weight = self.call.rows(torch.arange(self.out_features)).to(self.dtype)
+        else:
+            weight = quantization.dequantize(self.quantized, self.dtype)
+        return weight if self.inputs is None else weight[:, self.inputs.argsort()]
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +95,7 @@ class QuantizedLinear(nn.Module):
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Return [rows, out] in the type of `rows` [rows, in]; on a CPU a row's result depends only on that row."""
+        rows = rows if self.inputs is None else rows[:, self.inputs]
         if self.call is not None:
             return self.call(rows.float().contiguous()).to(rows.dtype)
         if rows.is_cuda:  # activations are not rounded: it would take longer than it saves

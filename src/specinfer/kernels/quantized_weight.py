@@ -31,6 +31,7 @@ class QuantizedWeight:
     nest: Tensor | None = None  # [out, inputs / NEST, 1, or 2 with `added`] float16
     levels: Tensor | None = None  # [16] int8: the numbers that the codes stand for, or [256] float32 of float codes
     zeros: Tensor | None = None  # [out, groups] uint8
+    inputs: Tensor | None = None  # [in] int64: the input that each column of the codes is for, or None if in order
 
     @property
     def is_packed(self) -> bool:
@@ -99,6 +100,8 @@ class QuantizedWeight:
 
     def can_split(self, part: range) -> bool:
         """Return whether these inputs are whole groups, and whole ones of groups whose scales have a scale."""
+        if self.inputs is not None:
+            return False
         size = self.group_size if self.nest is None else NEST
         return part.start % size == 0 and (part.stop % size == 0 or part.stop == self.in_features)
 
@@ -117,6 +120,23 @@ class QuantizedWeight:
             self, codes=codes, scales=cut(self.scales, group), in_features=len(part), added=added, nest=nest,
             zeros=zeros,
         )  # fmt: skip
+
+    def with_inputs(self, parts: "Sequence[range]") -> "QuantizedWeight":
+        """Return the same weights with the columns of these ranges one after the other, as the inputs come.
+
+        Columns stay where they are if the ranges are no whole groups; the inputs are then brought into their order.
+        """
+        if not all(map(self.can_split, parts)):
+            columns = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+            return replace(self, inputs=columns.argsort())
+        found = [self.of_inputs(part) for part in parts]
+        codes, scales, added, nest, zeros = (
+            None if getattr(self, name) is None else torch.cat([getattr(one, name) for one in found], dim=1)
+            for name in ("codes", "scales", "added", "nest", "zeros")
+        )
+        assert codes is not None
+        assert scales is not None
+        return replace(self, codes=codes, scales=scales, added=added, nest=nest, zeros=zeros)
 
     def outline(self, rows: int) -> "QuantizedWeight":
         """Return weights on the meta device in the same format, with so many rows."""
@@ -140,7 +160,7 @@ class QuantizedWeight:
     def format(self) -> tuple[object, ...]:
         """Properties that weights must share to be joined."""
         levels = None if self.levels is None else self.is_float or tuple(self.levels.tolist())
-        optional = self.added is None, self.nest is None, self.zeros is None, levels
+        optional = self.added is None, self.nest is None, self.zeros is None, self.inputs is None, levels
         return (self.bits, self.group_size, self.in_features, self.scales.dtype, *optional)
 
     def numbers(self, part: slice = slice(None)) -> Tensor:

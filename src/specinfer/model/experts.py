@@ -16,7 +16,7 @@ from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
-_SEPARATE = frozenset({"qwen2_moe", "qwen3_moe"})
+_SEPARATE = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"})
 # Families whose checkpoints have stacks, too, see `StackedSource`.
 _STACKED = frozenset({"gpt_oss"})
 FAMILIES = _SEPARATE | _STACKED

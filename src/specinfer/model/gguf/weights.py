@@ -1,5 +1,6 @@
 """A GGUF file's tensors as a model's weights, dequantized a few rows at a time."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,11 @@ class Weight:
         heads: Number of heads of a matrix whose rows llama.cpp reorders, or 0 for other weights.
         less: Number subtracted from the stored values.
         expert: Index of the expert among `num_experts` in the tensor, or None for a tensor of its own.
+        stored: Shape in the file where its sizes are others than those of `shape`, but for sizes of 1.
+        order: Function of the stored rows that returns those of the weight in its order, or None.
+        inputs: Ranges of stored inputs in the order of the weight's inputs, or none if they are stored in order.
+        is_log: Whether the file has minus the exponentials of the numbers.
+        dim: Dimension in which weights of the same name are joined to one.
     """
 
     name: str
@@ -33,6 +39,17 @@ class Weight:
     less: float = 0.0
     expert: int | None = None
     num_experts: int = 1
+    stored: tuple[int, ...] | None = None
+    order: Callable[[Tensor], Tensor] | None = None
+    inputs: tuple[range, ...] = ()
+    is_log: bool = False
+    dim: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor in the file, up to sizes of 1."""
+        shape = self.stored or self.shape
+        return shape if self.expert is None else (self.num_experts, *shape)
 
 
 def read_tensor(place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Tensor:
@@ -85,27 +102,46 @@ class GgufSource:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Read the whole weight, with rows in the model's order."""
-        tensor = read_tensor(self.place, self.dtype, self.weight.less)
-        return _in_halves(tensor, self.weight.heads) if self.weight.heads else tensor
+        """Read the whole weight, with rows and inputs in the model's order."""
+        weight = self.weight
+        if weight.is_log:
+            tensor = read_tensor(self.place, torch.float32).neg_().log_().to(self.dtype)
+        else:
+            tensor = read_tensor(self.place, self.dtype, weight.less)
+        if weight.stored is not None:
+            tensor = tensor.view(weight.stored)
+        tensor = self._in_order(tensor)
+        if weight.inputs:
+            tensor = torch.cat([tensor[:, part.start : part.stop] for part in weight.inputs], dim=1)
+        return tensor.reshape(weight.shape)
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        if self.weight.order is not None:
+            return self.weight.order(rows)
+        return _in_halves(rows, self.weight.heads) if self.weight.heads else rows
 
     @property
     def has_codes(self) -> bool:
         """True if the weight is a matrix whose codes our kernels take as they are."""
-        return len(self.shape) == 2 and blocks.has_codes(self.place.kind)
+        return len(self.shape) == len(self.place.shape) == 2 and blocks.has_codes(self.place.kind)
 
     def outline(self) -> tuple[str, QuantizedWeight]:
         """Return what `codes` does, on the meta device."""
-        row = torch.zeros((1, self.place.num_bytes // self.shape[0]), dtype=torch.uint8)
-        return self.place.kind.name, blocks.weight_of(row, self.place.kind).outline(self.shape[0])
+        row = torch.zeros((1, self.place.num_bytes // self.place.shape[0]), dtype=torch.uint8)
+        kind, weight = self._coded(row)
+        return kind, weight.outline(self.shape[0])
 
     def codes(self) -> tuple[str, QuantizedWeight]:
         """Read the whole weight as it is stored, with rows in the model's order; return its type's name, too."""
-        place, heads = self.place, self.weight.heads
-        shape = (self.shape[0], place.num_bytes // self.shape[0])
+        place = self.place
         data = torch.from_numpy(np.fromfile(place.file, np.uint8, place.num_bytes, offset=place.offset))
-        weight = blocks.weight_of(data.view(shape), place.kind)
-        return place.kind.name, weight.reordered(lambda rows: _in_halves(rows, heads)) if heads else weight
+        kind, weight = self._coded(data.view(place.shape[0], -1))
+        is_reordered = self.weight.heads or self.weight.order is not None
+        return kind, weight.reordered(self._in_order) if is_reordered else weight
+
+    def _coded(self, rows: Tensor) -> tuple[str, QuantizedWeight]:
+        weight = blocks.weight_of(rows, self.place.kind)
+        return self.place.kind.name, weight.with_inputs(self.weight.inputs) if self.weight.inputs else weight
 
     def read_part(self, cut: Cut) -> Tensor:
         """Read a part of the weight."""
@@ -113,3 +149,54 @@ class GgufSource:
 
     def parts(self, cut: Cut | None) -> None:
         """Return None: no part is stored in the file in the form used for computing, see `Source.parts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSource:
+    """Tensors of a file that are one weight, joined in one dimension."""
+
+    pieces: Sequence[GgufSource]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.pieces[0].shape)
+        shape[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def read(self) -> Tensor:
+        """Read and decode the whole weight."""
+        return torch.cat([piece.read() for piece in self.pieces], dim=self.dim)
+
+    @property
+    def has_codes(self) -> bool:
+        """True if the pieces are rows whose codes our kernels take as they are, all of one type."""
+        is_coded = self.dim == 0 and all(piece.has_codes for piece in self.pieces)
+        return is_coded and len({piece.place.kind for piece in self.pieces}) == 1
+
+    def outline(self) -> tuple[str, QuantizedWeight]:
+        """Return what `codes` does, on the meta device."""
+        return _joined([piece.outline() for piece in self.pieces])
+
+    def codes(self) -> tuple[str, QuantizedWeight]:
+        """Read the whole weight as it is stored, and return its type's name, too."""
+        return _joined([piece.codes() for piece in self.pieces])
+
+    def read_part(self, cut: Cut) -> Tensor:
+        """Read a part of the weight."""
+        return cut.of(self.read())
+
+    def parts(self, cut: Cut | None) -> None:
+        """Return None: no part is stored in the file in the form used for computing, see `Source.parts`."""
+
+
+def _joined(stored: Sequence[tuple[str, QuantizedWeight]]) -> tuple[str, QuantizedWeight]:
+    return stored[0][0], QuantizedWeight.joined([weight for _, weight in stored])

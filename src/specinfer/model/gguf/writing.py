@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
 from specinfer.core.errors import ModelError
 from specinfer.model.gguf.architectures import plan_weights
-from specinfer.model.gguf.config import llama3_factors, read_config
+from specinfer.model.gguf.config import read_config
 from specinfer.model.gguf.header import read_header
+from specinfer.model.gguf.rope import llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
 from specinfer.model.gguf.tokenizer import LLAMA3_RULES, name_rule
 from specinfer.model.gguf.weights import Weight, in_pairs

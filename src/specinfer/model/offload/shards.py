@@ -17,7 +17,7 @@ from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
-from specinfer.model.gguf.weights import GgufSource
+from specinfer.model.gguf.weights import GgufSource, JoinedSource
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
 from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
 from specinfer.model.stacked_source import StackedSource
@@ -123,7 +123,7 @@ class Shards:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        self.sources: dict[str, Source | GgufSource | DecodedSource | StackedSource] = {}
+        self.sources: dict[str, Source | GgufSource | JoinedSource | DecodedSource | StackedSource] = {}
         self.files: list[DirectFile] = []
         try:
             if (gguf := weights_file(folder)) is not None:

@@ -1,0 +1,105 @@
+"""Parts that the plans of several architectures share. A plan yields tensors of the file, and the model's weights."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
+from specinfer.model.gguf.rope import read_rope
+from specinfer.model.gguf.weights import Weight
+
+Fields = Mapping[str, Any]
+Plan = Iterator[tuple[str, Weight]]
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+class Hybrid(NamedTuple):
+    """A kind of model with recurrent layers as llama.cpp stores it.
+
+    Attributes:
+        read_fields: Function of the metadata, and of the fields of config.json that all architectures share, that
+            returns the others.
+        plan: Function of all fields, and of the names of the file's tensors.
+    """
+
+    read_fields: Callable[[Metadata, Fields], dict[str, Any]]
+    plan: Callable[[Fields, Collection[str]], Plan]
+
+
+def in_layer(number: int, pairs: Iterable[tuple[str, Weight]], layers: str = "model.layers") -> Plan:
+    """Yield tensors of a layer by their names in the file and the model; those of `pairs` are relative to it."""
+    for stored, one in pairs:
+        yield f"blk.{number}.{stored}", replace(one, name=f"{layers}.{number}.{one.name}")
+
+
+def outside(
+    fields: Fields, embeddings: str = "model.embed_tokens", norm: str = "model.norm", less: float = 0.0
+) -> Plan:
+    """Yield the tensors outside of layers."""
+    vocab, hidden = fields["vocab_size"], fields["hidden_size"]
+    yield "token_embd.weight", Weight(f"{embeddings}.weight", (vocab, hidden))
+    yield "output_norm.weight", Weight(f"{norm}.weight", (hidden,), less=less)
+    if not fields["tie_word_embeddings"]:
+        yield "output.weight", Weight("lm_head.weight", (vocab, hidden))
+
+
+def norms(names: Mapping[str, str], size: int, less: float = 0.0) -> Plan:
+    """Yield norms, whose names in the model are given by those in the file."""
+    for stored, name in names.items():
+        yield f"{stored}.weight", Weight(f"{name}.weight", (size,), less=less)
+
+
+def attention_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json for attention in some layers, and rotations of a part of each head."""
+    heads, num_layers = meta.size("attention.head_count"), common["num_hidden_layers"]
+    head_dim = meta.size("attention.key_length", common["hidden_size"] // heads)
+    if meta.size("attention.value_length", head_dim) != head_dim:
+        raise meta.error(f"{meta.arch}.attention.value_length is not the size of a head, {head_dim}", TAKE_ANOTHER)
+    rotated = meta.size("rope.dimension_count", head_dim)
+    if rotated % 2 or rotated > head_dim:
+        raise meta.error(f"{meta.arch}.rope.dimension_count is {rotated}, and the size of a head {head_dim}")
+    rope, part = read_rope(meta, rotated), rotated / head_dim
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.only("attention.head_count_kv", num_layers),
+        "head_dim": head_dim,
+        "rope_parameters": rope if part == 1 else {**rope, "partial_rotary_factor": part},
+    }
+
+
+def attention(
+    fields: Fields, module: str = "self_attn", *, out: str = "o_proj", per_head: int = 1, has_pairs: bool = False
+) -> Plan:
+    """Yield the matrices of attention.
+
+    Args:
+        per_head: Queries, and gates, of each head.
+        has_pairs: Whether rows that are rotated together are stored side by side.
+    """
+    hidden, dim = fields["hidden_size"], fields["head_dim"]
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    query, key = (heads, kv_heads) if has_pairs else (0, 0)
+    yield "attn_q.weight", Weight(f"{module}.q_proj.weight", (per_head * heads * dim, hidden), query)
+    yield "attn_k.weight", Weight(f"{module}.k_proj.weight", (kv_heads * dim, hidden), key)
+    yield "attn_v.weight", Weight(f"{module}.v_proj.weight", (kv_heads * dim, hidden))
+    yield "attn_output.weight", Weight(f"{module}.{out}.weight", (hidden, heads * dim))
+
+
+def gated(module: str, hidden: int, width: int, names: tuple[str, str, str] = GATED, end: str = "") -> Plan:
+    """Yield the matrices of an MLP with gates.
+
+    Args:
+        names: Those of gates, values and outputs in the model.
+        end: End of the names in the file.
+    """
+    gate, up, down = (f"{module}.{name}.weight" for name in names)
+    yield f"ffn_gate{end}.weight", Weight(gate, (width, hidden))
+    yield f"ffn_up{end}.weight", Weight(up, (width, hidden))
+    yield f"ffn_down{end}.weight", Weight(down, (hidden, width))
+
+
+def experts(module: str, hidden: int, width: int, count: int, names: tuple[str, str, str] = GATED) -> Plan:
+    """Yield the matrices of routed experts, which files have as stacks; `names` as for `gated`."""
+    for i in range(count):
+        for stored, one in gated(f"{module}.{i}", hidden, width, names, "_exps"):
+            yield stored, replace(one, expert=i, num_experts=count)

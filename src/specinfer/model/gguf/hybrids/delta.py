@@ -1,0 +1,189 @@
+"""Qwen3-Next and Qwen3.5: gated delta rule layers, and attention with gates.
+
+Files of Qwen3-Next have its matrices as checkpoints of Qwen3.5 do, and are read as such: the families compute the same.
+In those of Qwen3.5, the heads of values are in another order than in checkpoints: first one of each head of keys, then
+another one of each, and so on.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.model.gguf.hybrids.common import (
+    Fields,
+    Plan,
+    attention,
+    attention_fields,
+    experts,
+    gated,
+    in_layer,
+    norms,
+    outside,
+)
+from specinfer.model.gguf.metadata import Metadata
+from specinfer.model.gguf.weights import Weight
+
+_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_DEFAULT_INTERVAL = 4  # one in so many layers has attention
+
+
+def dense_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of a dense model's config.json."""
+    return {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "intermediate_size": meta.size("feed_forward_length"),
+        **_fields(meta, common),
+    }
+
+
+def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json of a model with experts."""
+    return {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
+        "moe_intermediate_size": meta.size("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
+        **_fields(meta, common),
+    }
+
+
+def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    inner, heads, keys = (meta.size(f"ssm.{name}") for name in ("inner_size", "time_step_rank", "group_count"))
+    if inner % heads or heads % keys:
+        raise meta.error(f"{meta.arch}.ssm.time_step_rank is {heads}, for {keys} groups and {inner} values")
+    num_layers = common["num_hidden_layers"]
+    if meta.get("attention.recurrent_layers", list) is None:
+        interval = meta.size("full_attention_interval", _DEFAULT_INTERVAL)
+        is_recurrent = [(i + 1) % interval for i in range(num_layers)]
+    else:
+        is_recurrent = meta.sizes("attention.recurrent_layers", num_layers)
+    return {
+        **attention_fields(meta, common),
+        "layer_types": ["linear_attention" if one else "full_attention" for one in is_recurrent],
+        "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
+        "linear_key_head_dim": meta.size("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads,
+    }
+
+
+def plan(fields: Fields, names: Collection[str], *, layer: Callable[[Fields, bool], Plan]) -> Plan:
+    """Yield the tensors of a model.
+
+    Args:
+        layer: Function that yields those of a layer without attention; its second argument is whether the file has
+            `ssm_in`.
+    """
+    hidden = fields["hidden_size"]
+    yield from outside(fields, less=1.0)
+    for i, kind in enumerate(fields["layer_types"]):
+        yield from in_layer(i, norms(_NORMS, hidden, 1.0))
+        if kind == "full_attention":
+            yield from in_layer(i, attention(fields, per_head=2))
+            yield from in_layer(i, norms(_HEAD_NORMS, fields["head_dim"], 1.0))
+        else:
+            yield from in_layer(i, layer(fields, f"blk.{i}.ssm_in.weight" in names))
+        if "num_experts" in fields:
+            yield from in_layer(i, _experts(fields, f"blk.{i}.ffn_gate_up_exps.weight" in names))
+        else:
+            yield from in_layer(i, gated("mlp", hidden, fields["intermediate_size"]))
+
+
+def _experts(fields: Fields, are_joined: bool) -> Plan:
+    hidden, count, width = fields["hidden_size"], fields["num_experts"], fields["moe_intermediate_size"]
+    yield "ffn_gate_inp.weight", Weight("mlp.gate.weight", (count, hidden))
+    yield "ffn_gate_inp_shexp.weight", Weight("mlp.shared_expert_gate.weight", (1, hidden))
+    yield from gated("mlp.shared_expert", hidden, fields["shared_expert_intermediate_size"], end="_shexp")
+    halves = {"ffn_gate_exps.weight": slice(None, width), "ffn_up_exps.weight": slice(width, None)}
+    for stored, one in experts("mlp.experts", hidden, width, count):
+        if are_joined and stored in halves:
+            half = partial(_part, rows=halves[stored])
+            yield "ffn_gate_up_exps.weight", replace(one, stored=(2 * width, hidden), order=half)
+        else:
+            yield stored, one
+
+
+def qwen3_5_layer(fields: Fields, _has_all_in_one: bool) -> Plan:
+    """Yield the tensors of a layer without attention of Qwen3.5."""
+    keys, values, hidden = fields["linear_num_key_heads"], fields["linear_num_value_heads"], fields["hidden_size"]
+    repeats, dim = values // keys, fields["linear_value_head_dim"]
+    before, width = 2 * keys * fields["linear_key_head_dim"], values * dim
+    order = partial(_grouped, repeats=repeats, keys=keys)
+    of_channels = partial(order, start=before)
+    starts = [(repeat * keys + key) * dim for key in range(keys) for repeat in range(repeats)]
+    inputs = tuple(range(start, start + dim) for start in starts) if repeats > 1 else ()
+    rows = {
+        "attn_qkv": ("in_proj_qkv", before + width, of_channels),
+        "attn_gate": ("in_proj_z", width, order),
+        "ssm_beta": ("in_proj_b", values, order),
+        "ssm_alpha": ("in_proj_a", values, order),
+    }
+    for stored, (name, size, of_rows) in rows.items():
+        yield f"{stored}.weight", Weight(f"linear_attn.{name}.weight", (size, hidden), order=of_rows)
+    yield "ssm_out.weight", Weight("linear_attn.out_proj.weight", (hidden, width), inputs=inputs)
+    for stored, one in _small(fields):
+        if "norm" not in stored:
+            one = replace(one, order=of_channels if "conv" in stored else order)
+        yield stored, one
+
+
+def qwen3_next_layer(fields: Fields, has_all_in_one: bool) -> Plan:
+    """Yield the tensors of a layer without attention of Qwen3-Next.
+
+    Args:
+        has_all_in_one: Whether the file has the matrix of queries, keys, values and gates of checkpoints.
+    """
+    keys, values, hidden = fields["linear_num_key_heads"], fields["linear_num_value_heads"], fields["hidden_size"]
+    dim, repeats = fields["linear_key_head_dim"], values // keys
+    width = values * fields["linear_value_head_dim"]
+    conv, each = 2 * keys * dim + width, width // keys
+    sizes = (dim, dim, each, each)  # of each head of keys: queries, keys, values, gates
+    for stored, name, count, kept in (("attn_qkv", "qkv", conv, (0, 1, 2)), ("attn_gate", "z", width, (3,))):
+        one = Weight(f"linear_attn.in_proj_{name}.weight", (count, hidden))
+        if has_all_in_one:
+            of_rows = partial(_parts_of_heads, heads=keys, sizes=sizes, kept=kept)
+            one, stored = replace(one, stored=(conv + width, hidden), order=of_rows), "ssm_in"
+        yield f"{stored}.weight", one
+    for i, name in enumerate("ba"):
+        of_rows = partial(_parts_of_heads, heads=keys, sizes=(repeats, repeats), kept=(i,))
+        one = Weight(f"linear_attn.in_proj_{name}.weight", (values, hidden), stored=(2 * values, hidden), order=of_rows)
+        yield "ssm_ba.weight", one
+    yield "ssm_out.weight", Weight("linear_attn.out_proj.weight", (hidden, width))
+    yield from _small(fields)
+
+
+def _small(fields: Fields) -> Plan:
+    """Yield what is not quantized."""
+    values, taps = fields["linear_num_value_heads"], fields["linear_conv_kernel_dim"]
+    channels = 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+    channels += values * fields["linear_value_head_dim"]
+    conv = Weight("linear_attn.conv1d.weight", (channels, 1, taps), stored=(channels, taps))
+    yield "ssm_conv1d.weight", conv
+    yield "ssm_a", Weight("linear_attn.A_log", (values,), is_log=True)
+    yield "ssm_dt.bias", Weight("linear_attn.dt_bias", (values,))
+    yield "ssm_norm.weight", Weight("linear_attn.norm.weight", (fields["linear_value_head_dim"],))
+
+
+def _part(stored: Tensor, rows: slice) -> Tensor:
+    return stored[rows]
+
+
+def _grouped(stored: Tensor, repeats: int, keys: int, start: int = 0) -> Tensor:
+    """Return rows of which those from `start` on, of heads of values, are in the order of their heads of keys."""
+    heads = stored[start:].unflatten(0, (repeats, keys, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat([stored[:start], heads]) if start else heads
+
+
+def _parts_of_heads(stored: Tensor, heads: int, sizes: Sequence[int], kept: Sequence[int]) -> Tensor:
+    """Return some parts of the rows of each head, one part after the other; `sizes` are those of all parts."""
+    parts = stored.unflatten(0, (heads, -1)).split(list(sizes), dim=1)
+    return torch.cat([parts[i].flatten(0, 1) for i in kept])

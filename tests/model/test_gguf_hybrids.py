@@ -1,0 +1,120 @@
+"""GGUF files of models with recurrent layers: weights, configuration, text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hybrid_gguf import write_hybrid
+from specinfer import LLM, ModelError, SamplingParams
+from specinfer.kernels import QuantizedLinear
+from specinfer.model.definition import load_plain
+from specinfer.model.folder import find_folder
+from specinfer.model.load import load_model
+from tiny import make_tokenizer
+
+CPU = torch.device("cpu")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+# Layers in the order that files tell by an interval.
+DELTA = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "hidden_size": 64}
+WIDE = {"linear_value_head_dim": 32, "intermediate_size": 64}
+MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3next": DELTA | WIDE | MOE,
+    "qwen35": DELTA | WIDE,
+    "qwen35moe": DELTA | WIDE | MOE,
+}
+MODELS = [*ARCHITECTURES.items(), ("qwen35", DELTA | WIDE | {"linear_value_head_dim": 8})]  # heads within a block
+cases = pytest.mark.parametrize(("arch", "changes"), MODELS, ids=[*ARCHITECTURES, "qwen35-narrow"])
+
+
+def check_logits(file: Path, model: Any) -> None:
+    found = load_plain(find_folder(file), torch.float32)
+    ids = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@cases
+def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    check_logits(tmp_path / "m.gguf", write_hybrid(tmp_path / "m.gguf", arch, **changes))
+
+
+@cases
+def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    """With a tree in float32, and of the codes with a tree and without."""
+    write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **changes)
+    load_plain(find_folder(tmp_path / "m-exact.gguf"), torch.float32).save_pretrained(tmp_path / "folder")
+    make_tokenizer().save_pretrained(tmp_path / "folder")
+
+    def text(name: str, dtype: str, drafters: list[str]) -> list[int]:
+        llm = LLM(tmp_path / name, dtype=dtype, drafters=drafters, tree="2,1" if drafters else None)
+        return llm.generate(["the other one"], GREEDY)[0].outputs[0].token_ids
+
+    assert text("m.gguf", "float32", ["ngram"]) == text("folder", "float32", [])
+    assert text("m.gguf", "auto", ["ngram"]) == text("m.gguf", "auto", [])
+
+
+@cases
+def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    """The codes are the numbers of the file in the model's order, and are multiplied by inputs in it."""
+    write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **changes)
+    coded = load_model(find_folder(tmp_path / "m.gguf"), torch.bfloat16, CPU)
+    exact = load_model(find_folder(tmp_path / "m-exact.gguf"), torch.bfloat16, CPU, native=False).model
+    assert coded.stored_types == "Q8_0"
+    for name, module in exact.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith("shared_expert_gate"):  # is stored in 32 bits
+            found = coded.model.get_submodule(name)
+            assert isinstance(found, QuantizedLinear)
+            assert torch.equal(found.weight, module.weight)
+            x = torch.randn(3, module.in_features)
+            wanted = module.float()(x)
+            assert (found(x) - wanted).norm() < 0.02 * wanted.norm()  # activations are rounded to 8 bits
+
+
+def test_matrices_of_qwen3_next_may_be_joined_as_older_and_newer_converters_do(tmp_path: Path) -> None:
+    def join(tensors: dict[str, torch.Tensor], model: Any) -> None:
+        for name in list(tensors):
+            if name.endswith("attn_qkv.weight"):
+                layer = model.model.layers[int(name.split(".")[1])].linear_attn
+                del tensors[name], tensors[name.replace("attn_qkv", "attn_gate")]
+                tensors[name.replace("attn_qkv", "ssm_in")] = layer.in_proj_qkvz.weight.detach()
+            elif name.endswith("ffn_gate_exps.weight"):
+                parts = [tensors.pop(name), tensors.pop(name.replace("gate_exps", "up_exps"))]
+                tensors[name.replace("gate_exps", "gate_up_exps")] = torch.cat(parts, dim=1)
+
+    model = write_hybrid(tmp_path / "m.gguf", "qwen3next", rewrite=join, **ARCHITECTURES["qwen3next"])
+    check_logits(tmp_path / "m.gguf", model)
+
+
+def test_layers_for_several_tokens_after_the_last_one_are_left_out(tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor], _model: Any) -> None:
+        tensors |= {f"blk.4.{name}.weight": torch.ones(64) for name in ("attn_norm", "nextn.enorm", "nextn.hnorm")}
+
+    counts = {"qwen35__block_count": 5, "qwen35__nextn_predict_layers": 1}
+    model = write_hybrid(tmp_path / "m.gguf", "qwen35", rewrite=add, **(DELTA | counts))
+    check_logits(tmp_path / "m.gguf", model)
+    write_hybrid(tmp_path / "other.gguf", "qwen35", rewrite=add, **(DELTA | {"qwen35__nextn_predict_layers": 0}))
+    with pytest.raises(ModelError, match=r"'blk.4.attn_norm.weight' has no place"):
+        find_folder(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qwen35__ssm__time_step_rank": 3}, "ssm.time_step_rank is 3"),
+        ({"qwen35__rope__dimension_count": 3}, "rope.dimension_count is 3"),
+        ({"qwen35__attention__head_count_kv": [2, 1, 2, 2]}, "head_count_kv has 2 numbers"),
+        ({"qwen35__attention__head_count_kv": [2, 2]}, "has no number"),
+        ({"qwen35__nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
+        ({"qwen35__ssm__conv_kernel": None}, "ssm.conv_kernel is missing"),
+        ({"qwen35__full_attention_interval": 3}, "is missing"),
+    ],
+)
+def test_metadata_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_hybrid(tmp_path / "m.gguf", "qwen35", **(DELTA | changes))
+    with pytest.raises(ModelError, match=message):
+        find_folder(tmp_path / "m.gguf")

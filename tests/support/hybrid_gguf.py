@@ -1,0 +1,233 @@
+"""Tiny GGUF files of models with recurrent layers, as llama.cpp's converter writes them.
+
+The converter's changes are written here from its formulas, apart from the package's code that undoes them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import torch
+from torch import Tensor
+
+from gguf_files import add, blocks_of, tokenizer_metadata
+from tiny import make_model
+
+_OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+_GATED = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+_DELTA = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    **{f"self_attn.{name}": stored for name, stored in _ATTENTION.items()},
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    **{f"mlp.{name}": stored for name, stored in _GATED.items()},
+    **{f"mlp.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+    **{f"mlp.shared_expert.{name}": f"{stored}_shexp" for name, stored in _GATED.items()},
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+# Not quantized, whatever the file's type.
+_EXACT = {"ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "shortconv.conv", "ffn_gate_inp", "ffn_gate_inp_shexp"}
+
+
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+
+
+class _Architecture(NamedTuple):
+    """How the converter writes a kind of model.
+
+    Attributes:
+        roles: Names in the file of weights in layers, without ".weight".
+        change: Function of a weight's name in the file, of itself and of the configuration, that yields what is stored.
+        metadata: Function of the configuration.
+    """
+
+    family: str
+    roles: Mapping[str, str]
+    change: Callable[[str, Tensor, Any], Iterator[tuple[str, Tensor]]]
+    metadata: Callable[[Any], dict[str, Any]]
+    outside: Mapping[str, str] = _OUTSIDE
+
+
+def write_hybrid(
+    path: Path,
+    arch: str,
+    kind: str = "F32",
+    kinds: Mapping[str, str] = {},
+    seed: int = 0,
+    rewrite: Callable[[dict[str, Tensor], Any], None] = lambda *_: None,
+    **changes: Any,
+) -> Any:
+    """Write a random model, and return it as transformers has it; arguments as for `gguf_files.write_model`.
+
+    `rewrite` changes the file's tensors in place; its second argument is the model.
+
+    A file of quantized weights is `path`; one of the same numbers in float32 is beside it, as `path.stem`-exact.gguf.
+    """
+    how = _ARCHITECTURES[arch]
+    model = make_model(how.family, seed, **{name: value for name, value in changes.items() if "__" not in name})
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            if weight.ndim == 1 and "A_log" not in name:
+                weight += torch.randn_like(weight) * 0.2
+    metadata = _metadata(arch, model.config) | how.metadata(model.config) | tokenizer_metadata()
+    metadata |= {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
+    tensors = dict(_stored(how, model))
+    rewrite(tensors, model)
+    quantized = {name: _kind_of(name, tensor, kind, kinds) for name, tensor in tensors.items()}
+    _write(path, arch, metadata, tensors, quantized)
+    if kind != "F32":
+        exact = {name: _rounded(tensor, quantized[name]) for name, tensor in tensors.items()}
+        _write(path.with_name(f"{path.stem}-exact.gguf"), arch, metadata, exact, {})
+    return model
+
+
+def _stored(how: _Architecture, model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if name in how.outside:
+            yield from how.change(how.outside[name], weight, model.config)
+            continue
+        layer, role = name.split(".layers.")[1].split(".", 1)
+        role, end = (role.removesuffix(".weight"), ".weight") if role.endswith(".weight") else (role, "")
+        if role.endswith(".bias"):
+            role, end = role.removesuffix(".bias"), ".bias"
+        if role.endswith("experts.gate_up_proj"):
+            for kind, part in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                stored = how.roles[role.replace("gate_up", kind)]
+                yield from how.change(f"blk.{layer}.{stored}.weight", part, model.config)
+            continue
+        stored = how.roles[role]
+        end = ".weight" if "experts" in role and not end else end
+        yield from how.change(f"blk.{layer}.{stored}{end}", weight, model.config)
+
+
+def _kind_of(name: str, tensor: Tensor, kind: str, kinds: Mapping[str, str]) -> gguf.GGMLQuantizationType:
+    if tensor.ndim < 2 or name.removesuffix(".weight").split(".", 2)[-1] in _EXACT:
+        return gguf.GGMLQuantizationType.F32
+    found = next((other for end, other in kinds.items() if name.removesuffix(".weight").endswith(end)), kind)
+    return gguf.GGMLQuantizationType[found]
+
+
+def _rounded(tensor: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+    if kind == gguf.GGMLQuantizationType.F32:
+        return tensor
+    return torch.from_numpy(gguf.quants.dequantize(blocks_of(tensor.numpy(), kind), kind))
+
+
+def _write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Any, kinds: Mapping[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        add(writer, key, value)
+    for name, tensor in tensors.items():
+        kind = kinds.get(name, gguf.GGMLQuantizationType.F32)
+        data = tensor.contiguous().numpy()
+        if kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, data)
+        else:
+            writer.add_tensor(name, blocks_of(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _metadata(arch: str, config: Any) -> dict[str, Any]:
+    """The metadata that the converter writes for models with attention."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.context_length": getattr(config, "max_position_embeddings", 2**20),
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": getattr(config, "intermediate_size", 0),
+        f"{arch}.attention.head_count": getattr(config, "num_attention_heads", 0),
+        f"{arch}.attention.head_count_kv": getattr(config, "num_key_value_heads", None),
+        f"{arch}.attention.key_length": getattr(config, "head_dim", None),
+        f"{arch}.attention.value_length": getattr(config, "head_dim", None),
+        f"{arch}.attention.layer_norm_rms_epsilon": float(
+            next(getattr(config, name) for name in _EPSILONS if hasattr(config, name))
+        ),
+        f"{arch}.rope.freq_base": None if not rope else float(rope["rope_theta"]),
+        f"{arch}.expert_count": getattr(config, "num_experts", getattr(config, "num_local_experts", None)),
+        f"{arch}.expert_used_count": getattr(config, "num_experts_per_tok", None),
+        f"{arch}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- Qwen3-Next and Qwen3.5
+
+
+def _delta_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
+    def metadata(config: Any) -> dict[str, Any]:
+        heads = config.linear_num_value_heads
+        return {
+            f"{arch}.rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+            f"{arch}.rope.dimension_sections": [11, 11, 10, 0] if arch != "qwen3next" else None,
+            f"{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim,
+            f"{arch}.ssm.state_size": config.linear_key_head_dim,
+            f"{arch}.ssm.group_count": config.linear_num_key_heads,
+            f"{arch}.ssm.time_step_rank": heads,
+            f"{arch}.ssm.inner_size": heads * config.linear_value_head_dim,
+            f"{arch}.full_attention_interval": config.layer_types.index("full_attention") + 1,
+            f"{arch}.expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
+        }
+
+    return metadata
+
+
+def _next_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    if name.endswith("ssm_a"):
+        weight = -torch.exp(weight)
+    elif "conv1d" in name:
+        weight = weight.squeeze()
+    elif name.endswith("norm.weight") and "ssm_norm" not in name:
+        weight = weight + 1
+    if not name.endswith("ssm_in.weight"):
+        yield name, weight
+        return
+    heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    rows: list[list[Tensor]] = [[], [], [], []]
+    for of_head in weight.chunk(heads):
+        for found, part in zip(rows, of_head.split([dim, dim, each, each]), strict=True):
+            found.append(part)
+    yield name.replace("ssm_in", "attn_qkv"), torch.cat([*rows[0], *rows[1], *rows[2]])
+    yield name.replace("ssm_in", "attn_gate"), torch.cat(rows[3])
+
+
+def _qwen35_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    keys, dim = config.linear_num_key_heads, config.linear_value_head_dim
+    repeats = config.linear_num_value_heads // keys
+    order = [key * repeats + repeat for repeat in range(repeats) for key in range(keys)]  # stored heads' numbers
+    before = 2 * keys * config.linear_key_head_dim
+
+    def tiled(rows: Tensor, size: int) -> Tensor:
+        heads = rows.split(size)
+        return torch.cat([heads[number] for number in order])
+
+    role = name.split(".")[2] if name.startswith("blk") else name
+    if role in ("attn_qkv", "ssm_conv1d"):
+        weight = torch.cat([weight[:before], tiled(weight[before:], dim)])
+    elif role == "attn_gate":
+        weight = tiled(weight, dim)
+    elif role in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
+        weight = tiled(weight, 1)
+    elif role == "ssm_out":
+        weight = tiled(weight.T, dim).T
+    yield from _next_change(name, weight, config)
+
+
+_ARCHITECTURES = {
+    "qwen3next": _Architecture("qwen3_next", _DELTA, _next_change, _delta_metadata("qwen3next")),
+    "qwen35": _Architecture("qwen3_5_text", _DELTA, _qwen35_change, _delta_metadata("qwen35")),
+    "qwen35moe": _Architecture("qwen3_5_moe_text", _DELTA, _qwen35_change, _delta_metadata("qwen35moe")),
+}
