@@ -1,6 +1,6 @@
 """The log-probability of a token, as requests keep it and outputs return it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -16,6 +16,30 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+
+def by_token(
+    tokens: Sequence[int],
+    values: Sequence[float],
+    ranks: Sequence[int],
+    best: Sequence[int],
+    best_values: Sequence[float],
+) -> dict[int, Logprob]:
+    """Return the log-probabilities at a place by token id: of the emitted token, of the best, then of the others.
+
+    Args:
+        tokens: The emitted token, then others.
+        values: Their log-probabilities.
+        ranks: Their ranks, the same for tokens that are equally probable.
+        best: The most probable tokens, in the order of their ranks.
+        best_values: Their log-probabilities.
+    """
+    known = {tokens[0]: Logprob(values[0], ranks[0])}
+    for rank, (token, value) in enumerate(zip(best, best_values, strict=True), start=1):
+        known[token] = Logprob(value, rank)
+    for token, value, rank in zip(tokens, values, ranks, strict=True):
+        known.setdefault(token, Logprob(value, rank))
+    return known
 
 
 def with_texts(known: Mapping[int, Logprob], decode: Callable[[int], str] | None) -> dict[int, Logprob]:

@@ -33,14 +33,12 @@ def emit(
     guessed_by = [*(origins[node] for node in acceptance.path), None]
     if request.first_token_time is None:
         request.first_token_time = time.time()
-    nodes = (0, *acceptance.path)
     params, before = request.params, request.num_output
-    for i, (node, token, origin) in enumerate(zip(nodes, tokens, guessed_by, strict=True)):
+    if params.logprobs is not None and not logprobs:
+        logprobs = top_logprobs(logits, (0, *acceptance.path), tokens, params.logprobs, params.scored_tokens)
+    for i, (token, origin) in enumerate(zip(tokens, guessed_by, strict=True)):
         if params.logprobs is not None:
-            known = (
-                logprobs[i] if logprobs else top_logprobs(logits[node], token, params.logprobs, params.scored_tokens)
-            )
-            request.logprobs.append(with_texts(known, request.decode))
+            request.logprobs.append(with_texts(logprobs[i], request.decode))
         request.append(token, origin)
         if request.is_finished:
             break
@@ -63,6 +61,8 @@ def note_prompt(span: Span, logits: Tensor) -> None:
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)  # the first token has no prediction
     # Some of them are known already after a preemption, or from another output of the prompt.
-    for place in range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids))):
-        row, token = logits[place - 1 - span.start], request.prompt_ids[place]
-        request.prompt_logprobs.append(with_texts(top_logprobs(row, token, count), request.decode))
+    unknown = range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids)))
+    if unknown:
+        tokens = request.prompt_ids[unknown.start : unknown.stop]
+        found = top_logprobs(logits, [place - 1 - span.start for place in unknown], tokens, count)
+        request.prompt_logprobs.extend(with_texts(known, request.decode) for known in found)

@@ -10,34 +10,41 @@ from torch import Tensor
 
 from specinfer.kernels.choice import most_probable_in_order
 
-_AT_ONCE = 32  # rows; the memory of a captured graph holds copies of so many
+# Rows computed at once: the memory of a captured graph holds copies of so many, a CPU's cache of one.
+_AT_ONCE, _AT_ONCE_ON_CPU = 32, 1
 
 
 class TokenScores(NamedTuple):
     """Log-probabilities in rows of a target's logits."""
 
-    values: Tensor  # [rows] float32, of the row's own token
-    ranks: Tensor  # [rows] integers, 1 and the number of tokens that are more probable than it
+    values: Tensor  # [rows, tokens] float32, of the row's own tokens
+    ranks: Tensor  # [rows, tokens] integers, 1 and the number of tokens that are more probable
     best: Tensor  # [rows, count] integers, the most probable tokens in descending order, of equal ones the first
     best_values: Tensor  # [rows, count] float32
 
+    @classmethod
+    def empty(cls, rows: int, num_tokens: int, count: int, device: torch.device) -> "TokenScores":
+        own, best = torch.empty((rows, num_tokens), device=device), torch.empty((rows, count), device=device)
+        return cls(own, torch.empty_like(own, dtype=torch.int64), torch.empty_like(best, dtype=torch.int64), best)
+
 
 def score_tokens(logits: Tensor, places: Tensor, tokens: Tensor, out: TokenScores) -> None:
-    """Write the log-probabilities of a token, and those of the most probable tokens, after each place.
+    """Write the log-probabilities of some tokens, and those of the most probable ones, after each place.
 
     Args:
         logits: [nodes, vocab] of a pass.
         places: [rows] int64 row of logits of each place.
-        tokens: [rows] int64.
+        tokens: [rows, tokens] int64.
         out: The number of columns, at most the vocabulary, is that of the most probable tokens.
     """
-    count = out.best.shape[1]
-    for start in range(0, len(places), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
+    count, step = out.best.shape[1], _AT_ONCE_ON_CPU if logits.device.type == "cpu" else _AT_ONCE
+    for start in range(0, len(places), step):
+        part = slice(start, start + step)
         logprobs = torch.log_softmax(logits[places[part]].float(), dim=-1)
-        own = logprobs.gather(1, tokens[part].unsqueeze(1))
-        out.values[part].copy_(own.squeeze(1))
-        out.ranks[part].copy_((logprobs > own).sum(dim=1) + 1)
+        own = logprobs.gather(1, tokens[part])
+        out.values[part].copy_(own)
+        for column in range(own.shape[1]):  # one after the other: together they would take more memory
+            out.ranks[part, column].copy_((logprobs > own[:, column : column + 1]).sum(dim=1) + 1)
         if count:
             values, best = most_probable_in_order(logprobs, count)
             out.best_values[part].copy_(values)

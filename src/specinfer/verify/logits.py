@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.core.logprob import Logprob
+from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
-from specinfer.kernels.choice import most_probable, most_probable_in_order
+from specinfer.kernels.choice import most_probable
+from specinfer.kernels.token_scores import TokenScores, score_tokens
 
 _FEW = 128  # number of best tokens that top-p looks at first
 
@@ -145,30 +146,30 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
 
 
 def top_logprobs(
-    row: Tensor,
-    token: int,
-    count: int,
-    others: Sequence[int] = (),
-) -> dict[int, Logprob]:
-    """Return log-probabilities before processing: of this token, then of the best, then of the others, by token id.
+    logits: Tensor, places: Sequence[int], tokens: Sequence[int], count: int, others: Sequence[int] = ()
+) -> list[dict[int, Logprob]]:
+    """Return log-probabilities before processing after each place, without texts.
 
-    Of tokens that are equally probable the first is the best.
+    They are of its token, then of the best, then of the others, by token id. Of tokens that are equally probable the
+    first is the best. A device is waited for twice.
 
     Args:
-        row: [vocab] float32, the model's unprocessed logits.
-        token: Token id of the emitted token.
+        logits: [rows, vocab] float32, the model's unprocessed logits.
+        places: A row of each place.
+        tokens: The emitted token of each place.
         count: Number of best tokens.
-        others: Further token ids.
+        others: Further token ids, the same for all places.
     """
-    logprobs = torch.log_softmax(row, dim=-1)
-    best = most_probable_in_order(logprobs.unsqueeze(0), min(count, len(logprobs)))[1][0].tolist()
-    ids = list(dict.fromkeys([token, *best, *others]))
-    ranks = {each: rank for rank, each in enumerate(best, start=1)}
-    values = logprobs[ids]
-    for each in ids:
-        if each not in ranks:
-            ranks[each] = 1 + int((logprobs > logprobs[each]).sum())
-    return {each: Logprob(value, ranks[each]) for each, value in zip(ids, values.tolist(), strict=True)}
+    device, count = logits.device, min(count, logits.shape[1])
+    wanted = [[token, *others] for token in tokens]
+    out = TokenScores.empty(len(places), 1 + len(others), count, device)
+    score_tokens(logits, torch.tensor(places, device=device), torch.tensor(wanted, device=device), out)
+    values = torch.cat([out.values, out.best_values], dim=1).tolist()
+    numbers = torch.cat([out.ranks, out.best], dim=1).tolist()
+    return [
+        by_token(row, value[: len(row)], number[: len(row)], number[len(row) :], value[len(row) :])
+        for row, value, number in zip(wanted, values, numbers, strict=True)
+    ]
 
 
 def _forbid_bad_words(

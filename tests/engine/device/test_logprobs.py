@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from on_device import executor_of, load_plain, make_device_engine
+from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -17,6 +19,7 @@ from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
 from specinfer.engine.engine import Engine
+from specinfer.kernels import token_scores
 from specinfer.model.load import LoadedModel
 from specinfer.verify.logits import top_logprobs
 from tiny import VOCAB, make_request, random_prompts
@@ -101,9 +104,23 @@ def test_a_request_that_names_tokens_takes_ordinary_steps(pair: Pair) -> None:
     assert all({5, 6} <= set(known) for known in found[0].logprobs)
 
 
+def ranked(logits: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, Logprob]:
+    """The log-probabilities after one place, as slowly as they can be found."""
+    values = torch.log_softmax(logits, dim=-1).tolist()
+    order = sorted(range(len(values)), key=lambda each: (-values[each], each))[:count]
+    return {
+        each: Logprob(values[each], 1 + (order.index(each) if each in order else sum(v > values[each] for v in values)))
+        for each in dict.fromkeys([token, *order, *others])
+    }
+
+
+@pytest.mark.parametrize("at_once", [1, 32])
 @pytest.mark.parametrize("count", [0, 3, 20])
-def test_equal_logits_are_ranked_as_in_ordinary_steps(count: int) -> None:
+def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
+    count: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of half precision many are equal. The rows are more than are computed at once."""
+    monkeypatch.setattr(token_scores, "_AT_ONCE_ON_CPU", at_once)
     num, nodes, depth, vocab = 12, 4, 2, 50
     logits = (torch.randn(num * nodes, vocab, generator=torch.Generator().manual_seed(1)) * 3).round()
     results = Exchange(result_shapes(num, depth + 1, count), CPU)
@@ -120,9 +137,12 @@ def test_equal_logits_are_ranked_as_in_ordinary_steps(count: int) -> None:
         tokens = [*drafted[row, : lengths[row]].tolist(), int(following[row])]
         found = read_logprobs(results.here(0), row, tokens, count)
         places = [int(roots[row]) + node for node in (0, *kept)]
-        wanted = [top_logprobs(logits[place], token, count) for place, token in zip(places, tokens, strict=True)]
-        assert found == wanted
+        wanted = [ranked(logits[place], token, count) for place, token in zip(places, tokens, strict=True)]
+        assert found == top_logprobs(logits, places, tokens, count) == wanted
         assert [list(one) for one in found] == [list(one) for one in wanted]
+        others = (9, tokens[0], 8)
+        wanted = [ranked(logits[place], token, count, others) for place, token in zip(places, tokens, strict=True)]
+        assert top_logprobs(logits, places, tokens, count, others) == wanted
 
 
 def test_a_step_returns_as_many_as_its_requests_ask_for() -> None:

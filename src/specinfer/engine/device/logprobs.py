@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.logprob import Logprob
+from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
 from specinfer.kernels.token_scores import TokenScores, score_tokens
 from specinfer.model.graphs.sizes import at_least
@@ -55,10 +55,10 @@ def write_logprobs(
     tokens = torch.cat([drafted, last], dim=1).scatter(1, lengths.clamp(min=0).long().unsqueeze(1), last)
     places = roots.unsqueeze(1) + nodes
     out = TokenScores(
-        results["logprob_float32"].flatten(), results["rank"].flatten(), results["best"].flatten(0, 1),
+        results["logprob_float32"].view(-1, 1), results["rank"].view(-1, 1), results["best"].flatten(0, 1),
         results["best_float32"].flatten(0, 1),
     )  # fmt: skip
-    score_tokens(logits, places.flatten(), tokens[:, :num_places].flatten(), out)
+    score_tokens(logits, places.flatten(), tokens[:, :num_places].reshape(-1, 1), out)
 
 
 def read_logprobs(
@@ -72,12 +72,9 @@ def read_logprobs(
         tokens: The emitted tokens.
         count: Number of most probable tokens that it asks for.
     """
-    found = []
-    for place, token in enumerate(tokens):
-        known = {token: Logprob(float(here["logprob_float32"][row, place]), int(here["rank"][row, place]))}
-        best = here["best"][row, place, :count].tolist()
-        values = here["best_float32"][row, place, :count].tolist()
-        for rank, (each, value) in enumerate(zip(best, values, strict=True), start=1):
-            known[each] = Logprob(value, rank)
-        found.append(known)
-    return found
+    values, ranks = here["logprob_float32"][row].tolist(), here["rank"][row].tolist()
+    best, best_values = here["best"][row, :, :count].tolist(), here["best_float32"][row, :, :count].tolist()
+    return [
+        by_token([token], values[i : i + 1], ranks[i : i + 1], best[i], best_values[i])
+        for i, token in enumerate(tokens)
+    ]
