@@ -620,7 +620,8 @@ def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPa
     """Where tensors are on a GPU, each of these would wait for it, or cannot be captured."""
     engine = make_device_engine(*pair, TREES["best-first"])
     for i, prompt in enumerate(PROMPTS):
-        engine.add(make_request(str(i), prompt, SamplingParams(temperature=i % 2, max_tokens=80), seed=i))
+        params = SamplingParams(temperature=i % 2, max_tokens=80, logprobs=(None, 3)[i % 2])
+        engine.add(make_request(str(i), prompt, params, seed=i))
     for _ in range(6):
         engine.step()
     waits: list[str] = []
@@ -669,7 +670,7 @@ class Watch(TorchDispatchMode):
 def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
     pair = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
     engine = make_device_engine(*pair, TREES["best-first"])
-    for request in _requests():
+    for request in [*_requests(), make_request("5", PROMPTS[0], replace(PROCESSED[2], logprobs=2))]:
         engine.add(request)
     for _ in range(3):
         engine.step()
@@ -717,7 +718,7 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     """So they may be captured while others are served: that runs them."""
     engine = make_device_engine(*pair, TREES["2,2,1"])
-    for request in _requests():
+    for request in [*_requests(), make_request("5", PROMPTS[0], replace(GREEDY, logprobs=2))]:
         engine.add(request)
     for _ in range(5):
         engine.step()
