@@ -257,7 +257,6 @@ def test_penalties_for_which_no_memory_is_left(
 
 
 ORDINARY = [
-    SamplingParams(temperature=0.0, max_tokens=20, logprob_token_ids=[5], prompt_logprobs=1),
     SamplingParams(temperature=0.0, max_tokens=20, min_tokens=4, prediction=PROMPTS[1]),
     SamplingParams(max_tokens=20, bad_words=["never"]),
 ]
@@ -266,15 +265,12 @@ ORDINARY = [
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
 def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pair: Pair) -> None:
     def requests() -> list[Request]:
-        params = [one for two in zip(ORDINARY, PARAMS[:3], strict=True) for one in two]
+        params = [one for two in zip(ORDINARY, PARAMS[:2], strict=True) for one in two]
         return [make_request(str(i), PROMPTS[i % 5], one, seed=i) for i, one in enumerate(params)]
 
-    wanted = requests()
-    tokens = run(make_device_engine(pair[0], has_device_executor=False), wanted)
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
     engine = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16)
-    found = requests()
-    assert run(engine, found) == tokens
-    assert [request.logprobs != [] for request in found] == [request.logprobs != [] for request in wanted]
+    assert run(engine, requests()) == wanted
     assert executor_of(engine).num_launched > 3
     _check_left(engine)
 

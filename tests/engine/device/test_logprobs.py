@@ -14,7 +14,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device import rows
-from specinfer.engine.device.logprobs import COUNTS, count_for, read_logprobs, result_shapes, write_logprobs
+from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
@@ -35,7 +35,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=14, logprobs=0),
     SamplingParams(max_tokens=9, logprobs=3, prompt_logprobs=1),
     SamplingParams(max_tokens=12),
-    SamplingParams(max_tokens=12, temperature=0.7, logprobs=30, top_k=9),
+    SamplingParams(max_tokens=12, temperature=0.7, logprobs=30, logprob_token_ids=[4, 5, 90], top_k=9),
     SamplingParams(temperature=0.0, max_tokens=16, logprobs=5, repetition_penalty=1.5, logit_bias={7: 4.0}),
     SamplingParams(max_tokens=30, temperature=1.2, presence_penalty=0.8),
 ]
@@ -73,11 +73,11 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
     tree: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before penalties and truncation, next to requests that do not ask, in steps that return as many as are asked."""
-    sizes: list[tuple[int | None, int | None]] = []
+    sizes: list[tuple[Asked | None, Asked | None]] = []
     launch = DeviceRows.launch
 
     def launched(self: DeviceRows, one: Any, budgets: Any) -> None:
-        sizes.append((one.size.num_logprobs, count_for([r.request.params for r in one.device_requests], VOCAB)))
+        sizes.append((one.size.asked, Asked.of([r.request.params for r in one.device_requests], VOCAB)))
         launch(self, one, budgets)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
@@ -94,14 +94,7 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
     if small is not None:
         assert sum(one.speculation.num_accepted_draft_tokens for one in found) > 10
     assert all(size == asked for size, asked in sizes)
-    assert {size for size, _ in sizes} >= {None, VOCAB}, "nothing is computed when no request asks any more"
-
-
-def test_a_request_that_names_tokens_takes_ordinary_steps(pair: Pair) -> None:
-    params = [SamplingParams(max_tokens=4, logprob_token_ids=[5, 6]), SamplingParams(max_tokens=9)]
-    found, on_device = serve(make_device_engine(*pair, TREES["2,2,1"]), params)
-    assert on_device == {found[1]}
-    assert all({5, 6} <= set(known) for known in found[0].logprobs)
+    assert {size for size, _ in sizes} >= {None, Asked(VOCAB, 16)}, "nothing is computed when no request asks any more"
 
 
 def ranked(logits: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, Logprob]:
@@ -123,34 +116,43 @@ def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
     monkeypatch.setattr(token_scores, "_AT_ONCE_ON_CPU", at_once)
     num, nodes, depth, vocab = 12, 4, 2, 50
     logits = (torch.randn(num * nodes, vocab, generator=torch.Generator().manual_seed(1)) * 3).round()
-    results = Exchange(result_shapes(num, depth + 1, count), CPU)
+    results = Exchange(result_shapes(num, depth + 1, Asked(count, 16)), CPU)
     path = torch.tensor([[1, 3], [2, -1], [-1, -1]] * 4, dtype=torch.int32)
     lengths = torch.tensor([2, 1, 0] * 4, dtype=torch.int32)
     lengths[11] = -1  # a row without a request
     drafted = torch.arange(num * depth).view(num, depth) + 5
     following = torch.tensor([40, 41, 42] * 3 + [43, 44, -2])
     roots = torch.arange(0, num * nodes, nodes)
-    write_logprobs(logits, roots, (path, lengths, following), drafted, results.there)
+    named = torch.arange(num * 128).view(num, 128) % vocab
+    write_logprobs(logits, roots, (path, lengths, following), drafted, named, results.there)
     results.fetch(0)
     for row in range(11):
         kept = path[row, : lengths[row]].tolist()
         tokens = [*drafted[row, : lengths[row]].tolist(), int(following[row])]
-        found = read_logprobs(results.here(0), row, tokens, count)
         places = [int(roots[row]) + node for node in (0, *kept)]
-        wanted = [ranked(logits[place], token, count) for place, token in zip(places, tokens, strict=True)]
-        assert found == top_logprobs(logits, places, tokens, count) == wanted
-        assert [list(one) for one in found] == [list(one) for one in wanted]
-        others = (9, tokens[0], 8)
-        wanted = [ranked(logits[place], token, count, others) for place, token in zip(places, tokens, strict=True)]
-        assert top_logprobs(logits, places, tokens, count, others) == wanted
+        for others in ([], named[row, :3].tolist()):
+            params = SamplingParams(logprobs=count, logprob_token_ids=others)
+            found = read_logprobs(results.here(0), row, tokens, params)
+            wanted = [ranked(logits[place], token, count, others) for place, token in zip(places, tokens, strict=True)]
+            assert found == top_logprobs(logits, places, tokens, count, others) == wanted
+            assert [list(one) for one in found] == [list(one) for one in wanted]
 
 
-def test_a_step_returns_as_many_as_its_requests_ask_for() -> None:
-    def counted(*asked: int | None) -> int | None:
-        return count_for([SamplingParams(logprobs=one) for one in asked], 1000)
+def test_a_step_returns_as_much_as_its_requests_ask_for() -> None:
+    def asked(*counts: int | None, named: int = 0) -> Asked | None:
+        ids = list(range(named)) or None
+        return Asked.of([SamplingParams(logprobs=one, logprob_token_ids=ids) for one in counts], 1000)
 
-    assert counted(None, None) is None
-    assert [counted(None, 0), counted(0, 1), counted(20), counted(21, 1), counted(100)] == [0, 20, 20, 100, 100]
-    assert count_for([SamplingParams(logprobs=5)], 12) == 12
-    sizes = [LaunchSize(4, None, num_logprobs=count) for count in (None, *COUNTS)]
-    assert [[one.holds(other) for other in sizes] for one in sizes] == [[i >= j for j in range(4)] for i in range(4)]
+    assert asked(None, None) is None
+    counted = [asked(*counts) for counts in ((None, 0), (0, 1), (20,), (21, 1), (100,))]
+    assert counted == [Asked(0), Asked(20), Asked(20), Asked(100), Asked(100)]
+    assert [asked(None, named=n) for n in (1, 16, 17, 128)] == [
+        Asked(0, 16),
+        Asked(0, 16),
+        Asked(0, 128),
+        Asked(0, 128),
+    ]
+    assert Asked.of([SamplingParams(logprobs=5)], 12) == Asked(12)
+    sizes = [LaunchSize(4, None, asked=one) for one in (None, Asked(0), Asked(20), Asked(20, 16), Asked(100, 128))]
+    assert [[one.holds(other) for other in sizes] for one in sizes] == [[i >= j for j in range(5)] for i in range(5)]
+    assert not LaunchSize(4, None, asked=Asked(100)).holds(sizes[3])

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
@@ -218,7 +219,7 @@ def programs_of(
     rows: int,
     processing: Processing = Processing.NONE,
     guess_depth: int = 0,
-    num_logprobs: int | None = None,
+    asked: Asked | None = None,
 ) -> Programs:
     """Return the programs of a step whose drafter is a copy of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
@@ -227,7 +228,7 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     state = DeviceState.empty(rows, 256, META)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
-    size = LaunchSize(rows, shape, processing, num_logprobs)
+    size = LaunchSize(rows, shape, processing, asked)
     return Programs(size, state, target, drafter, vocabulary.to_target, adjustments)
 
 
@@ -239,7 +240,7 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     loaded = on_meta(model_folder(family))
     kernels = Kernels(monkeypatch)
     for budget in (TreeBudget(8, 2), None):
-        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8, 20)
+        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8, Asked(20, 16))
         with torch.inference_mode(), SynchronizationCheck():
             if programs.size.shape is not None:
                 programs.draft()
@@ -263,8 +264,8 @@ PER_LAYER = DESIGN.layer_kernels - 6
 # To count the tokens that were emitted, a verification gathers, joins and adds.
 PER_COUNT = 14
 # Log-probabilities take so many kernels, and so many more for each 32 places of paths: without the most probable
-# tokens, and to find these.
-PER_LOGPROBS, PER_SCORED, PER_BEST = 14, 8, 14
+# tokens, to find these, and for each token that requests may name.
+PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -299,10 +300,10 @@ def test_a_step_launches_no_more_kernels_than_it_may(
     assert kernels.calls["attend"] == kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes * layers
     assert kernels.calls["add_norm"] == passes * (2 * layers + 1)
     verified = counts[1]
-    for num_logprobs in (0, 20):
-        programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, num_logprobs=num_logprobs)
+    for asked in (Asked(0), Asked(20), Asked(0, 16)):
+        programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, asked=asked)
         with torch.inference_mode(), Launches() as launches:
             programs.verify()
         num_places = rows * programs.results.there["rank"].shape[1]
-        per_part = PER_SCORED + (PER_BEST if num_logprobs else 0)
-        assert launches.count - verified <= PER_LOGPROBS + per_part * -(-num_places // 32)
+        per_part = PER_SCORED + (PER_BEST if asked.best else 0) + PER_NAMED * asked.others
+        assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)

@@ -31,7 +31,7 @@ from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
-from specinfer.engine.device.logprobs import count_for
+from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing, is_served, why_not, why_not_sampled
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
@@ -193,7 +193,7 @@ class DeviceExecutor:
         num_read = count_read(self._device_requests, budgets)
         params = [one.request.params for one in self._device_requests]
         wanted = LaunchSize(
-            num_rows, shape, max(map(Processing.of, params)), count_for(params, self._target.loaded.vocab_size)
+            num_rows, shape, max(map(Processing.of, params)), Asked.of(params, self._target.loaded.vocab_size)
         )
         size = self._device.size_for(wanted, num_slots)
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)

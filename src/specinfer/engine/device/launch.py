@@ -11,6 +11,7 @@ import torch
 
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.timer import StageClock
@@ -92,8 +93,8 @@ class Answers(Protocol):
 
     def of_row(self, row: int) -> Answer: ...
 
-    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the emitted tokens, and of `count` most probable ones, by token id."""
+    def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities that a request asks for at each of its emitted tokens, by token id."""
         ...
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -126,8 +127,8 @@ class Launch:
     def logprobs(self, row: int, answer: Answer) -> list[dict[int, Logprob]]:
         """Return the log-probabilities of the tokens emitted by a request; none if it does not ask for them."""
         assert self.answers is not None
-        count = self.device_requests[row].request.params.logprobs
-        return [] if count is None else self.answers.logprobs(row, answer.emitted, count)
+        params = self.device_requests[row].request.params
+        return [] if params.logprobs is None else self.answers.logprobs(row, answer.emitted, params)
 
     def path_prob(self) -> npt.NDArray[np.float32]:
         """Return the path probabilities of the requests that were drafted for: [requests, levels]."""

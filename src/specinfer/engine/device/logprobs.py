@@ -5,6 +5,7 @@ the path are computed as well, because shapes are fixed, and never read.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -12,32 +13,61 @@ import torch
 from torch import Tensor
 
 from specinfer.core.logprob import Logprob, by_token
-from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
+from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
 from specinfer.kernels.token_scores import TokenScores, score_tokens
 from specinfer.model.graphs.sizes import at_least
 
-COUNTS = (0, 20, MAX_LOGPROBS)  # of most probable tokens that steps return
+BEST = (0, 20, MAX_LOGPROBS)  # numbers of most probable tokens that steps return
+OTHERS = (0, 16, MAX_LOGPROB_TOKEN_IDS)  # numbers of further tokens
 
 
-def count_for(params: Iterable[SamplingParams], vocab: int) -> int | None:
-    """Return how many of the most probable tokens a step returns for these requests; None if no request asks."""
-    asked = [one.logprobs for one in params if one.logprobs is not None]
-    if not asked:
-        return None
-    count = at_least(COUNTS, max(asked))
-    assert count is not None
-    return min(count, vocab)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The tokens whose log-probabilities a step returns, beside the emitted ones.
+
+    Attributes:
+        best: Number of most probable tokens, at most the vocabulary.
+        others: Number of tokens that each request may name.
+    """
+
+    best: int
+    others: int = 0
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams], vocab: int) -> "Asked | None":
+        """Return the least that includes what each of these requests asks for, or None if none asks."""
+        asked = [one for one in params if one.logprobs is not None]
+        if not asked:
+            return None
+        best = at_least(BEST, max(one.logprobs or 0 for one in asked))
+        others = at_least(OTHERS, max(len(one.scored_tokens) for one in asked))
+        assert best is not None
+        assert others is not None
+        return cls(min(best, vocab), others)
+
+    def holds(self, other: "Asked") -> bool:
+        return self.best >= other.best and self.others >= other.others
 
 
-def result_shapes(rows: int, num_places: int, count: int | None) -> dict[str, tuple[int, ...]]:
+def result_shapes(rows: int, num_places: int, asked: Asked | None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the results of a step; they are empty if nothing is asked."""
-    places = (rows, 0 if count is None else num_places)
-    best = (*places, count or 0)
-    return {"logprob_float32": places, "rank": places, "best": best, "best_float32": best}
+    best, others = (asked.best, 1 + asked.others) if asked else (0, 0)
+    places = (rows, num_places)
+    return {
+        "logprob_float32": (*places, others),  # of the emitted token, then of the tokens that the request names
+        "rank": (*places, others),
+        "best": (*places, best),
+        "best_float32": (*places, best),
+    }
 
 
 def write_logprobs(
-    logits: Tensor, roots: Tensor, walked: tuple[Tensor, Tensor, Tensor], drafted: Tensor, results: Mapping[str, Tensor]
+    logits: Tensor,
+    roots: Tensor,
+    walked: tuple[Tensor, Tensor, Tensor],
+    drafted: Tensor,
+    others: Tensor,
+    results: Mapping[str, Tensor],
 ) -> None:
     """Write the log-probabilities of the emitted tokens.
 
@@ -46,35 +76,38 @@ def write_logprobs(
         roots: [rows] int64 row of each root in `logits`; its other nodes follow.
         walked: path, lengths and following token, as `walk` returns them.
         drafted: [rows, depth] int64 tokens of the path.
+        others: [rows, n] int64 tokens that requests name, at least as many as are returned.
         results: Tensors of `result_shapes`.
     """
     path, lengths, following = walked
-    num_places = results["rank"].shape[1]
+    num_places, num_tokens = results["rank"].shape[1:]
     nodes = torch.cat([torch.zeros_like(path[:, :1]), path], dim=1)[:, :num_places].clamp(min=0)
     last = following.clamp(min=0).unsqueeze(1)
     tokens = torch.cat([drafted, last], dim=1).scatter(1, lengths.clamp(min=0).long().unsqueeze(1), last)
+    tokens = tokens[:, :num_places].unsqueeze(2)
+    if num_tokens > 1:
+        named = others[:, : num_tokens - 1].unsqueeze(1).expand(-1, num_places, -1)
+        tokens = torch.cat([tokens, named], dim=2)
     places = roots.unsqueeze(1) + nodes
-    out = TokenScores(
-        results["logprob_float32"].view(-1, 1), results["rank"].view(-1, 1), results["best"].flatten(0, 1),
-        results["best_float32"].flatten(0, 1),
-    )  # fmt: skip
-    score_tokens(logits, places.flatten(), tokens[:, :num_places].reshape(-1, 1), out)
+    out = TokenScores(*(results[name].flatten(0, 1) for name in ("logprob_float32", "rank", "best", "best_float32")))
+    score_tokens(logits, places.flatten(), tokens.reshape(-1, num_tokens), out)
 
 
 def read_logprobs(
-    here: Mapping[str, npt.NDArray[Any]], row: int, tokens: Sequence[int], count: int
+    here: Mapping[str, npt.NDArray[Any]], row: int, tokens: Sequence[int], params: SamplingParams
 ) -> list[dict[int, Logprob]]:
-    """Return what `top_logprobs` returns for each emitted token of a request, without texts.
+    """Return what `top_logprobs` returns for each emitted token of a request.
 
     Args:
         here: Results of a step.
         row: The request.
         tokens: The emitted tokens.
-        count: Number of most probable tokens that it asks for.
+        params: What it asks for.
     """
-    values, ranks = here["logprob_float32"][row].tolist(), here["rank"][row].tolist()
-    best, best_values = here["best"][row, :, :count].tolist(), here["best_float32"][row, :, :count].tolist()
+    num_tokens, count = 1 + len(params.scored_tokens), params.logprobs
+    values, ranks = (here[name][row, :, :num_tokens].tolist() for name in ("logprob_float32", "rank"))
+    best, best_values = (here[name][row, :, :count].tolist() for name in ("best", "best_float32"))
     return [
-        by_token([token], values[i : i + 1], ranks[i : i + 1], best[i], best_values[i])
+        by_token([token, *params.scored_tokens], values[i], ranks[i], best[i], best_values[i])
         for i, token in enumerate(tokens)
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
-from specinfer.engine.device.logprobs import result_shapes, write_logprobs
+from specinfer.engine.device.logprobs import Asked, result_shapes, write_logprobs
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
@@ -32,13 +32,13 @@ class LaunchSize:
 
     Attributes:
         processing: What is done with logits; a step may do more than its requests need.
-        num_logprobs: Number of most probable tokens returned next to each emitted one; None: no log-probabilities.
+        asked: Log-probabilities that are returned, or None.
     """
 
     num_rows: int
     shape: DraftShape | None
     processing: Processing = Processing.NONE
-    num_logprobs: int | None = None
+    asked: Asked | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -57,7 +57,7 @@ class LaunchSize:
         """Return whether a step of the other size can run in this one, with the same trees."""
         if self.num_rows < other.num_rows or self.processing < other.processing:
             return False
-        if other.num_logprobs is not None and (self.num_logprobs is None or self.num_logprobs < other.num_logprobs):
+        if other.asked is not None and (self.asked is None or not self.asked.holds(other.asked)):
             return False
         if self.shape is None or other.shape is None:
             return self.shape is other.shape
@@ -97,7 +97,7 @@ class LaunchSize:
                 "parents": (rows, self.num_nodes),
                 "confidence_float32": (rows, self.num_nodes),
                 "worth_float32": (rows, levels),
-                **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.num_logprobs),
+                **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.asked),
             },
             device,
         )
@@ -242,7 +242,7 @@ class Programs:
             layout=layout,
         )
         logits = unprocessed = forward(loaded.model, batch)
-        if self.size.num_logprobs is not None and self._adjustments is not None:
+        if self.size.asked is not None and self._adjustments is not None:
             unprocessed = logits.clone()
         least = self._process(logits, Paths(self._nodes, trees.tokens, trees.parents, 1, self.size.max_depth))
         choices = tree_ops.choose(
@@ -258,8 +258,9 @@ class Programs:
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
         if self._adjustments is not None:
             self._count(self._adjustments.seen, *walked)
-        if self.size.num_logprobs is not None:
-            write_logprobs(unprocessed, self._logit_rows[::nodes], walked, self._drafted(path), results)
+        if self.size.asked is not None:
+            roots, named = self._logit_rows[::nodes], state.named[:rows]
+            write_logprobs(unprocessed, roots, walked, self._drafted(path), named, results)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
         if self.size.shape is not None:

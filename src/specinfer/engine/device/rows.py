@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
@@ -94,6 +95,9 @@ class DeviceRows:
         state.num_left[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
         state.has_two[row].fill_(False)
+        if request.params.scored_tokens:
+            named = np.asarray(request.params.scored_tokens, dtype=np.int64)
+            state.named[row, : len(named)].copy_(self._there(named))
         write_truncation(state.truncation, row, request.params, self._target.loaded.vocab_size)
         if Processing.of(request.params) >= Processing.ADJUSTMENT:
             assert self._adjustments is not None
@@ -217,8 +221,8 @@ class DeviceRows:
 
 def _cost(size: LaunchSize) -> tuple[int, ...]:
     """Return what orders sizes by the time of a step."""
-    num_logprobs = -1 if size.num_logprobs is None else size.num_logprobs
-    return size.max_depth, size.num_rows * size.num_nodes, size.processing, num_logprobs
+    of_logprobs = (size.asked.others, size.asked.best) if size.asked else (-1, -1)
+    return size.max_depth, size.num_rows * size.num_nodes, size.processing, *of_logprobs
 
 
 def _unchanged(logits: Tensor) -> Tensor:
@@ -276,5 +280,5 @@ class _Answers:
             draft_columns=[0, *here["draft_path"][row, :num_columns].tolist()] if num_columns >= 0 else [],
         )
 
-    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-        return read_logprobs(self._here, row, tokens, count)
+    def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
+        return read_logprobs(self._here, row, tokens, params)

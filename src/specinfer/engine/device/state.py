@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
 from specinfer.engine.device.growth import empty_table
 from specinfer.kernels.plain_draft import ChanceTable
 from specinfer.kernels.plain_logits import Truncation
@@ -33,6 +34,7 @@ class DeviceState:
     draft_known: Tensor  # [rows] int32
     before: Tensor  # [rows] int64
     has_two: Tensor  # [rows] bool
+    named: Tensor  # [rows, n] int64 tokens of `logprob_token_ids`
     chances: ChanceTable
 
     @classmethod
@@ -58,6 +60,7 @@ class DeviceState:
                 draft_known=zeros(num_rows, dtype=torch.int32),
                 before=zeros(num_rows),
                 has_two=zeros(num_rows, dtype=torch.bool),
+                named=zeros(num_rows, MAX_LOGPROB_TOKEN_IDS),
                 chances=empty_table(device),
             )
 
@@ -71,7 +74,7 @@ class DeviceState:
         limits = self.truncation
         for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, limits.temperatures,
                        limits.log_min_p, limits.top_k, limits.top_p,
-                       self.draft_slots, self.draft_known, self.before, self.has_two):  # fmt: skip
+                       self.draft_slots, self.draft_known, self.before, self.has_two, self.named):  # fmt: skip
             column[row].copy_(column[source])
 
 
