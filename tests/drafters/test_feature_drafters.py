@@ -161,7 +161,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_eagle3(tmp_path_factory.mktemp("head"), draft_ids=range(2, 90))
 
 
-@pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
+@pytest.mark.parametrize("tree", ["3,2,2", "best-first:24:6", "auto"])
 def test_greedy_text_is_that_of_transformers(target: Path, model: Any, head: Path, tree: str) -> None:
     prompts = random_prompts([5, 40, 1, 17])
     with llm_of(target, head, tree=tree) as llm:
@@ -263,7 +263,11 @@ def test_requests_with_another_first_token_share_nothing_of_the_head(cycle: tupl
 
 @pytest.mark.parametrize(
     ("verification", "select"),
-    [("multi-step", "hedge:1"), ("traversal", "all"), ("target-only", "all"), ("coupled", "all")],
+    [
+        ("multi-step", "hedge:1"),
+        ("target-only", "all"),
+        *(pytest.param(rule, "all", marks=pytest.mark.slow) for rule in ("traversal", "coupled")),
+    ],
 )
 def test_every_rule_draws_from_the_targets_distribution(
     verification: str, select: str, target: Path, model: Any, head: Path, tmp_path: Path

@@ -250,6 +250,7 @@ def test_a_token_gets_the_same_to_the_bit_in_a_tree_and_in_a_chain(
         assert torch.equal(alone.run()[0], wanted[first])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("heads", [65, 71, 200])
 def test_very_many_heads_of_one_key_head(isa: str, heads: int) -> None:
     """As Falcon has them."""

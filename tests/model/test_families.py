@@ -25,7 +25,18 @@ from specinfer.model.load import load_model
 from specinfer.model.recurrent import scan
 from specinfer.model.recurrent.layers import LOOP_REPLACED
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, GEMMA_4, HYBRIDS, VOCAB, load_runner, make_model, paths_of, random_prompts
+from tiny import (
+    FAMILIES,
+    GEMMA_4,
+    HYBRIDS,
+    KINDS_OF_HYBRIDS,
+    VOCAB,
+    load_runner,
+    make_model,
+    paths_of,
+    quick,
+    random_prompts,
+)
 
 CPU = torch.device("cpu")
 #          9 ─ 11 ─ 12
@@ -77,7 +88,7 @@ def test_convolutions_and_recurrences_are_the_same_without_native_kernels(
     test_tree_logits_are_those_of_each_path(family, lambda _: ModelRunner(loaded, 256))
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", quick(HYBRIDS, *KINDS_OF_HYBRIDS))
 def test_a_node_that_continues_another_branch_is_noticed(
     family: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

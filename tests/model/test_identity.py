@@ -106,7 +106,7 @@ def _compare(engine: Engine, runners: Runners, batch: Sequence[tuple[int, int, S
     assert not engine.drafter.num_failures, "a drafter failed"  # type: ignore[attr-defined]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     batch=jobs(parameters()),
     kinds=drafter_lists,
@@ -125,7 +125,7 @@ def test_coupled(
     _compare(_engine(runner_of, kinds, tree, "coupled", drawing, max_num_seqs), runner_of, batch)
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(
     batch=jobs(parameters(greedy=True)),
     kinds=drafter_lists,

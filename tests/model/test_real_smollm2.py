@@ -34,7 +34,7 @@ TEXT = (
 )
 # Perplexity over that of float32: what rounding costs at most, with room for another machine's sums.
 COSTS = {"float32": 1.001, "bfloat16": 1.02, "float16": 1.02, "int8": 1.03, "int4": 1.2}
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 
 
 def prompts_of(folder: Path) -> list[list[int]]:

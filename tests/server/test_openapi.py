@@ -85,7 +85,7 @@ def examples(count: int) -> Any:
 @pytest.mark.parametrize("mode", MODES, ids=[mode.value for mode in MODES])
 @pytest.mark.parametrize("path", PATHS)
 def test_bodies_by_the_schema_and_against_it(server: Attacked, path: str, mode: GenerationMode) -> None:
-    @examples(3 if path == RESPONSES else 6 if path in OTHERS else 12)  # making the largest takes long
+    @examples(3 if path == RESPONSES else 6 if path in OTHERS else 8)  # making the largest takes long
     @given(operation(path).as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
         check(send(server, case))
@@ -110,7 +110,7 @@ def test_bodies_that_mean_something(server: Attacked, path: str) -> None:
     """As the schema has it, but with prompts and limits that are served; so that fields meet each other."""
     served = []
 
-    @examples(12 if path in OTHERS else 24)
+    @examples(8 if path in OTHERS else 16)
     @given(operation(path).as_strategy(), st.data())
     def run(case: schemathesis.Case, data: st.DataObject) -> None:
         if not isinstance(case.body, dict):

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -282,7 +280,7 @@ def test_systemd_is_told_when_the_server_is_ready_well_and_stopping(
             while True:
                 heard.append(systemd.recv(100).decode())
     assert heard[0] == "READY=1"
-    assert heard[-1] == "STOPPING=1" or heard[-2] == "STOPPING=1"
+    assert set(heard[heard.index("STOPPING=1") + 1 :]) <= {"WATCHDOG=1"}
 
 
 # --------------------------------------------------------------------------------------------- starts
@@ -441,32 +439,3 @@ def test_what_is_no_http_or_too_large_is_answered_with_an_openai_error(llm: LLM)
         assert client.get("/health").status_code == 200
 
     assert run(lambda: llm, work, max_body_bytes=100_000)[0] == 0
-
-
-# -------------------------------------------------------------------------------------- the whole program
-
-
-def test_the_command_serves_and_ends(model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    words = ["serve", str(model_folder(tokenizer=True)), "--port", "0", "--tree", "off", "--served-model-name", "tiny"]
-    environment = os.environ | {"SPECINFER_API_KEY": "a-long-key-of-one"}
-    with (tmp_path / "log").open("w+") as log:
-        with subprocess.Popen([sys.executable, "-m", "specinfer", *words], env=environment, stderr=log) as server:
-            try:
-                wait_until(lambda: "startup complete: http" in (tmp_path / "log").read_text(), 240)
-                line = next(line for line in (tmp_path / "log").read_text().splitlines() if "startup complete" in line)
-                url = line.split("startup complete: ")[1].split(" ")[0]
-                with httpx.Client(base_url=url, headers={"authorization": "Bearer a-long-key-of-one"}) as client:
-                    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-                    answer = client.post("/v1/completions", json={"prompt": "the end", "max_tokens": 3})
-                    assert answer.json()["usage"]["completion_tokens"] == 3
-                    assert "specinfer:generation_tokens_total" in client.get("/metrics").text
-                    client.headers.clear()
-                    assert client.get("/v1/models").status_code == 401
-            finally:
-                server.terminate()
-            assert server.wait(60) == 0
-        log.seek(0)
-        text = log.read()
-    assert "a-long-key" not in text
-    assert "environment: api_key=***" in text
-    assert "Traceback" not in text

@@ -18,6 +18,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_a_short_soak() -> None:
     report = soak(2.0, 8, port=_free_port(), num_each=1)
     assert not report.failed

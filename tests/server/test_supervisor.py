@@ -317,11 +317,14 @@ def served(model_folder: Callable[..., Path], tmp_path: Path) -> Served:
     """Call it for the command, a client, and its log; `engine_of` finds its engine."""
 
     @contextlib.contextmanager
-    def run(*flags: str, is_ready: bool = True) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, Path]]:
+    def run(
+        *flags: str, is_ready: bool = True, key: str = ""
+    ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, Path]]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         words = ["serve", str(model_folder(tokenizer=True)), "--port", str(port), "--drafter", "ngram", "--tree", "2,1"]
         environment = os.environ | {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1"}
+        environment |= {"SPECINFER_API_KEY": key} if key else {}
         log = tmp_path / "log"
         command = [sys.executable, "-m", "specinfer", *words, *flags]
         with (
@@ -363,14 +366,19 @@ def _end(process: subprocess.Popen[bytes], client: httpx.Client, number: signal.
 
 def _answers(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "the end", "max_tokens": 3})
-    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 3
 
 
-def test_an_engine_that_faults_ends_its_streams_and_another_serves_at_the_same_port(
+def test_the_command_serves_and_an_engine_that_faults_is_followed_by_another_at_the_same_port(
     served: Served, tmp_path: Path
 ) -> None:
-    with served("--trace", str(tmp_path / "trace.jsonl")) as (process, client, log):
+    key, flags = "a-long-key-of-one", ("--trace", str(tmp_path / "trace.jsonl"), "--served-model-name", "tiny")
+    with served(*flags, key=key) as (process, client, log):
+        assert client.get("/v1/models").status_code == 401
+        client.headers["authorization"] = f"Bearer {key}"
+        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
         _answers(client)
+        assert "specinfer:generation_tokens_total" in client.get("/metrics").text
         with client.stream("POST", "/v1/completions", json=BODY) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
@@ -388,7 +396,12 @@ def test_an_engine_that_faults_ends_its_streams_and_another_serves_at_the_same_p
         assert "\nThreads:\t1\n" in status
         assert int(status.split("VmRSS:")[1].split()[0]) < 48 * 1024  # KiB
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-    assert "ended by SIGSEGV" in log.read_text()
+    text = log.read_text()
+    assert "ended by SIGSEGV" in text
+    assert f"startup complete: {client.base_url}".rstrip("/") in text
+    assert key not in text
+    assert "environment: api_key=***" in text
+    assert "Traceback" not in text
     for name in ("trace.jsonl", "trace.1.jsonl"):  # that of the engine that died is kept
         assert (tmp_path / name).read_text().startswith('{"type":"trace",')
 

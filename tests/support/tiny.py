@@ -1,10 +1,11 @@
 """Tiny random models of every supported family, a tokenizer, and engines of them: no downloads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -198,8 +199,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": _MAMBA_1,
     "falcon_mamba": _MAMBA_1,
 }
+# One family for each kind of layer.
+KINDS_OF_HYBRIDS = (
+    "lfm2_moe", "qwen3_next", "qwen3_5_text", "nemotron_h", "falcon_h1-normed", "jamba", "kimi_linear",
+    "bailing_hybrid", "minimax", "recurrent_gemma", "mamba",
+)  # fmt: skip
 # An older transformers does not have all of them.
 HYBRIDS = {name: fields for name, fields in HYBRIDS.items() if name.split("-")[0] in CONFIG_MAPPING}
+
+
+def quick(cases: Iterable[str], *chosen: str) -> list[Any]:
+    """Cases of a test, of which those that are not chosen are slow."""
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -> Any:

@@ -159,13 +159,15 @@ def _check(arm: Arm, num_runs: int, counts_of: Any, joint_of: Any) -> None:
     assert value > LEVEL / len(ARMS)
 
 
-# One for each rule and way to draw, and several drafters; test_exactness has the other trees, in fractions.
+# Each rule and way to draw, and several drafters; test_exactness has the others, in fractions.
 QUICK = [
-    arm
-    for arm in ARMS
-    if (arm.tree, arm.drawing, arm.params) in (("2,2,1", "without-replacement", WARM), ("2,2,1", "shared-noise", WARM))
-    or (arm.tree.startswith("best-first") and arm.drawing != "without-replacement" and arm.params is WARM)
-    or (arm.params is COOL and arm.select != "all")
+    Arm("coupled", "shared-noise", "2,2,1"),
+    Arm("target-only", "top-k", "best-first:8", 2),
+    Arm("multi-step", "without-replacement", "2,2,1"),
+    Arm("traversal", "without-replacement", "2,2,1"),
+    Arm("traversal", "hybrid", "best-first:8"),
+    Arm("multi-step", "hybrid", "best-first:8", 2, COOL, select="hedge:1"),
+    Arm("traversal", "iid", "best-first:8", 2, select="hedge:1"),
 ]
 
 

@@ -93,6 +93,7 @@ def test_replayed_tokens_score_as_in_plain_passes(
     drafter.forget("0")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), TreeBudget(7, 4)], ids=["fixed", "best first"])

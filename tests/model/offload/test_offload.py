@@ -25,7 +25,17 @@ from specinfer.model.load import load_model
 from specinfer.model.offload import stream as stream_module
 from specinfer.model.offload.direct import DirectFile, padded_size, pages
 from specinfer.model.runner import ModelRunner
-from tiny import HYBRIDS, load_runner, make_engine, make_request, random_prompts, run, save_model
+from tiny import (
+    HYBRIDS,
+    KINDS_OF_HYBRIDS,
+    load_runner,
+    make_engine,
+    make_request,
+    quick,
+    random_prompts,
+    run,
+    save_model,
+)
 
 NUM_LAYERS = 5
 DISK = OffloadConfig("disk")
@@ -108,7 +118,7 @@ def test_speculation_with_a_streamed_target_changes_nothing(folder: Path, tree: 
             assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", quick(HYBRIDS, *KINDS_OF_HYBRIDS))
 def test_layers_without_attention_are_streamed(family: str, tmp_path: Path) -> None:
     """From a copy, because experts and some convolutions are made of several tensors of the files."""
     model = save_model(tmp_path / "model", family)

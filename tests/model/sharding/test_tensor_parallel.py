@@ -15,7 +15,7 @@ from specinfer.model.fused import FusedDecoder
 from specinfer.model.layer_kind import FAMILIES as FUSED
 from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes
-from tiny import FAMILIES, HYBRIDS, make_model, save_model
+from tiny import FAMILIES, HYBRIDS, make_model, quick, save_model
 
 CPU = torch.device("cpu")
 # Ranks of a tensor group, and stages. Four ranks share two KV heads, or one.
@@ -54,7 +54,8 @@ def always_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose.cache_clear()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Of those that have native layers the other test compares the same shards.
+@pytest.mark.parametrize("family", quick(FAMILIES, "llama", *(FAMILIES.keys() - FUSED)))
 def test_shards_compute_what_the_whole_does(folders: dict[str, Path], family: str) -> None:
     wanted = Ranks(folders[family], WHOLE, native=False).logits()
     for split in _SPLITS[family]:
