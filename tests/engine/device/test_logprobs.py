@@ -34,10 +34,10 @@ TREES = {
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=14, logprobs=0),
     SamplingParams(max_tokens=9, logprobs=3, prompt_logprobs=1),
-    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=40),
     SamplingParams(max_tokens=12, temperature=0.7, logprobs=30, logprob_token_ids=[4, 5, 90], top_k=9),
     SamplingParams(temperature=0.0, max_tokens=16, logprobs=5, repetition_penalty=1.5, logit_bias={7: 4.0}),
-    SamplingParams(max_tokens=30, temperature=1.2, presence_penalty=0.8),
+    SamplingParams(max_tokens=26, temperature=1.2, presence_penalty=0.8, logprob_token_ids=[90, 7]),  # in the last row
 ]
 PROMPTS = random_prompts([3, 26, 12, 40, 7, 9], seed=4)
 
