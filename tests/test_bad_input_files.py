@@ -4,7 +4,6 @@ import ast
 import json
 import struct
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,11 @@ def write_weights(folder: Path, header: dict[str, Any] | bytes, data: bytes = b"
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
 
-@cache
-def sources() -> list[tuple[Path, ast.Module]]:
+Sources = list[tuple[Path, ast.Module]]
+
+
+@pytest.fixture(scope="module")  # no longer: collections of garbage go through all nodes
+def sources() -> Sources:
     return [(path, ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
 
 
@@ -53,7 +55,7 @@ def names_of(node: ast.AST) -> set[str]:
 
 
 # 28, 44, 45: nothing that comes from outside is ever evaluated or unpickled
-def test_28_44_45_nothing_is_evaluated_or_unpickled() -> None:
+def test_28_44_45_nothing_is_evaluated_or_unpickled(sources: Sources) -> None:
     refused = {
         "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "zmq", "torch.load", "eval", "exec",
         "compile", "__import__", "os.system", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load",
@@ -62,21 +64,21 @@ def test_28_44_45_nothing_is_evaluated_or_unpickled() -> None:
     # Training reads what it wrote itself; heads and adapters are published as pickles too. All read tensors only.
     trains = {"loop.py", "report.py", "train.py", "training.py", "checkpoint.py", "peft_folder.py"}
     found = [
-        (path.name, name) for path, tree in sources() for node in ast.walk(tree) for name in names_of(node) & refused
+        (path.name, name) for path, tree in sources for node in ast.walk(tree) for name in names_of(node) & refused
     ]
     found.remove(("peft_folder.py", "pickle"))  # for the name of an error
     found.remove(("text_reader.py", "pickle"))  # its processes read only what the one that started them sends
     assert {pair for pair in found if pair[1] != "torch.load" or pair[0] not in trains} == set()
-    for path, tree in sources():
+    for path, tree in sources:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert "weights_only=True" in ast.unparse(node), path
-    assert len(sources()) > 100
+    assert len(sources) > 100
 
 
 # 28: attributes called eval are models' own
-def test_28_no_shell_is_started() -> None:
-    for path, tree in sources():
+def test_28_no_shell_is_started(sources: Sources) -> None:
+    for path, tree in sources:
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg == "shell":
                 assert isinstance(node.value, ast.Constant)
@@ -84,8 +86,8 @@ def test_28_no_shell_is_started() -> None:
 
 
 # 46: code that comes with a model is never asked for
-def test_46_remote_code_is_never_trusted() -> None:
-    for path, tree in sources():
+def test_46_remote_code_is_never_trusted(sources: Sources) -> None:
+    for path, tree in sources:
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert isinstance(node.value, ast.Constant)

@@ -64,6 +64,7 @@ def _computed(
     return torch.cat([first, second]), stored.float(), runner.loaded.model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "quantization"),

@@ -223,7 +223,7 @@ BAD: dict[str, tuple[tuple[Any, ...], str, Any]] = {
     [  # traversal's coins have no draft's distribution in them
         ("residual not updated", "multi-step"),
         pytest.param("residual not updated", "traversal", marks=pytest.mark.slow),
-        ("wrong coin", "multi-step"),
+        pytest.param("wrong coin", "multi-step", marks=pytest.mark.slow),
     ],
 )
 def test_known_bad_arms_fail(

@@ -530,7 +530,7 @@ def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptu
 def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["Once upon a time", "def main(", "# numbers\n", "The "]
     params = [
-        SamplingParams(max_tokens=24, seed=1, n=3, stop=["e ", "s."]),
+        SamplingParams(max_tokens=24, seed=1, n=2, stop=["e ", "s."]),
         SamplingParams(max_tokens=24, temperature=0.0, stop=["\n"]),
         SamplingParams(max_tokens=16, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){2}"}),
         SamplingParams(max_tokens=24, temperature=0.0),

@@ -101,7 +101,7 @@ def test_stages_of_a_family(family: str, tmp_path: Path) -> None:
 
     one = Pipeline(make, _cuts(1), whole.layer_shapes)
     expected = [one(pieces) for pieces in _passes()]
-    for num_stages in (2, 3):
+    for num_stages in (2, 3) if family == "llama" else (3,):
         stages = Pipeline(make, _cuts(num_stages), whole.layer_shapes)
         for pieces, logits in zip(_passes(), expected, strict=True):
             assert torch.equal(stages(pieces), logits)
