@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 from hypothesis import HealthCheck, settings
 
 from specinfer.core.request import Request
+from specinfer.demo import pair
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.model.kv_cache import KVCache
@@ -57,9 +58,10 @@ _USED: "weakref.WeakSet[KVCache]" = weakref.WeakSet()  # since they were last fo
 _LONG = (
     "parallel/test_ranks_health.py", "parallel/test_ranks.py", "parallel/test_ranks_strangers.py",
     "test_other_systems.py", "server/test_supervisor.py", "server/test_serve.py", "server/test_openapi.py",
-    "tuning/test_tune.py", "learning/test_adaptation.py", "cli/test_cli.py", "core/test_grammar.py",
+    "inputs/test_text_reader.py", "tuning/test_tune.py", "learning/test_adaptation.py", "model/test_real_smollm2.py",
+    "engine/device/test_executor.py", "verify/test_sampling_distribution.py", "cli/test_cli.py", "core/test_grammar.py",
     "verify/test_lossless.py", "test_examples.py", "model/offload/test_memory.py", "kernels/test_programs.py",
-    "kernels/test_team.py",
+    "server/test_bad_input_http.py", "drafters/test_feature_drafters.py", "kernels/test_team.py",
 )  # fmt: skip
 
 
@@ -101,6 +103,24 @@ def _commands_made_once() -> Iterator[None]:
     """A command line is the same whenever it is run, and takes a tenth of a second to make."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typer.testing._get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _embedded_files_digested_once() -> Iterator[None]:
+    """Each use of the embedded models compares all their files with checksums, which takes longer than a short text."""
+    digest = pair.digest
+
+    @cache
+    def known(path: Path, *_: int) -> str:
+        return digest(path)
+
+    def remembered(path: Path) -> str:
+        state = path.stat()
+        return known(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair, "digest", remembered)
         yield
 
 

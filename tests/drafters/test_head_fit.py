@@ -14,7 +14,7 @@ from references_of_text import hidden_states
 from specinfer.core.errors import ModelError
 from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.dialect_choice import _block_agreement, _target_choices
-from tiny import make_model, random_prompts, save_model, save_tokenizer
+from tiny import make_model, quick, random_prompts, save_model, save_tokenizer
 
 WARNING = "agrees with the target on"
 
@@ -84,7 +84,7 @@ def test_renamed_special_tokens_and_another_class_of_the_family_are_no_other_tar
     llm_of(target, head)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", quick(["eagle3", "dflash", "dspark"], "eagle3", "dspark"))
 def test_a_head_that_drafts_nothing_right_is_noticed_at_load_in_one_line(
     kind: str, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
