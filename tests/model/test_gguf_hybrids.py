@@ -11,6 +11,7 @@ from hybrid_gguf import write_hybrid
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.kernels import QuantizedLinear
 from specinfer.model.definition import load_plain
+from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
 from tiny import make_tokenizer
@@ -22,13 +23,39 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DELTA = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "hidden_size": 64}
 WIDE = {"linear_value_head_dim": 32, "intermediate_size": 64}
 MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+ROWS = {"hidden_size": 64, "intermediate_size": 64, "shared_intermediate_size": 32, "mamba_n_heads": 8}  # of blocks
+FACTORS = {
+    "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "logits_scaling": 1.5,
+    "position_embedding_type": "rope",
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32, "n_group": 2,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3next": DELTA | WIDE | MOE,
     "qwen35": DELTA | WIDE,
     "qwen35moe": DELTA | WIDE | MOE,
-}
-MODELS = [*ARCHITECTURES.items(), ("qwen35", DELTA | WIDE | {"linear_value_head_dim": 8})]  # heads within a block
-cases = pytest.mark.parametrize(("arch", "changes"), MODELS, ids=[*ARCHITECTURES, "qwen35-narrow"])
+    "granitehybrid": ROWS | FACTORS,
+    "nemotron_h": ROWS | {
+        "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"], "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+    },
+    "nemotron_h_moe": ROWS | EXPERTS | {"mamba_num_heads": 8},
+    "falcon-h1": ROWS | {"mamba_d_ssm": 128},
+    "mamba2": {"hidden_size": 64, "num_heads": 8},
+    "lfm2": ROWS,
+    "lfm2moe": ROWS | {"moe_intermediate_size": 32},
+}  # fmt: skip
+MODELS = [
+    *ARCHITECTURES.items(),
+    ("qwen35", DELTA | WIDE | {"linear_value_head_dim": 8}),  # heads within a block
+    ("granitehybrid", ROWS | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}),
+    ("falcon-h1", ROWS | {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+]
+NAMES = [*ARCHITECTURES, "qwen35-narrow", "granitehybrid-dense", "falcon-h1-normed"]
+QUICK = ("qwen35moe", "granitehybrid", "falcon-h1", "lfm2moe")
+cases = pytest.mark.parametrize(("arch", "changes"), MODELS, ids=NAMES)
 
 
 def check_logits(file: Path, model: Any) -> None:
@@ -43,7 +70,13 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: st
     check_logits(tmp_path / "m.gguf", write_hybrid(tmp_path / "m.gguf", arch, **changes))
 
 
-@cases
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        pytest.param(*model, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, model in zip(NAMES, MODELS, strict=True)
+    ],
+)
 def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     """With a tree in float32, and of the codes with a tree and without."""
     write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **changes)
@@ -56,6 +89,16 @@ def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path, arch: str, 
 
     assert text("m.gguf", "float32", ["ngram"]) == text("folder", "float32", [])
     assert text("m.gguf", "auto", ["ngram"]) == text("m.gguf", "auto", [])
+
+
+def _check_experts(found: Any, module: Any) -> None:
+    if isinstance(module.down_proj, nn.Module):
+        return  # the shared ones
+    assert isinstance(found, QuantizedExperts)
+    x, weights = torch.randn(3, module.down_proj.shape[1]), torch.rand(3, 2)
+    routed = torch.tensor([[0, 1], [2, 3], [1, 3]])
+    wanted = module(x, routed, weights)
+    assert (found(x, routed, weights) - wanted).norm() < 0.03 * wanted.norm()
 
 
 @cases
@@ -73,6 +116,8 @@ def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes:
             x = torch.randn(3, module.in_features)
             wanted = module.float()(x)
             assert (found(x) - wanted).norm() < 0.02 * wanted.norm()  # activations are rounded to 8 bits
+        if name.endswith("experts") and not isinstance(module, nn.Linear) and hasattr(module, "down_proj"):
+            _check_experts(coded.model.get_submodule(name), module.float())
 
 
 def test_matrices_of_qwen3_next_may_be_joined_as_older_and_newer_converters_do(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gguf_files import write_model
+from hybrid_gguf import write_hybrid
 from native import native
 from quantized_files import save_gpt_oss, save_quantized
 from specinfer import LLM, ModelError, SamplingParams
@@ -26,6 +27,14 @@ MIXTURE = {"norm_topk_prob": True, "moe_intermediate_size": 64}
 def _gguf(**settings: Any) -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
         write_model(place / "m.gguf", **settings)
+        return find_folder(place / "m.gguf")
+
+    return make
+
+
+def _hybrid(arch: str, **settings: Any) -> Callable[[Path], Path]:
+    def make(place: Path) -> Path:
+        write_hybrid(place / "m.gguf", arch, "Q8_0", **settings)
         return find_folder(place / "m.gguf")
 
     return make
@@ -50,6 +59,24 @@ MODELS = {
     "Q4_0 and F16": _gguf(kind="Q4_0", kinds={"attn_k": "F16"}, hidden_size=256, intermediate_size=96),
     "experts": _gguf(arch="qwen3moe", kind="Q4_0", kinds={"up_exps": "F16"}, hidden_size=128, **MIXTURE),
     "gpt-oss": _gpt_oss,
+    "Qwen3.5": _hybrid(
+        "qwen35moe",
+        hidden_size=128,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        num_hidden_layers=2,
+    ),
+    "Granite 4": _hybrid(
+        "granitehybrid",
+        hidden_size=128,
+        intermediate_size=64,
+        shared_intermediate_size=64,
+        mamba_n_heads=16,
+        layer_types=["mamba", "attention"],
+        num_hidden_layers=2,
+    ),
     "W4A16": _safetensors("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
     "FP8": _safetensors("FP8 of 128", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64),
     "AWQ experts": _safetensors("AWQ", "qwen3_moe", hidden_size=64, moe_intermediate_size=64),

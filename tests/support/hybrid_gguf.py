@@ -226,8 +226,201 @@ def _qwen35_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str
     yield from _next_change(name, weight, config)
 
 
+# ------------------------------------------------------------------- Granite 4, Nemotron-H, Falcon-H1, Mamba-2
+
+_MIXER = {
+    "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias",
+    "norm": "ssm_norm", "out_proj": "ssm_out",
+}  # fmt: skip
+_LLAMA = {f"self_attn.{name}": stored for name, stored in _ATTENTION.items()}
+_GRANITE = _LLAMA | {f"mamba.{name}": stored for name, stored in _MIXER.items()} | {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    **{f"block_sparse_moe.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+    "shared_mlp.input_linear": "ffn_both_shexp", "shared_mlp.output_linear": "ffn_down_shexp",
+}  # fmt: skip
+_NEMOTRON = {f"mixer.{name}": stored for name, stored in (_MIXER | _ATTENTION | _GATED).items()} | {
+    "norm": "attn_norm", "mixer.gate": "ffn_gate_inp", "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mixer.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+    **{f"mixer.shared_experts.{name}": f"{stored}_shexp" for name, stored in _GATED.items()},
+    "mixer.fc1_latent_proj": "ffn_latent_down", "mixer.fc2_latent_proj": "ffn_latent_up",
+}  # fmt: skip
+_FALCON = _LLAMA | {f"mamba.{name}": stored for name, stored in _MIXER.items()} | {
+    "input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm",
+    **{f"feed_forward.{name}": stored for name, stored in _GATED.items()},
+}  # fmt: skip
+_MAMBA = {f"mixer.{name}": stored for name, stored in _MIXER.items()} | {"norm": "attn_norm"}
+
+
+def _mamba_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    if name.endswith(".ssm_a"):
+        weight = -torch.exp(weight).unsqueeze(-1)
+    elif name.endswith(".ssm_d"):
+        weight = weight.unsqueeze(-1)
+    elif name.endswith("conv1d.weight"):
+        weight = weight.squeeze()
+    elif "ssm_norm" in name:
+        weight = weight.view(getattr(config, "mamba_n_groups", getattr(config, "n_groups", None)), -1)
+    yield name, weight
+
+
+def _in_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head: the first of its lower half, the first of its upper half, and so on."""
+    of_heads = weight.chunk(heads)
+    return torch.cat([
+        row for one in of_heads for pair in zip(*one.chunk(2), strict=True) for row in (pair[0][None], pair[1][None])
+    ])  # fmt: skip
+
+
+def _granite_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    if "attn_q" in name:
+        weight = _in_pairs(weight, config.num_attention_heads)
+    elif "attn_k" in name:
+        weight = _in_pairs(weight, config.num_key_value_heads)
+    if not getattr(config, "num_local_experts", 0) and hasattr(config, "shared_intermediate_size"):
+        name = name.replace("_shexp", "")
+    if "ffn_both" in name:
+        for kind, part in zip(("gate", "up"), weight.chunk(2), strict=True):
+            yield name.replace("both", kind), part
+    else:
+        yield from _mamba_change(name, weight, config)
+
+
+def _granite_metadata(config: Any) -> dict[str, Any]:
+    arch = "granitehybrid"
+    return {
+        f"{arch}.attention.head_count_kv": _kv_heads(config),
+        f"{arch}.attention.scale": float(config.attention_multiplier),
+        f"{arch}.embedding_scale": float(config.embedding_multiplier),
+        f"{arch}.residual_scale": float(config.residual_multiplier),
+        f"{arch}.logit_scale": float(config.logits_scaling),
+        f"{arch}.rope.scaling.finetuned": config.position_embedding_type == "rope",
+        f"{arch}.expert_shared_feed_forward_length": config.shared_intermediate_size,
+        f"{arch}.attention.key_length": None,
+        f"{arch}.attention.value_length": None,
+        **_ssm(arch, config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state),
+    }
+
+
+def _kv_heads(config: Any) -> list[int]:
+    return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+
+
+def _ssm(arch: str, heads: int, dim: int, groups: int, state: int) -> dict[str, Any]:
+    return {
+        f"{arch}.ssm.conv_kernel": 4,
+        f"{arch}.ssm.inner_size": heads * dim,
+        f"{arch}.ssm.state_size": state,
+        f"{arch}.ssm.time_step_rank": heads,
+        f"{arch}.ssm.group_count": groups,
+    }
+
+
+def _nemotron_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
+    def metadata(config: Any) -> dict[str, Any]:
+        widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+        has_experts = "moe" in config.layer_types
+        return {
+            f"{arch}.attention.head_count_kv": _kv_heads(config),
+            f"{arch}.feed_forward_length": [widths.get(kind, 0) for kind in config.layer_types],
+            f"{arch}.expert_count": config.n_routed_experts if has_experts else None,
+            f"{arch}.expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            f"{arch}.expert_group_count": config.n_group,
+            f"{arch}.expert_weights_norm": config.norm_topk_prob,
+            f"{arch}.expert_weights_scale": float(config.routed_scaling_factor),
+            f"{arch}.moe_latent_size": config.moe_latent_size,
+            **_ssm(arch, config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size),
+        }
+
+    return metadata
+
+
+def _falcon_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    role = name.split(".")[2] if name.startswith("blk") else name
+    inside = config.attention_in_multiplier
+    factors = {
+        "attn_q": inside, "attn_k": inside * config.key_multiplier, "attn_v": inside,
+        "attn_output": config.attention_out_multiplier, "ssm_out": config.ssm_out_multiplier,
+        "ffn_gate": config.mlp_multipliers[0], "ffn_down": config.mlp_multipliers[1],
+        "token_embd.weight": config.embedding_multiplier, "output.weight": config.lm_head_multiplier,
+    }  # fmt: skip
+    weight = weight * factors.get(role, 1.0)
+    if role == "ssm_in":
+        groups = config.mamba_n_groups * config.mamba_d_state
+        sizes = [config.mamba_d_ssm, config.mamba_d_ssm, groups, groups, config.mamba_n_heads]
+        parts = zip(weight.split(sizes), config.ssm_multipliers, strict=True)
+        weight = torch.cat([part * config.ssm_in_multiplier * factor for part, factor in parts])
+    name = name.removesuffix(".weight") if role == "ffn_norm" else name
+    yield from _mamba_change(name, weight, config)
+
+
+def _falcon_metadata(config: Any) -> dict[str, Any]:
+    sizes = (config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state)
+    return _ssm("falcon-h1", *sizes)
+
+
+def _mamba_metadata(config: Any) -> dict[str, Any]:
+    sizes = _ssm("mamba2", config.num_heads, config.head_dim, config.n_groups, config.state_size)
+    return sizes | {"mamba2.attention.key_length": None, "mamba2.attention.value_length": None}
+
+
+# ------------------------------------------------------------------------------------------------ LFM2
+
+_LFM = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
+    **{f"feed_forward.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+}  # fmt: skip
+
+
+def _lfm_change(name: str, weight: Tensor, _config: Any) -> Iterator[tuple[str, Tensor]]:
+    yield name, weight.squeeze(1) if "shortconv.conv" in name else weight
+
+
+def _lfm_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
+    def metadata(config: Any) -> dict[str, Any]:
+        width = 256 if arch == "lfm2" else config.intermediate_size  # adjusted by the definition
+        return {
+            f"{arch}.attention.head_count_kv": _kv_heads(config),
+            f"{arch}.feed_forward_length": width,
+            f"{arch}.shortconv.l_cache": config.conv_L_cache,
+            f"{arch}.leading_dense_block_count": getattr(config, "num_dense_layers", None),
+        }
+
+    return metadata
+
+
+def _renamed(embeddings: str, norm: str, stored: str = "output_norm") -> dict[str, str]:
+    return {
+        f"{embeddings}.weight": "token_embd.weight",
+        f"{norm}.weight": f"{stored}.weight",
+        "lm_head.weight": "output.weight",
+    }
+
+
+_OF_LFM = _renamed("model.embed_tokens", "model.embedding_norm", "token_embd_norm")
+_OF_NEMOTRON = _renamed("model.embeddings", "model.norm_f")
 _ARCHITECTURES = {
     "qwen3next": _Architecture("qwen3_next", _DELTA, _next_change, _delta_metadata("qwen3next")),
     "qwen35": _Architecture("qwen3_5_text", _DELTA, _qwen35_change, _delta_metadata("qwen35")),
     "qwen35moe": _Architecture("qwen3_5_moe_text", _DELTA, _qwen35_change, _delta_metadata("qwen35moe")),
+    "granitehybrid": _Architecture("granitemoehybrid", _GRANITE, _granite_change, _granite_metadata),
+    "nemotron_h": _Architecture(
+        "nemotron_h", _NEMOTRON, _granite_change, _nemotron_metadata("nemotron_h"), _OF_NEMOTRON
+    ),
+    "nemotron_h_moe": _Architecture(
+        "nemotron_h", _NEMOTRON, _granite_change, _nemotron_metadata("nemotron_h_moe"), _OF_NEMOTRON
+    ),
+    "falcon-h1": _Architecture(
+        "falcon_h1", _FALCON, _falcon_change, _falcon_metadata, _renamed("model.embed_tokens", "model.final_layernorm")
+    ),
+    "mamba2": _Architecture(
+        "mamba2", _MAMBA, _mamba_change, _mamba_metadata, _renamed("backbone.embeddings", "backbone.norm_f")
+    ),
+    "lfm2": _Architecture("lfm2", _LFM, _lfm_change, _lfm_metadata("lfm2"), _OF_LFM),
+    "lfm2moe": _Architecture("lfm2_moe", _LFM, _lfm_change, _lfm_metadata("lfm2moe"), _OF_LFM),
 }

@@ -17,9 +17,10 @@ from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
 _SEPARATE = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"})
-# Families whose checkpoints have stacks, too, see `StackedSource`.
-_STACKED = frozenset({"gpt_oss"})
+# Families whose checkpoints, or GGUF files as they are read, have stacks, too, see `StackedSource`.
+_STACKED = frozenset({"gpt_oss", "granitemoehybrid", "lfm2_moe", "nemotron_h"})
 FAMILIES = _SEPARATE | _STACKED
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT = "{layer}.{number}.{kind}_proj.weight"
 _Weight = QuantizedWeight | Tensor
 _Gated = Callable[[Tensor], Tensor]  # from inputs to the inputs of the output matrix
@@ -70,7 +71,7 @@ def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[s
     """
     kinds: set[str] = set()
     for name, module in list(model.named_modules()):
-        stacks = {one: module._parameters.get(one) for one in ("gate_up_proj", "down_proj")}
+        stacks = {one: module._parameters.get(one) for one in _MATRICES}
         if any(
             stack is not None and stack.is_meta and checkpoint.keeps(module, f"{name}.{one}", stack)
             for one, stack in stacks.items()
@@ -100,12 +101,13 @@ class _Reader:
         part = whole if cut is None else whole.part(cut)
         return checkpoint.read(name, part) if self.is_read(name) else part
 
-    def of_stack(self, stack: Tensor, expert: int) -> _Weight:
+    def of_stack(self, experts: Any, name: str, expert: int) -> _Weight:
         """Return an expert's weight [out, in] of a parameter that stands for a stack, or is one."""
+        stack: Tensor = getattr(experts, name)
         origin = origin_of(stack)
         if stack.is_meta and origin is not None and self.checkpoint.has_codes(*origin):
             return self._codes(*origin, expert)
-        return stack[expert].T.contiguous()
+        return (stack[expert].T if experts.is_transposed else stack[expert]).contiguous()
 
     def _codes(self, name: str, cut: Cut | None, expert: int | None) -> QuantizedWeight:
         kind, weight = self.checkpoint.codes(name, cut, reads=self.is_read(name), expert=expert)
@@ -119,27 +121,30 @@ def _call(weight: _Weight, bias: Tensor | None = None) -> LinearCall:
 
 def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated, list[LinearCall], LinearCall]]:
     """Yield the parts of experts whose gates, values and output matrices are stored apart."""
-    assert experts.is_concatenated
-    assert not experts.is_transposed
-    assert not experts.has_bias
-    ending = GATES[experts.config.hidden_act]
     cut_rows, cut_inputs = (getattr(one, "cut", None) for one in (experts.gate_up_proj, experts.down_proj))
     rows = None if cut_rows is None else Cut(0, cut_rows.ranges[:1])  # those of gates come before those of values
     inputs = None if cut_inputs is None else Cut(1, cut_inputs.ranges)
     for i in range(experts.num_experts):
         of = partial(EXPERT.format, layer=name, number=i)
         gate, up = (read.matrix(of(kind=kind), rows) for kind in ("gate", "up"))
-        down = _call(read.matrix(of(kind="down"), inputs))
-        if (
-            not (isinstance(gate, Tensor) or isinstance(up, Tensor))
-            and gate.format == up.format
-            and gate.out_features % _LANES == 0
-        ):
-            both = _call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
-            yield partial(_gated_at_once, both, ending), [both], down
-        else:
-            gates, values = _call(gate), _call(up)
-            yield partial(_gated, gates, values, experts.act_fn), [gates, values], down
+        yield _parts(experts, gate, up, read.matrix(of(kind="down"), inputs))
+
+
+def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> tuple[_Gated, list[LinearCall], LinearCall]:
+    """Return the parts of an expert with gates."""
+    assert experts.is_concatenated
+    assert not experts.is_transposed
+    assert not experts.has_bias
+    ending = GATES[getattr(experts.config, "hidden_act", "silu")]  # LFM2 has no other
+    if (
+        not (isinstance(gate, Tensor) or isinstance(up, Tensor))
+        and gate.format == up.format
+        and gate.out_features % _LANES == 0
+    ):
+        both = _call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
+        return partial(_gated_at_once, both, ending), [both], _call(down)
+    gates, values = _call(gate), _call(up)
+    return partial(_gated, gates, values, experts.act_fn), [gates, values], _call(down)
 
 
 def _gated_at_once(both: LinearCall, ending: Ending, x: Tensor) -> Tensor:
@@ -151,14 +156,27 @@ def _gated(gates: LinearCall, values: LinearCall, act_fn: Callable[[Tensor], Ten
 
 
 def _of_stacks(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated, list[LinearCall], LinearCall]]:
-    """Yield the parts of experts whose matrices are stored as stacks, with biases, and gates beside values."""
-    assert experts.is_transposed
-    assert experts.has_bias
-    apply_gate = partial(type(experts)._apply_gate, SimpleNamespace(alpha=experts.alpha, limit=experts.limit))
+    """Yield the parts of experts whose matrices are stacks: with gates before values or beside them, or without."""
     for i in range(experts.num_experts):
-        both = _call(read.of_stack(experts.gate_up_proj, i), experts.gate_up_proj_bias[i])
-        down = _call(read.of_stack(experts.down_proj, i), experts.down_proj_bias[i])
-        yield partial(_gated_by, both, apply_gate), [both], down
+        down = read.of_stack(experts, "down_proj", i)
+        if not getattr(experts, "has_gate", True):
+            values = _call(read.of_stack(experts, "up_proj", i))
+            yield partial(_activated, values, experts.act_fn), [values], _call(down)
+        elif not experts.is_transposed:
+            both = read.of_stack(experts, "gate_up_proj", i)
+            half = both.shape[0] // 2 if isinstance(both, Tensor) else both.out_features // 2
+            halves = slice(half), slice(half, None)
+            gate, up = (both[one] if isinstance(both, Tensor) else both.part(one) for one in halves)
+            yield _parts(experts, gate, up, down)
+        else:
+            assert experts.has_bias
+            apply_gate = partial(type(experts)._apply_gate, SimpleNamespace(alpha=experts.alpha, limit=experts.limit))
+            mixed = _call(read.of_stack(experts, "gate_up_proj", i), experts.gate_up_proj_bias[i])
+            yield partial(_gated_by, mixed, apply_gate), [mixed], _call(down, experts.down_proj_bias[i])
+
+
+def _activated(values: LinearCall, act_fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return act_fn(values(x))
 
 
 def _gated_by(both: LinearCall, apply_gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""StackedSource: matrices of experts, each stored for itself, as the one weight that gpt-oss has them in."""
+"""StackedSource: matrices of experts, each stored for itself, as the one weight that definitions have them in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +13,22 @@ from specinfer.model.cut import Cut
 
 @dataclass(frozen=True, slots=True)
 class StackedSource:
-    """The matrices of all experts, or their biases, as one weight [experts, in, out].
+    """The matrices of all experts, or their biases, as one weight.
 
     Attributes:
-        experts: Of each expert the sources of one matrix [out, in] or of several, whose outputs alternate.
+        experts: Of each expert the sources of one matrix [out, in] or of several.
+        is_transposed: Whether the weight is [experts, in, out] and the outputs of several matrices alternate, as in
+            gpt-oss. Otherwise it is [experts, out, in] and they follow one another.
     """
 
     experts: Sequence[Sequence[Any]]
+    is_transposed: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
         outputs, *inputs = self.experts[0][0].shape
-        return len(self.experts), *inputs, outputs * len(self.experts[0])
+        whole = outputs * len(self.experts[0])
+        return (len(self.experts), *inputs, whole) if self.is_transposed else (len(self.experts), whole, *inputs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,8 +43,8 @@ class StackedSource:
         """Read and decode the whole weight, an expert at a time."""
         result = torch.empty(self.shape, dtype=self.dtype)
         for expert, sources in zip(result, self.experts, strict=True):
-            found = _alternating([source.read() for source in sources])
-            expert.copy_(found.T if found.ndim > 1 else found)
+            found = self._join([source.read() for source in sources])
+            expert.copy_(found.T if found.ndim > 1 and self.is_transposed else found)
         return result
 
     def read_part(self, cut: Cut) -> Tensor:
@@ -58,15 +62,18 @@ class StackedSource:
 
     def codes(self, expert: int = 0) -> tuple[str, QuantizedWeight]:
         """Read an expert's matrix [out, in] as it is stored, and return its type's name, too."""
-        return _joined([source.codes() for source in self.experts[expert]])
+        return self._joined([source.codes() for source in self.experts[expert]])
 
     def outline(self) -> tuple[str, QuantizedWeight]:
         """Return what `codes` does, on the meta device."""
-        return _joined([source.outline() for source in self.experts[0]])
+        return self._joined([source.outline() for source in self.experts[0]])
 
+    def _joined(self, stored: Sequence[tuple[str, QuantizedWeight]]) -> tuple[str, QuantizedWeight]:
+        return stored[0][0], QuantizedWeight.joined([weight for _, weight in stored], self._join)
 
-def _joined(stored: Sequence[tuple[str, QuantizedWeight]]) -> tuple[str, QuantizedWeight]:
-    return stored[0][0], QuantizedWeight.joined([weight for _, weight in stored], _alternating)
+    @property
+    def _join(self) -> Callable[[list[Tensor]], Tensor]:
+        return _alternating if self.is_transposed else torch.cat
 
 
 def _alternating(tensors: Sequence[Tensor]) -> Tensor:

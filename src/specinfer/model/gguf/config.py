@@ -133,27 +133,29 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> _Sources:
     pieces: dict[str, list[GgufSource]] = defaultdict(list)
     for stored, one in _plan(header, config):
         pieces[one.name].append(GgufSource(_place(header, stored, one), one, dtype))
-    if arch in ARCHITECTURES and ARCHITECTURES[arch].stacks_experts:
-        return _stacked({name: found[0] for name, found in pieces.items()})
-    return {
-        name: found[0] if len(found) == 1 else JoinedSource(found, found[0].weight.dim)
-        for name, found in pieces.items()
-    }
+    sources = {name: found[0] if len(found) == 1 else JoinedSource(found) for name, found in pieces.items()}
+    stacks = (HYBRIDS[arch] if arch in HYBRIDS else ARCHITECTURES[arch]).stacks_experts
+    return _stacked(sources, is_transposed=arch in ARCHITECTURES) if stacks else {**sources}
 
 
-def _stacked(sources: Mapping[str, GgufSource]) -> _Sources:
-    """Return the sources with one for the matrices of all experts, and for their biases; gates beside values."""
+def _stacked(sources: Mapping[str, GgufSource | JoinedSource], *, is_transposed: bool) -> _Sources:
+    """Return the sources with one for the matrices of all experts, and for their biases.
+
+    Args:
+        is_transposed: Whether stacks are transposed, and have gates beside values; or gates before values.
+    """
     result: _Sources = {}
-    stacks: dict[str, dict[int, list[GgufSource]]] = {}
+    has_gates = any(".gate_proj" in name for name in sources if _EXPERT.fullmatch(name))
+    stacks: dict[str, dict[int, list[Any]]] = {}
     for name, source in sources.items():
         if (found := _EXPERT.fullmatch(name)) is None:
             result[name] = source
             continue
-        kind = "down_proj" if found["kind"] == "down" else "gate_up_proj"
+        kind = "gate_up_proj" if has_gates and found["kind"] != "down" else f"{found['kind']}_proj"
         whole = f"{found['layer']}.{kind}{'_bias' if found['end'] == 'bias' else ''}"
         stacks.setdefault(whole, {}).setdefault(int(found["number"]), []).append(source)
     for name, experts in stacks.items():
-        result[name] = StackedSource([parts for _, parts in sorted(experts.items())])
+        result[name] = StackedSource([parts for _, parts in sorted(experts.items())], is_transposed)
     return result
 
 

@@ -30,7 +30,6 @@ class Weight:
         order: Function of the stored rows that returns those of the weight in its order, or None.
         inputs: Ranges of stored inputs in the order of the weight's inputs, or none if they are stored in order.
         is_log: Whether the file has minus the exponentials of the numbers.
-        dim: Dimension in which weights of the same name are joined to one.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Weight:
     order: Callable[[Tensor], Tensor] | None = None
     inputs: tuple[range, ...] = ()
     is_log: bool = False
-    dim: int = 0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -153,16 +151,13 @@ class GgufSource:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """Tensors of a file that are one weight, joined in one dimension."""
+    """Tensors of a file that are the rows of one weight, one after the other."""
 
     pieces: Sequence[GgufSource]
-    dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = list(self.pieces[0].shape)
-        shape[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
-        return tuple(shape)
+        return sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,13 +169,12 @@ class JoinedSource:
 
     def read(self) -> Tensor:
         """Read and decode the whole weight."""
-        return torch.cat([piece.read() for piece in self.pieces], dim=self.dim)
+        return torch.cat([piece.read() for piece in self.pieces])
 
     @property
     def has_codes(self) -> bool:
-        """True if the pieces are rows whose codes our kernels take as they are, all of one type."""
-        is_coded = self.dim == 0 and all(piece.has_codes for piece in self.pieces)
-        return is_coded and len({piece.place.kind for piece in self.pieces}) == 1
+        """True if our kernels take the codes of all pieces as they are, and all are of one type."""
+        return all(piece.has_codes for piece in self.pieces) and len({one.place.kind for one in self.pieces}) == 1
 
     def outline(self) -> tuple[str, QuantizedWeight]:
         """Return what `codes` does, on the meta device."""

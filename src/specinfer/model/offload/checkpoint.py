@@ -125,7 +125,10 @@ class Checkpoint:
 
     def _of_matrix(self, name: str, cut: Cut) -> Cut:
         """Return the cut of each matrix [out, in] of a weight, which may be a `StackedSource`."""
-        return Cut(2 - cut.dim, cut.ranges) if len(self.shards.sources[name].shape) > 2 else cut
+        source = self.shards.sources[name]
+        if not isinstance(source, StackedSource) or len(source.shape) < 3:
+            return cut
+        return Cut(2 - cut.dim if source.is_transposed else cut.dim - 1, cut.ranges)
 
     def codes(
         self, name: str, cut: Cut | None, *, reads: bool = True, expert: int | None = None

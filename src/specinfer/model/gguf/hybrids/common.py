@@ -20,10 +20,13 @@ class Hybrid(NamedTuple):
         read_fields: Function of the metadata, and of the fields of config.json that all architectures share, that
             returns the others.
         plan: Function of all fields, and of the names of the file's tensors.
+        stacks_experts: Whether experts become stacks as in the definition, see `StackedSource`; or each is a weight
+            of its own, as in checkpoints.
     """
 
     read_fields: Callable[[Metadata, Fields], dict[str, Any]]
     plan: Callable[[Fields, Collection[str]], Plan]
+    stacks_experts: bool = True
 
 
 def in_layer(number: int, pairs: Iterable[tuple[str, Weight]], layers: str = "model.layers") -> Plan:
@@ -65,6 +68,11 @@ def attention_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "rope_parameters": rope if part == 1 else {**rope, "partial_rotary_factor": part},
     }
+
+
+def without_rotations(fields: Fields) -> dict[str, Any]:
+    """Return fields of config.json for a family whose attention does not know positions."""
+    return {name: value for name, value in fields.items() if name != "rope_parameters"}
 
 
 def attention(

@@ -1,0 +1,263 @@
+"""Models with Mamba-2 layers: Granite 4, Nemotron-H, Falcon-H1, and those of such layers alone."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from specinfer.model.gguf.hybrids.common import (
+    Fields,
+    Plan,
+    attention,
+    attention_fields,
+    experts,
+    gated,
+    in_layer,
+    norms,
+    outside,
+    without_rotations,
+)
+from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
+from specinfer.model.gguf.weights import Weight
+
+
+class _Names(NamedTuple):
+    """Names of a family's fields for the sizes of its Mamba-2 layers."""
+
+    heads: str = "mamba_n_heads"
+    dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    taps: str = "mamba_d_conv"
+
+
+_USUAL = _Names()
+_OF_NEMOTRON = _Names("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+_OF_MAMBA = _Names("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+
+
+def _sizes(meta: Metadata, names: _Names = _USUAL) -> dict[str, Any]:
+    inner, heads = meta.size("ssm.inner_size"), meta.size("ssm.time_step_rank")
+    groups = meta.size("ssm.group_count")
+    if inner % heads or heads % groups:
+        raise meta.error(f"{meta.arch}.ssm.time_step_rank is {heads}, for {groups} groups and {inner} values")
+    values = (heads, inner // heads, groups, meta.size("ssm.state_size"), meta.size("ssm.conv_kernel"))
+    return dict(zip(names, values, strict=True))
+
+
+def _expand(meta: Metadata, common: Fields) -> int:
+    """Return the number of times that the inner size of a layer is the outer one."""
+    inner, hidden = meta.size("ssm.inner_size"), common["hidden_size"]
+    if inner % hidden:
+        raise meta.error(f"{meta.arch}.ssm.inner_size is {inner}, no multiple of {hidden}", TAKE_ANOTHER)
+    return int(inner // hidden)
+
+
+def _has_bias(meta: Metadata) -> bool:
+    return any(name.endswith(".ssm_conv1d.bias") for name in meta.header.tensors)
+
+
+def mamba2(
+    fields: Fields, module: str, names: _Names = _USUAL, *, has_bias: bool = True, has_norm: bool = True
+) -> Plan:
+    """Yield the tensors of a Mamba-2 layer; `has_bias` is whether its convolution has one."""
+    heads, dim, groups, state, taps = (fields[name] for name in names)
+    hidden, inner = fields["hidden_size"], heads * dim
+    channels = inner + 2 * groups * state
+    yield "ssm_in.weight", Weight(f"{module}.in_proj.weight", (inner + channels + heads, hidden))
+    yield "ssm_conv1d.weight", Weight(f"{module}.conv1d.weight", (channels, 1, taps))
+    if has_bias:
+        yield "ssm_conv1d.bias", Weight(f"{module}.conv1d.bias", (channels,))
+    yield "ssm_dt.bias", Weight(f"{module}.dt_bias", (heads,))
+    yield "ssm_a", Weight(f"{module}.A_log", (heads,), is_log=True)
+    yield "ssm_d", Weight(f"{module}.D", (heads,))
+    if has_norm:
+        yield "ssm_norm.weight", Weight(f"{module}.norm.weight", (inner,), stored=(groups, inner // groups))
+    yield "ssm_out.weight", Weight(f"{module}.out_proj.weight", (hidden, inner))
+
+
+# ------------------------------------------------------------------------------------------- Granite 4
+
+
+def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json of Granite 4 with Mamba-2 layers."""
+    kv_heads = meta.sizes("attention.head_count_kv", common["num_hidden_layers"])
+    count = meta.get("expert_count", int, 0)
+    wide = meta.size("feed_forward_length")
+    return {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        **attention_fields(meta, common),
+        **_sizes(meta),
+        "mamba_expand": _expand(meta, common),
+        "mamba_conv_bias": _has_bias(meta),
+        "layer_types": ["full_attention" if one else "linear_attention" for one in kv_heads],
+        "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned", bool, True) else None,
+        **multipliers(meta),
+        "intermediate_size": meta.size("expert_feed_forward_length", wide) if count else wide,
+        "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", wide) if count else wide,
+        "num_local_experts": meta.size("expert_count") if count else 0,
+        "num_experts_per_tok": meta.size("expert_used_count") if count else 0,
+    }
+
+
+def multipliers(meta: Metadata) -> dict[str, float]:
+    """Return the factors of Granite's definition."""
+    names = {
+        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    }  # fmt: skip
+    return {name: meta.positive(stored, 1.0) for name, stored in names.items()}
+
+
+def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
+    """Yield the tensors of Granite 4 with Mamba-2 layers."""
+    hidden, count = fields["hidden_size"], fields["num_local_experts"]
+    yield from outside(fields)
+    for i, kind in enumerate(fields["layer_types"]):
+        yield from in_layer(i, norms({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}, hidden))
+        if kind == "full_attention":
+            yield from in_layer(i, attention(fields, has_pairs=True))
+        else:
+            yield from in_layer(i, mamba2(fields, "mamba", has_bias=fields["mamba_conv_bias"]))
+        if count:
+            router = Weight("block_sparse_moe.router.weight", (count, hidden))
+            yield from in_layer(i, [("ffn_gate_inp.weight", router)])
+            yield from in_layer(i, experts("block_sparse_moe.experts", hidden, fields["intermediate_size"], count))
+        # Gates and values are one matrix.
+        matrices = ("input_linear", "input_linear", "output_linear")
+        end = "_shexp" if count else ""
+        yield from in_layer(i, gated("shared_mlp", hidden, fields["shared_intermediate_size"], matrices, end))
+
+
+# ------------------------------------------------------------------------------------------ Nemotron-H
+
+
+def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json of Nemotron-H, dense or with experts."""
+    num_layers, tensors = common["num_hidden_layers"], meta.header.tensors
+    widths = meta.sizes("feed_forward_length", num_layers)
+    kinds = []
+    for i, (kv_heads, width) in enumerate(zip(meta.sizes("attention.head_count_kv", num_layers), widths, strict=True)):
+        has_experts = f"blk.{i}.ffn_gate_inp.weight" in tensors
+        feed_forward = "moe" if has_experts else "mlp"
+        kinds.append(feed_forward if width else "full_attention" if kv_heads else "linear_attention")
+    fields = {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        **without_rotations(attention_fields(meta, common)),
+        **_sizes(meta, _OF_NEMOTRON),
+        "use_conv_bias": _has_bias(meta),
+        "layer_types": kinds,
+        "layer_norm_epsilon": common["rms_norm_eps"],
+    }
+    if "mlp" in kinds:
+        dense = {width for width, kind in zip(widths, kinds, strict=True) if kind == "mlp"}
+        if len(dense) > 1:
+            raise meta.error(f"{meta.arch}.feed_forward_length has {len(dense)} numbers for MLPs", TAKE_ANOTHER)
+        fields["intermediate_size"] = dense.pop()
+    if "moe" in kinds:
+        fields |= {
+            "n_routed_experts": meta.size("expert_count"),
+            "num_experts_per_tok": meta.size("expert_used_count"),
+            "moe_intermediate_size": meta.size("expert_feed_forward_length"),
+            "moe_shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
+            "n_group": meta.size("expert_group_count", 1),
+            "topk_group": meta.size("expert_group_used_count", 1),
+            "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
+            "routed_scaling_factor": meta.positive("expert_weights_scale", 1.0),
+            "moe_latent_size": meta.size("moe_latent_size") if meta.get("moe_latent_size", int) else None,
+        }
+    return fields
+
+
+def plan_nemotron(fields: Fields, _names: Collection[str]) -> Plan:
+    """Yield the tensors of Nemotron-H."""
+    hidden = fields["hidden_size"]
+    yield from outside(fields, "model.embeddings", "model.norm_f")
+    for i, kind in enumerate(fields["layer_types"]):
+        yield from in_layer(i, norms({"attn_norm": "norm"}, hidden))
+        if kind == "full_attention":
+            yield from in_layer(i, attention(fields, "mixer", has_pairs=True))
+        elif kind == "mlp":
+            yield from in_layer(i, _plain("mixer", hidden, fields["intermediate_size"]))
+        elif kind == "moe":
+            yield from in_layer(i, _nemotron_experts(fields))
+        else:
+            yield from in_layer(i, mamba2(fields, "mixer", _OF_NEMOTRON, has_bias=fields["use_conv_bias"]))
+
+
+def _plain(module: str, hidden: int, width: int, end: str = "") -> Plan:
+    """Yield the matrices of an MLP without gates."""
+    yield f"ffn_up{end}.weight", Weight(f"{module}.up_proj.weight", (width, hidden))
+    yield f"ffn_down{end}.weight", Weight(f"{module}.down_proj.weight", (hidden, width))
+
+
+def _nemotron_experts(fields: Fields) -> Plan:
+    hidden, count = fields["hidden_size"], fields["n_routed_experts"]
+    inside = fields["moe_latent_size"] or hidden
+    yield "ffn_gate_inp.weight", Weight("mixer.gate.weight", (count, hidden))
+    yield "exp_probs_b.bias", Weight("mixer.gate.e_score_correction_bias", (count,))
+    if fields["moe_latent_size"]:
+        yield "ffn_latent_down.weight", Weight("mixer.fc1_latent_proj.weight", (inside, hidden))
+        yield "ffn_latent_up.weight", Weight("mixer.fc2_latent_proj.weight", (hidden, inside))
+    for stored, one in experts("mixer.experts", inside, fields["moe_intermediate_size"], count):
+        if "gate" not in stored:
+            yield stored, one
+    yield from _plain("mixer.shared_experts", hidden, fields["moe_shared_expert_intermediate_size"], "_shexp")
+
+
+# ------------------------------------------------------------------------------------------- Falcon-H1
+
+
+def falcon_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json of Falcon-H1; the factors of its definition are in the stored matrices."""
+    names = ("ssm_in", "ssm_out", "attention_in", "attention_out", "key", "embedding", "lm_head")
+    return {
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        **attention_fields(meta, common),
+        **_sizes(meta),
+        "mamba_d_ssm": meta.size("ssm.inner_size"),
+        "mamba_conv_bias": _has_bias(meta),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in meta.header.tensors,
+        "mamba_norm_before_gate": False,
+        "intermediate_size": meta.size("feed_forward_length"),
+        **{f"{name}_multiplier": 1.0 for name in names},
+        "ssm_multipliers": [1.0] * 5,
+        "mlp_multipliers": [1.0] * 2,
+    }
+
+
+def plan_falcon(fields: Fields, _names: Collection[str]) -> Plan:
+    """Yield the tensors of Falcon-H1."""
+    hidden = fields["hidden_size"]
+    yield from outside(fields, norm="model.final_layernorm")
+    for i in range(fields["num_hidden_layers"]):
+        yield from in_layer(i, norms({"attn_norm": "input_layernorm"}, hidden))
+        yield from in_layer(i, [("ffn_norm", Weight("pre_ff_layernorm.weight", (hidden,)))])
+        yield from in_layer(i, attention(fields))
+        has_bias, has_norm = fields["mamba_conv_bias"], fields["mamba_rms_norm"]
+        yield from in_layer(i, mamba2(fields, "mamba", has_bias=has_bias, has_norm=has_norm))
+        yield from in_layer(i, gated("feed_forward", hidden, fields["intermediate_size"]))
+
+
+# --------------------------------------------------------------------------------------------- Mamba-2
+
+
+def mamba2_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json of a model of Mamba-2 layers alone."""
+    return {
+        "model_type": "mamba2",
+        "architectures": ["Mamba2ForCausalLM"],
+        **_sizes(meta, _OF_MAMBA),
+        "expand": _expand(meta, common),
+        "use_conv_bias": _has_bias(meta),
+        "layer_norm_epsilon": common["rms_norm_eps"],
+    }
+
+
+def plan_mamba2(fields: Fields, _names: Collection[str]) -> Plan:
+    """Yield the tensors of a model of Mamba-2 layers alone."""
+    yield from outside(fields, "backbone.embeddings", "backbone.norm_f")
+    for i in range(fields["num_hidden_layers"]):
+        layer = mamba2(fields, "mixer", _OF_MAMBA, has_bias=fields["use_conv_bias"])
+        yield from in_layer(i, [*norms({"attn_norm": "norm"}, fields["hidden_size"]), *layer], "backbone.layers")
