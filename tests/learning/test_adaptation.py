@@ -211,7 +211,7 @@ def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: p
 def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _trainer(llm)
-    _said(llm, _prompts(32))
+    _said(llm, _prompts(16))
     one._student.save = lambda origin, folder: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
     llm.adapt(600)
     assert one.stats.num_restarts >= 1
@@ -222,7 +222,7 @@ def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM
 def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _trainer(llm)
-    _said(llm, _prompts(32))
+    _said(llm, _prompts(16))
     saved = []
 
     def save(origin: Path, folder: Path) -> None:
@@ -480,7 +480,7 @@ def test_replaced_weights_guess_as_if_they_had_always_been_there(
 def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     llm = loaded(adapt_dir=folder)
-    _said(llm, _prompts(32))
+    _said(llm, _prompts(16))
     llm.adapt(600)
     one = _trainer(llm)
     assert one.stats.num_swaps >= 1
@@ -538,7 +538,7 @@ def _copied(source: Path, folder: Path) -> None:
 def test_a_full_disk_leaves_no_half_version(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _trainer(llm)
-    _said(llm, _prompts(32))
+    _said(llm, _prompts(16))
 
     def save(origin: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")

@@ -141,7 +141,7 @@ def test_requests_that_come_and_go(pair: Pair) -> None:
 def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list[int]]) -> None:
     """Requests are put back and go on; the device executor steps aside for it."""
     num_preempted = num_launched = 0
-    for num_slots in (56, 80, 150):
+    for num_slots in (56, 150):
         engine = make_device_engine(
             pair[0], pair[1] if TREES[tree] else None, TREES[tree],
             num_slots=num_slots, keeps_prefixes=keeps_prefixes, max_num_batched_tokens=24,
