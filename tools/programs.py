@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from layer_programs import layer_cases
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
+from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.adjustment import adjust_logits
 from specinfer.kernels.triton.attention import attend
@@ -143,8 +143,10 @@ def _processing_cases(requests: int, nodes: int) -> Iterator[Case]:
         yield f"truncation {vocab}", partial(least_kept, logits, truncation)
     for vocab, dtype in ((50257, torch.int32), (128256, torch.int64)):
         logits, tokens = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, nodes, dtype=dtype)
-        counted = (_empty(requests, vocab, dtype=_FULL), _empty(requests, vocab), *[floats] * 4)
-        adjustments = Adjustments(_empty(requests), *counted)
+        adjustments = Adjustments(
+            _empty(requests), _empty(requests, vocab, dtype=_FULL), _empty(requests, vocab),
+            floats, floats, floats, floats, _empty(requests), _empty(requests, MAX_ENDS),
+        )  # fmt: skip
         call = partial(adjust_logits, logits, adjustments, Paths(table, tokens, table, 1, 8))
         yield f"adjustment {vocab}", call
 

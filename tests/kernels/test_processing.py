@@ -139,6 +139,7 @@ PENALTIES = [
     SamplingParams(logit_bias={3: 2.5, 90: -100.0}, repetition_penalty=0.7, frequency_penalty=1.1),
     SamplingParams(allowed_token_ids=[2, 5, 7, 40], presence_penalty=1.9),
     SamplingParams(),
+    SamplingParams(min_tokens=7, stop_token_ids=[11, 60], repetition_penalty=1.2),
 ]
 
 
@@ -146,6 +147,7 @@ def _requests() -> list[Request]:
     found = []
     for i, params in enumerate(PENALTIES):
         request = make_request(str(i), [7, 40, 7, 91], params, seed=i)
+        request.eos_token_ids = (2,)
         for token in (5, 3, 5, 5, 60)[: i + 1]:
             request.append(token, None)
         found.append(request)
@@ -181,3 +183,5 @@ def test_adjusted_logits_are_those_of_one_request_at_a_time(run: Any, of_trees: 
         ),
     )
     assert torch.equal(logits, wanted)
+    of_last = logits[-nodes:, [2, 11, 60]] == -torch.inf
+    assert of_last.all(dim=1).tolist() == of_last.any(dim=1).tolist() == [True, True, False, False, True]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+MAX_ENDS = 16  # tokens of a request that end its output, and that are held back
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -36,6 +38,8 @@ class Adjustments:
     repeated_negative: Tensor  # [requests] float32, factor of the other logits of tokens seen
     frequency: Tensor  # [requests] float32, subtracted once for each occurrence in the output
     presence: Tensor  # [requests] float32, subtracted once
+    num_early: Tensor  # [requests] int32 tokens still to be emitted before the output may end; 0 or less: it may
+    ends: Tensor  # [requests, MAX_ENDS] int32 tokens that end it; -1 after the last
 
     @classmethod
     def empty(cls, num_requests: int, vocab: int, device: torch.device) -> "Adjustments":
@@ -44,7 +48,10 @@ class Adjustments:
             seen = torch.zeros((num_requests, vocab), dtype=torch.int32, device=device)
             is_adjusted = torch.zeros(num_requests, dtype=torch.int32, device=device)
             numbers = torch.zeros((4, num_requests), dtype=torch.float32, device=device)
-        return cls(is_adjusted, bias, seen, *numbers)
+            num_early = torch.zeros_like(is_adjusted)
+            ends = torch.full((num_requests, MAX_ENDS), -1, dtype=torch.int32, device=device)
+        positive, negative, frequency, presence = numbers
+        return cls(is_adjusted, bias, seen, positive, negative, frequency, presence, num_early, ends)
 
     def first(self, count: int) -> "Adjustments":
         """Return those of the first requests."""
@@ -102,9 +109,10 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
     requests, nodes = paths.numbers.shape
     values = logits.unflatten(0, (requests, nodes))
     seen = adjustments.seen.unsqueeze(1).repeat(1, nodes, 1)
-    at = paths.numbers.long()
+    at, depths = paths.numbers.long(), torch.zeros_like(paths.numbers)
     for _ in range(paths.max_depth):
         is_drafted, place = at >= paths.first, at.clamp(min=0)
+        depths = depths + is_drafted
         tokens = paths.tokens.long().gather(1, place)
         seen.scatter_add_(2, tokens.unsqueeze(2), 2 * is_drafted.int().unsqueeze(2))
         at = torch.where(is_drafted, paths.parents.long().gather(1, place), -1)
@@ -117,4 +125,10 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
     found = torch.where(seen > 0, found * torch.where(found > 0, positive, negative), found)
     found = found - counts * frequency
     found = found - (counts > 0).float() * presence
+    # Padding is a column more, which is dropped.
+    is_end = torch.zeros((requests, logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
+    ends = torch.where(adjustments.ends < 0, logits.shape[1], adjustments.ends).long()
+    is_end = is_end.scatter(1, ends, torch.ones_like(ends, dtype=torch.bool))[:, :-1].unsqueeze(1)
+    is_early = (depths < adjustments.num_early.unsqueeze(1)).unsqueeze(2)
+    found = found.masked_fill(is_end & is_early, -torch.inf)
     values.copy_(torch.where(adjustments.is_adjusted[:, None, None] > 0, found, values))

@@ -257,7 +257,7 @@ def test_penalties_for_which_no_memory_is_left(
 
 
 ORDINARY = [
-    SamplingParams(temperature=0.0, max_tokens=20, min_tokens=4, prediction=PROMPTS[1]),
+    SamplingParams(temperature=0.0, max_tokens=20, prediction=PROMPTS[1]),
     SamplingParams(max_tokens=20, bad_words=["never"]),
 ]
 
@@ -508,6 +508,37 @@ def test_the_ends_of_requests(pair: Pair) -> None:
         assert [r.finish_reason for r in found] == [r.finish_reason for r in wanted]
         assert [r.speculation.num_generated for r in found] == [len(t) for t in tokens]
         _check_left(engine)
+
+
+@pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
+def test_outputs_do_not_end_before_their_fewest_tokens(tree: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends are held back inside paths, too, and only so long; requests with many are served when they may end."""
+    free = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    params = [
+        replace(one, stop_token_ids=tokens[2:9:3], min_tokens=fewest)
+        for one, tokens, fewest in zip(PARAMS, free, (5, 1, 8, 3, 6), strict=True)
+    ]
+    params[3] = replace(params[3], stop_token_ids=[*range(0, 96, 4)], min_tokens=7)
+
+    def requests() -> list[Request]:
+        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
+
+    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    found, small = requests(), pair[1] if TREES[tree] else None
+    joined, write = list[tuple[str, int]](), DeviceRows.write
+
+    def written(self: DeviceRows, row: int, request: Request, slots: Any) -> None:
+        joined.append((request.request_id, request.num_output))
+        write(self, row, request, slots)
+
+    monkeypatch.setattr(DeviceRows, "write", written)
+    engine = make_device_engine(pair[0], small, TREES[tree])
+    assert run(engine, found) == plain
+    assert [request.finish_reason for request in found].count(FinishReason.STOP) == 4
+    assert dict(joined)["0"] < 5
+    assert dict(joined)["2"] < 8
+    assert all(num_output >= 7 for request_id, num_output in joined if request_id == "3"), "it has too many ends"
+    _check_left(engine)
 
 
 def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:

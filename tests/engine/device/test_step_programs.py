@@ -262,7 +262,7 @@ PER_LAYER = DESIGN.layer_kernels - 6
 
 
 # To count the tokens that were emitted, a verification gathers, joins and adds.
-PER_COUNT = 14
+PER_COUNT = 16
 # Log-probabilities take so many kernels, and so many more for each 32 places of paths: without the most probable
 # tokens, to find these, and for each token that requests may name.
 PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4

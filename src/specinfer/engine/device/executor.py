@@ -191,10 +191,9 @@ class DeviceExecutor:
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = count_read(self._device_requests, budgets)
-        params = [one.request.params for one in self._device_requests]
-        wanted = LaunchSize(
-            num_rows, shape, max(map(Processing.of, params)), Asked.of(params, self._target.loaded.vocab_size)
-        )
+        requests = [one.request for one in self._device_requests]
+        asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
+        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked)
         size = self._device.size_for(wanted, num_slots)
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
@@ -233,7 +232,7 @@ class DeviceExecutor:
                 or self._barred.get(request) == request.num_output
             ):
                 continue
-            if Processing.of(request.params) >= Processing.ADJUSTMENT and not self._device.can_adjust():
+            if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._device.can_adjust():
                 continue
             self._barred.pop(request, None)
             self._device_requests.append(DeviceRequest(request))  # first, so that a failure from here on releases it

@@ -12,7 +12,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.kernels.plain_logits import Adjustments, Truncation
+from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify.logits import log_min_p
 
@@ -29,6 +29,11 @@ class Processing(enum.IntEnum):
         if params.has_penalties or params.logit_bias or params.allowed_token_ids is not None:
             return cls.ADJUSTMENT
         return cls.TRUNCATION if params.truncates and not params.is_greedy else cls.NONE
+
+    @classmethod
+    def of_request(cls, request: Request) -> "Processing":
+        """Return what a request needs for its next token: until `min_tokens` ends are held back."""
+        return cls.ADJUSTMENT if request.num_output < request.params.min_tokens else cls.of(request.params)
 
 
 def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
@@ -80,14 +85,18 @@ def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
     """
     params = request.params
     return not (
-        request.num_output < params.min_tokens
-        or not (may_sample or params.is_greedy)
+        not (may_sample or params.is_greedy)
+        or (request.num_output < params.min_tokens and len(_ends(request)) > MAX_ENDS)
         or request.grammar is not None
         or request.bad_words_ids
         or (request.prediction_ids and not may_follow)
         or request.adapter is not None
         or request.trace is not None
     )
+
+
+def _ends(request: Request) -> tuple[int, ...]:
+    return (*request.eos_token_ids, *request.params.stop_tokens)
 
 
 def write_truncation(truncation: Truncation, row: int, params: SamplingParams, vocab: int) -> None:
@@ -122,4 +131,9 @@ def write_adjustments(
     adjustments.repeated_negative[row].fill_(params.repetition_penalty)
     adjustments.frequency[row].fill_(params.frequency_penalty)
     adjustments.presence[row].fill_(params.presence_penalty)
+    adjustments.num_early[row].fill_(params.min_tokens - request.num_output)
+    ends = np.full(MAX_ENDS, -1, dtype=np.int32)
+    if request.num_output < params.min_tokens:
+        ends[: len(_ends(request))] = _ends(request)
+    adjustments.ends[row].copy_(there(ends))
     adjustments.is_adjusted[row].fill_(1)

@@ -257,7 +257,7 @@ class Programs:
         )
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
         if self._adjustments is not None:
-            self._count(self._adjustments.seen, *walked)
+            self._count(self._adjustments, *walked)
         if self.size.asked is not None:
             roots, named = self._logit_rows[::nodes], state.named[:rows]
             write_logprobs(unprocessed, roots, walked, self._drafted(path), named, results)
@@ -290,8 +290,9 @@ class Programs:
         """Return the tokens of the paths, [rows, depth] int64."""
         return self._trees.tokens.long().gather(1, path.clamp(min=0).long())
 
-    def _count(self, seen: Tensor, path: Tensor, lengths: Tensor, following: Tensor) -> None:
-        """Count the emitted tokens, for the penalties of later steps."""
+    def _count(self, adjustments: Adjustments, path: Tensor, lengths: Tensor, following: Tensor) -> None:
+        """Count the emitted tokens, for the penalties of later steps and the first end that is not too early."""
         tokens = torch.cat([self._drafted(path), following.clamp(min=0).unsqueeze(1)], dim=1)
         is_new = torch.cat([path >= 0, (following.unsqueeze(1) >= 0) & (lengths.unsqueeze(1) >= 0)], dim=1)
-        seen.scatter_add_(1, tokens, 2 * is_new.int())
+        adjustments.seen.scatter_add_(1, tokens, 2 * is_new.int())
+        adjustments.num_early.sub_(lengths + 1)

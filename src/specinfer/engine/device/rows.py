@@ -99,7 +99,7 @@ class DeviceRows:
             named = np.asarray(request.params.scored_tokens, dtype=np.int64)
             state.named[row, : len(named)].copy_(self._there(named))
         write_truncation(state.truncation, row, request.params, self._target.loaded.vocab_size)
-        if Processing.of(request.params) >= Processing.ADJUSTMENT:
+        if Processing.of_request(request) >= Processing.ADJUSTMENT:
             assert self._adjustments is not None
             write_adjustments(self._adjustments, row, request, self._there)
         elif self._adjustments is not None:

@@ -9,10 +9,11 @@ from specinfer.kernels.plain_logits import Adjustments, Paths
 _CHUNK = 2048
 
 
-@triton.jit(do_not_specialize=["num_nodes", "num_tokens", "first"])
+@triton.jit(do_not_specialize=["num_nodes", "num_tokens", "first", "num_ends"])
 def adjust_program(
     logits, is_adjusted, bias, seen, repeated_positive, repeated_negative, frequency, presence,
-    numbers, tokens, parents, vocab, stride, num_nodes, num_tokens, first, CHUNK: tl.constexpr,
+    num_early, ends, numbers, tokens, parents, vocab, stride, num_nodes, num_tokens, first, num_ends,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Adjust a chunk of a node's logits. Grid: [chunks, rows]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -22,7 +23,9 @@ def adjust_program(
         valid = ids < vocab
         known = tl.load(seen + request * vocab + ids, valid, other=0)
         node = tl.load(numbers + row)
+        depth = tl.full((), 0, tl.int32)
         while node >= first:
+            depth += 1
             place = request * num_tokens + node
             known += tl.where(tl.load(tokens + place).to(tl.int32) == ids, 2, 0)
             node = tl.load(parents + place)
@@ -33,6 +36,9 @@ def adjust_program(
         values = tl.where(known > 0, values * tl.where(values > 0, positive, negative), values)
         values -= counts * tl.load(frequency + request)
         values -= tl.where(counts > 0, 1.0, 0.0) * tl.load(presence + request)
+        if depth < tl.load(num_early + request):
+            for i in range(num_ends):
+                values = tl.where(tl.load(ends + request * num_ends + i) == ids, float("-inf"), values)
         tl.store(logits + row * stride + ids, values, valid)
 
 
@@ -43,6 +49,7 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
     each = (
         adjustments.is_adjusted, adjustments.bias, adjustments.seen, adjustments.repeated_positive,
         adjustments.repeated_negative, adjustments.frequency, adjustments.presence,
+        adjustments.num_early, adjustments.ends,
     )  # fmt: skip
     assert logits.stride(1) == 1
     assert rows == requests * nodes
@@ -51,5 +58,6 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
     # Without fused operations, so that sums are rounded as in PyTorch.
     adjust_program[(triton.cdiv(vocab, _CHUNK), rows)](
         logits, *each, paths.numbers, paths.tokens, paths.parents,
-        vocab, logits.stride(0), nodes, paths.tokens.shape[1], paths.first, CHUNK=_CHUNK, enable_fp_fusion=False,
+        vocab, logits.stride(0), nodes, paths.tokens.shape[1], paths.first, adjustments.ends.shape[1],
+        CHUNK=_CHUNK, enable_fp_fusion=False,
     )  # fmt: skip
