@@ -30,6 +30,7 @@ from specinfer.engine.tally import Tally
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.learning.adaptation import Adaptation
+from specinfer.learning.heads.head_training import export_head, new_head
 from specinfer.learning.held_out_evaluation import HeldOutEvaluation, hits_of
 from specinfer.learning.online_trainer import OnlineTrainer
 from specinfer.learning.settings import AdaptationConfig
@@ -57,19 +58,32 @@ def _prompts(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": ids} for ids in random_prompts([5] * count, seed)]
 
 
+@pytest.fixture(scope="module")
+def heads(model_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Untrained heads, which have the target's last norm and output head."""
+    found = {name: tmp_path_factory.mktemp("heads") / name for name in ("eagle3", "dspark")}
+    for name, folder in found.items():
+        token_map = range(2, 96) if name == "eagle3" else None
+        export_head(new_head(f"new:{name}", model_folder(tokenizer=True, num_hidden_layers=4), 0, token_map), folder)
+    return found
+
+
 @pytest.fixture
-def loaded(model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Loads a target whose drafter agrees with it partly, and learns fast."""
+def loaded(
+    model_folder: Folders, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., LLM]]:
+    """Loads a target whose drafter, small or a head, agrees with it partly, and learns fast."""
     open_ones: list[LLM] = []
 
-    def load(config: AdaptationConfig = QUICK, **settings: Any) -> LLM:
+    def load(config: AdaptationConfig = QUICK, kind: str = "small", **settings: Any) -> LLM:
         def make(engine: Any, drafters: Any, folder: Any) -> Adaptation:
             return Adaptation(engine, drafters, folder, config)
 
         monkeypatch.setattr("specinfer.llm.Adaptation", make)
         settings = {"tree": "2,1,1", "adapt_drafters": True, "max_num_seqs": 8} | settings
-        drafters = [str(model_folder(noise=0.4, tokenizer=True))]
-        open_ones.append(LLM(model_folder(tokenizer=True), drafters=drafters, **settings))
+        changes = {} if kind == "small" else {"num_hidden_layers": 4}
+        drafter = model_folder(noise=0.4, tokenizer=True) if kind == "small" else heads[kind]
+        open_ones.append(LLM(model_folder(tokenizer=True, **changes), drafters=[str(drafter)], **settings))
         return open_ones[-1]
 
     yield load
@@ -97,19 +111,24 @@ def _tokens_per_pass(llm: LLM, prompts: Sequence[Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("params", "verification"),
-    [(GREEDY, "coupled"), pytest.param(SAMPLED, "target-only", marks=pytest.mark.slow)],
-    ids=["greedy", "sampled"],
+    ("params", "verification", "kind"),
+    [
+        (GREEDY, "coupled", "small"),
+        pytest.param(SAMPLED, "target-only", "small", marks=pytest.mark.slow),
+        (SAMPLED, "coupled", "eagle3"),
+        (GREEDY, "coupled", "dspark"),
+    ],
+    ids=["greedy", "sampled", "eagle3", "dspark"],
 )
 def test_outputs_stay_while_drafters_learn_and_are_replaced(
-    loaded: Callable[..., LLM], params: SamplingParams, verification: str
+    loaded: Callable[..., LLM], params: SamplingParams, verification: str, kind: str
 ) -> None:
     prompts = _prompts(32)
-    plain = loaded(adapt_drafters=False, tree="off")
+    plain = loaded(kind=kind, adapt_drafters=False, tree="off")
     wanted, asked = _said(plain, prompts, params), _prompts(3, seed=1)
     plain_streams = [[token for chunk in plain.stream(one, params) for token in chunk.token_ids] for one in asked]
 
-    llm = loaded(verification=verification)
+    llm = loaded(kind=kind, verification=verification)
     assert _said(llm, prompts, params) == wanted
     stats = _trainer(llm).stats
     streams = [llm.stream(one, params) for one in asked]
@@ -327,7 +346,12 @@ def _example(num_prompt: int, num_output: int, top: int = 4) -> TrainingExample:
 @given(st.integers(1, 90), st.integers(1, 90), st.integers(2, 40))
 def test_pieces_teach_every_token_once(num_prompt: int, num_output: int, num_tokens: int) -> None:
     example = _example(num_prompt, num_output)
+    taps = torch.arange(len(example.tokens) - 1.0)[:, None]  # of each token but the last
+    example = replace(example, taps={1: taps})
     parts = pieces(example, num_tokens)
+    for part in parts:
+        assert part.taps is not None
+        assert part.tokens[:-1].tolist() == (part.taps[1][:, 0] % VOCAB).tolist()
     assert all(len(part.tokens) <= num_tokens for part in parts)
     for name in ("top_ids", "top_logprobs", "generated_logprobs"):
         joined = np.concatenate([getattr(part, name) for part in parts])

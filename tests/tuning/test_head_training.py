@@ -22,11 +22,11 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.block_drafter import BlockDrafter
+from specinfer.learning.heads.block_training import TrainableBlock
+from specinfer.learning.heads.eagle3_training import NUM_LEVELS
+from specinfer.learning.heads.head_training import NEW_HEADS, export_head, new_head, read_head
+from specinfer.learning.heads.trainable_head import TrainableHead
 from specinfer.learning.training_examples import TrainingExample, collate
-from specinfer.tuning.block_training import TrainableBlock
-from specinfer.tuning.eagle3_training import NUM_LEVELS
-from specinfer.tuning.head_training import NEW_HEADS, export_head, new_head, read_head
-from specinfer.tuning.trainable_head import TrainableHead
 from specinfer.tuning.training import TrainingConfig, fit
 from tiny import make_model, random_prompts, save_model, save_tokenizer
 
@@ -195,7 +195,7 @@ def test_a_trained_block_head_drafts_what_it_computed_in_training(target: Path, 
     batch = collate([_example(text, len(request.token_ids))])
     with torch.no_grad():
         every = torch.ones(1, 1, dtype=torch.bool)
-        found = head._draft(batch, head.features(batch.tokens), torch.tensor([8]), torch.zeros(1, 1).long(), every, 8)
+        found = head._draft(batch, head.features(batch), torch.tensor([8]), torch.zeros(1, 1).long(), every, 8)
     torch.testing.assert_close(found.logits, logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.accepted, accepted, rtol=1e-5, atol=1e-5)
 

@@ -19,7 +19,7 @@ from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, Hea
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.model.batch import Piece
-from specinfer.model.heads.head import Block
+from specinfer.model.heads.head import Block, FeatureHead
 from specinfer.model.kv_cache import Slots
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted
@@ -81,8 +81,12 @@ class BlockDrafter(FeatureDrafter):
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, HeadRunner)
         assert runner.head.block is not None
-        self._head, self.max_depth = runner.head, runner.head.block.max_depth
+        self.max_depth = runner.head.block.max_depth
         return BlockCache(runner, self.vocabulary, None)
+
+    @property
+    def _head(self) -> FeatureHead:
+        return self.runner.head  # another one after a change of the weights
 
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
         tree_batch = TreeBatch(growing_trees, self._calibration)

@@ -40,6 +40,11 @@ class HeadRunner(ModelRunner):
         assert isinstance(loaded.model, FeatureHead)
         self.head, self.target = loaded.model, target
 
+    def replace(self, loaded: LoadedModel) -> None:
+        super().replace(loaded)
+        assert isinstance(loaded.model, FeatureHead)
+        self.head = loaded.model
+
     def has_read(self, request: Request) -> bool:
         """Return whether the target has computed all known tokens but the last."""
         return len(self.target.cache.slots(request.request_id)) >= len(request.token_ids) - 1

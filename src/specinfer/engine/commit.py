@@ -73,11 +73,11 @@ class Committer:
             self._retry_or_end(outcome, acceptance.next_token)
             return 0
         num_generated = emit(request, tree, acceptance, logits, outcome.logprobs)
-        self._learners.on_tokens(request, tree, acceptance, logits, num_generated)
         # Reserved slots: the chain, whose last token is node 0, then nodes 1, 2, ...
         path = acceptance.path[:num_generated]  # the request may have ended inside the path
         kept = [*range(num_chain), *(num_chain - 1 + node for node in path)]
         self._scheduler.keep(request, kept, outcome.num_slots)
+        self._learners.on_tokens(request, tree, acceptance, logits, num_generated)  # they may read the cache
         if span.start < len(request.prompt_ids):  # its prompt is computed, and can be shared as a prefix
             self._scheduler.share(request)
         if request.is_finished:

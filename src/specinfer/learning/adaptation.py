@@ -7,16 +7,22 @@ unless requested.
 
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from specinfer.core.errors import check_float
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.engine import Engine
+from specinfer.learning.heads.head_training import TRAINED
+from specinfer.learning.learnable import learnable
 from specinfer.learning.online_trainer import OnlineTrainer
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.traffic import Traffic
 from specinfer.learning.versions import AdaptationFolder, Versions
+from specinfer.model.runner import TargetRunner
 
 _DONE = object()
 
@@ -25,11 +31,22 @@ def _none() -> Generator[None]:
     yield from ()
 
 
+def _taps_of(
+    target: TargetRunner, layers: Sequence[int], request_id: str, start: int, end: int
+) -> dict[int, Tensor] | None:
+    """Return the hidden states of a request's tokens, on the host, by layer; None if they are not all in the cache."""
+    if len(target.cache.slots(request_id)) < end:
+        return None
+    taps = target.read_taps(layers, request_id, start, end)
+    return {layer: tap.to("cpu", copy=True) for layer, tap in zip(layers, taps, strict=True)}
+
+
 class Adaptation:
     """The drafters of an engine that learn, each in turn.
 
     Args:
-        drafters: The drafters of the engine; those that are models with the target's vocabulary learn.
+        drafters: The drafters of the engine; small models with the target's vocabulary, and heads that can be trained,
+            learn.
         folder: The folder for the adapted versions, or None for a temporary one.
 
     Raises:
@@ -44,30 +61,30 @@ class Adaptation:
         folder: str | Path | None = None,
         config: AdaptationConfig | None = None,
     ) -> None:
-        models = [drafter for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
-        learning = [one for one in models if one.shares_vocabulary and not one.reads_target]
+        target = engine.target
+        found = [learnable(drafter, target.loaded) for drafter in drafters]
+        learning = [one for one in found if one is not None]
         if not learning:
             why = (
-                "is a language model that has the target's tokenizer, without which it cannot learn"
-                if models
+                f"is a language model that has the target's tokenizer, or a head of the kinds {', '.join(TRAINED)}; "
+                "others cannot learn"
+                if any(isinstance(drafter, SmallModelDrafter) for drafter in drafters)
                 else "is a model"
             )
             raise ValueError(f"adapt_drafters: no drafter {why}; name another in drafters, or leave adapt_drafters out")
         config = config or AdaptationConfig()
         self._engine = engine
-        self._folder = AdaptationFolder(folder, [drafter.runner.loaded.folder for drafter in learning])
-        self._traffic = Traffic(config.max_tokens)
-        vocab_size = engine.target.loaded.vocab_size
+        folders = [one.drafter.runner.loaded.folder for one in learning]
+        self._folder = AdaptationFolder(folder, folders)
+        layers = sorted({layer for one in learning for layer in one.reads})
+        self._traffic = Traffic(
+            config.max_tokens,
+            partial(_taps_of, target, layers) if layers else None,
+            config.max_tap_bytes,
+        )
         self._trainers = [
-            OnlineTrainer(
-                drafter,
-                vocab_size,
-                Versions(self._folder.path, drafter.runner.loaded.folder),
-                self._traffic,
-                config,
-                self._note_swap,
-            )
-            for drafter in learning
+            OnlineTrainer(one, Versions(self._folder.path, origin), self._traffic, config, self._note_swap)
+            for one, origin in zip(learning, folders, strict=True)
         ]
         self._turn = 0
         self._slices = self._watching = _none()

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from specinfer.core.errors import ModelError
-from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.learning.held_out_evaluation import HeldOutEvaluation, Hits, hits_of
+from specinfer.learning.held_out_evaluation import HeldOutEvaluation, Hits
+from specinfer.learning.learnable import Learnable
 from specinfer.learning.settings import AdaptationConfig, AdaptationStats
-from specinfer.learning.student import MAX_WINDOW, Student
 from specinfer.learning.traffic import ServedExample, Traffic, batches, pieces
 from specinfer.learning.training_examples import TrainingExample
 from specinfer.learning.versions import Versions
-from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.load import LoadedModel
 
 logger = logging.getLogger(__name__)
 _COPY = -1  # the version number under which the training copy is evaluated
@@ -40,7 +39,6 @@ class OnlineTrainer:
     """A drafter, its training copy, and its versions.
 
     Args:
-        vocab_size: The target's vocabulary size.
         traffic: The examples to train on.
         swapped: Called after the weights were replaced.
 
@@ -50,17 +48,16 @@ class OnlineTrainer:
 
     def __init__(
         self,
-        drafter: SmallModelDrafter,
-        vocab_size: int,
+        learner: Learnable,
         versions: Versions,
         traffic: Traffic,
         config: AdaptationConfig,
         swapped: Callable[[], None],
     ) -> None:
+        drafter = learner.drafter
         self.name = drafter.name
         self.stats = AdaptationStats()
-        self._drafter = drafter
-        self._vocab_size = vocab_size
+        self._drafter, self._learner = drafter, learner
         self._versions = versions
         self._traffic = traffic
         self._config = config
@@ -72,16 +69,7 @@ class OnlineTrainer:
         self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
         self.previous: Version | None = None
         self._resume()
-        self._student = Student(
-            self.current.folder,
-            self.current.loaded.device,
-            vocab_size,
-            config.learning_rate,
-            config.slice_seconds,
-            window=config.window,
-            max_window=min(MAX_WINDOW, self.current.loaded.max_position),
-            token_map=self.original.loaded.token_map,
-        )
+        self._student = learner.student(self.current.folder, config)
 
     def _resume(self) -> None:
         """Resume from what was learned before the process began."""
@@ -143,7 +131,8 @@ class OnlineTrainer:
 
     def _can_read(self, example: TrainingExample) -> bool:
         """Return whether the drafter has all tokens of the example: vocabularies may be padded to different sizes."""
-        return max(int(example.tokens.max()), int(example.top_ids.max())) < self._student.vocab_size
+        largest = max(int(example.tokens.max()), int(example.top_ids.max()))
+        return largest < self._student.vocab_size and self._learner.can_learn(example)
 
     def _learn(self, batch: list[TrainingExample]) -> None:
         self.stats.loss = self._student.learn(batch)
@@ -248,7 +237,7 @@ class OnlineTrainer:
 
     def _evaluate_version(self, version: Version) -> Generator[None]:
         loaded = version.loaded
-        yield from self._evaluate(version.number, lambda example: hits_of(loaded, example, self._vocab_size))
+        yield from self._evaluate(version.number, lambda example: self._learner.hits(loaded, example))
 
     def _note_rates(self) -> None:
         self.stats.hit_rate = self._evaluation.rate(self.current.number)
@@ -258,10 +247,7 @@ class OnlineTrainer:
 
     def _load(self, folder: Path) -> Version:
         """Load a folder's weights in the form in which the drafter serves."""
-        was = self.original.loaded
-        loaded = load_model(folder, was.dtype, was.device, was.quantization, native=was.native, token_map=was.token_map)
-        if (loaded.layer_shapes, loaded.vocab_size) != (was.layer_shapes, was.vocab_size):
-            raise ModelError(f"{folder} is of another shape than the drafter")
+        loaded = self._learner.load(folder)
         self._num_versions += 1
         return Version(self._num_versions, loaded, folder)
 

@@ -11,6 +11,7 @@ class AdaptationConfig:
 
     Attributes:
         max_tokens: The largest number of tokens in the stored examples, including prompts.
+        max_tap_bytes: The largest number of bytes of the target's hidden states in them, which heads are trained on.
         learning_rate: The learning rate of AdamW.
         slice_seconds: The approximate time of one slice of work, if the drafter is small enough.
         window: The number of tokens in a micro-step, or None for what fits into that time.
@@ -26,6 +27,7 @@ class AdaptationConfig:
     """
 
     max_tokens: int = 65_536
+    max_tap_bytes: int = 2**28
     learning_rate: float = 1e-4
     slice_seconds: float = 0.075
     window: int | None = None
@@ -36,7 +38,7 @@ class AdaptationConfig:
     margin: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "num_passes", "steps_between", "eval_tokens", "min_eval_tokens"):
+        for name in ("max_tokens", "max_tap_bytes", "num_passes", "steps_between", "eval_tokens", "min_eval_tokens"):
             check_int(name, getattr(self, name), 1)
         if self.window is not None:
             check_int("window", self.window, 2)

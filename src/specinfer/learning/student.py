@@ -7,14 +7,17 @@ reading the weights, so the number of tokens of a micro-step is measured once, a
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.distillation import distillation_loss, generated_logits
 from specinfer.learning.held_out_evaluation import Hits, hits_in
-from specinfer.learning.training_examples import TrainingExample, collate
+from specinfer.learning.traffic import TOP
+from specinfer.learning.training_examples import Batch, TrainingExample, collate
 from specinfer.model.trainable import load_trainable, save_trainable
 
 MIN_WINDOW, MAX_WINDOW = 64, 512  # tokens of a micro-step
@@ -56,11 +59,25 @@ class Student:
     def begin(self, folder: Path) -> None:
         """Restart from the weights in this folder."""
         with torch.inference_mode(mode=False):
-            self._model = load_trainable(folder, self._device)
+            self._model = self._load(folder)
+            self._weights = [weight for weight in self._model.parameters() if weight.requires_grad]
             # No decay: weights that no example involves stay as they are.
             self._optimizer = torch.optim.AdamW(
-                self._model.parameters(), lr=self._learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+                self._weights, lr=self._learning_rate, betas=(0.9, 0.95), weight_decay=0.0
             )
+
+    def _load(self, folder: Path) -> Any:
+        return load_trainable(folder, self._device)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return distillation_loss(generated_logits(self._model, batch), batch.top_ids, batch.top_logprobs)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Return [outputs, vocab] logits, -inf for tokens that it never proposes."""
+        logits = generated_logits(self._model, batch)
+        if self._token_map is not None:
+            logits = TokenMap(self._token_map, self._vocab_size).expand(logits[:, self._token_map])
+        return logits
 
     @property
     def vocab_size(self) -> int:
@@ -73,10 +90,10 @@ class Student:
         """
         with torch.inference_mode(mode=False), torch.enable_grad():
             batch = collate(examples).to(self._device)
-            loss = distillation_loss(generated_logits(self._model, batch), batch.top_ids, batch.top_logprobs)
+            loss = self._loss(batch)
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_NORM)
+            norm = torch.nn.utils.clip_grad_norm_(self._weights, _MAX_NORM)
             if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
                 return float("nan")
             self._optimizer.step()
@@ -85,9 +102,7 @@ class Student:
     def hits(self, example: TrainingExample) -> Hits:
         """Return the hits on an example, [num_output], see `hits_in`."""
         with torch.no_grad():
-            logits = generated_logits(self._model, collate([example]).to(self._device))
-        if self._token_map is not None:
-            logits = TokenMap(self._token_map, self._vocab_size).expand(logits[:, self._token_map])
+            logits = self._logits(collate([example]).to(self._device))
         return hits_in(logits, example, self._vocab_size)
 
     def save(self, origin: Path, folder: Path) -> None:
@@ -101,13 +116,18 @@ class Student:
     def _measured(self, seconds: float) -> int:
         """Return the number of tokens that can be trained on in this time."""
         with torch.inference_mode(mode=False), torch.enable_grad():
-            tokens = torch.zeros((1, MIN_WINDOW), dtype=torch.long, device=self._device)
+            batch = collate([self._blank(MIN_WINDOW)]).to(self._device)
             for _ in range(2):  # the first run includes one-time costs
                 start = time.perf_counter()
-                logits = self._model(input_ids=tokens).logits
-                logits.logsumexp(-1).mean().backward()
+                self._loss(batch).backward()
                 self._model.zero_grad(set_to_none=True)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 taken = time.perf_counter() - start
         return int(min(max(MIN_WINDOW * seconds / taken, MIN_WINDOW), MAX_WINDOW))
+
+    def _blank(self, num_tokens: int) -> TrainingExample:
+        """Return an example to measure with."""
+        count = num_tokens - 1
+        ids, logprobs = np.zeros((count, TOP), dtype=np.int32), np.full((count, TOP), -3.0, dtype=np.float16)
+        return TrainingExample(np.zeros(num_tokens, dtype=np.int32), 1, ids, logprobs, logprobs[:, 0])

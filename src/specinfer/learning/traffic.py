@@ -1,11 +1,12 @@
 """Examples of recent requests: an observer of the engine with a bounded memory.
 
 One example in eight is never trained on: these show whether training helps. Requests that share with no others
-(`cache_salt` None) are not stored.
+(`cache_salt` None) are not stored. For heads, an example has the hidden states that the target computed while it served
+the request.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -37,21 +38,29 @@ class ServedExample:
         return self.number % HELD_OUT == HELD_OUT - 1
 
 
+# Function from a request's id and a range of its tokens to the target's [tokens, width] hidden states, by layer, or to
+# None if they are not all in the cache.
+TapReader = Callable[[str, int, int], Mapping[int, Tensor] | None]
+
+
 class Traffic:
     """Examples of the requests that ended last.
 
     Args:
         max_tokens: The largest number of tokens in all examples; the oldest are dropped first.
+        read_taps: The reader of hidden states, or None if no drafter is trained on them.
+        max_tap_bytes: The largest number of bytes of hidden states in all examples.
     """
 
     reads_logits = True
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, max_tokens: int, read_taps: TapReader | None = None, max_tap_bytes: int = 0) -> None:
+        self._max_tokens, self._max_tap_bytes = max_tokens, max_tap_bytes
+        self._read_taps = read_taps
         self._recorder = ExampleRecorder(TOP)
         self._running: dict[str, Request] = {}
         self._served: deque[ServedExample] = deque()
-        self._num_examples = self._num_tokens = 0
+        self._num_examples = self._num_tokens = self.num_tap_bytes = 0
 
     def __iter__(self) -> Iterator[ServedExample]:
         """Iterate over the examples, the newest first."""
@@ -92,11 +101,22 @@ class Traffic:
         if example is None or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         example = last_part(example, MAX_EXAMPLE)
+        if self._read_taps is not None:
+            count = len(request.token_ids)
+            taps = self._read_taps(request.request_id, count - len(example.tokens), count - 1)
+            example = replace(example, taps=taps)
         self._served.append(ServedExample(self._num_examples, example))
         self._num_examples += 1
         self._num_tokens += len(example.tokens)
-        while self._num_tokens > self._max_tokens:
-            self._num_tokens -= len(self._served.popleft().example.tokens)
+        self.num_tap_bytes += _tap_bytes(example)
+        while self._num_tokens > self._max_tokens or self.num_tap_bytes > self._max_tap_bytes:
+            dropped = self._served.popleft().example
+            self._num_tokens -= len(dropped.tokens)
+            self.num_tap_bytes -= _tap_bytes(dropped)
+
+
+def _tap_bytes(example: TrainingExample) -> int:
+    return sum(tap.nbytes for tap in (example.taps or {}).values())
 
 
 def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
@@ -131,6 +151,7 @@ def _part(example: TrainingExample, start: int, covered: int, end: int) -> Train
         top_ids=example.top_ids[rows],
         top_logprobs=example.top_logprobs[rows],
         generated_logprobs=example.generated_logprobs[rows],
+        taps=None if example.taps is None else {layer: tap[start : end - 1] for layer, tap in example.taps.items()},
     )
 
 

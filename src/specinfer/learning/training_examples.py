@@ -5,8 +5,8 @@ for the id and the log-probability; the sum of all others follows from them.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,6 +50,8 @@ class TrainingExample:
         generated_logprobs: [num_output] float16, the log-probability of the output token.
         seed: The seed of the noise that chose the tokens of sampled text.
         source: The origin of its tokens.
+        taps: By layer, [num_tokens - 1, width] hidden states of the target after that layer, or None if they are not
+            known. Files do not contain them.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -59,6 +61,7 @@ class TrainingExample:
     generated_logprobs: npt.NDArray[np.float16]
     seed: int = 0
     source: Source = Source.GREEDY
+    taps: Mapping[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert 1 <= self.num_prompt <= len(self.tokens)
@@ -217,6 +220,8 @@ class Batch:
         top_logprobs: [outputs, top] float32.
         output_ids: [outputs] int64, the output tokens.
         generated_logprobs: [outputs] float32.
+        taps: By layer, [rows, length, width] float32 hidden states of the target, 0 for the last token of each example,
+            or None if they are not known.
     """
 
     tokens: Tensor
@@ -226,9 +231,12 @@ class Batch:
     top_logprobs: Tensor
     output_ids: Tensor
     generated_logprobs: Tensor
+    taps: Mapping[int, Tensor] | None = None
 
     def to(self, device: torch.device) -> Self:
-        return type(self)(*(getattr(self, name).to(device) for name in self.__slots__))
+        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self) if one.name != "taps"}
+        taps = None if self.taps is None else {layer: tap.to(device) for layer, tap in self.taps.items()}
+        return replace(self, **moved, taps=taps)
 
 
 def collate(examples: Sequence[TrainingExample]) -> Batch:
@@ -248,4 +256,17 @@ def collate(examples: Sequence[TrainingExample]) -> Batch:
         torch.from_numpy(np.concatenate([example.top_logprobs for example in examples])).float(),
         torch.from_numpy(np.concatenate([example.tokens[example.num_prompt :] for example in examples])).long(),
         torch.from_numpy(np.concatenate([example.generated_logprobs for example in examples])).float(),
+        _padded_taps(examples, length),
     )
+
+
+def _padded_taps(examples: Sequence[TrainingExample], length: int) -> Mapping[int, Tensor] | None:
+    """Return `Batch.taps`, or None if those of an example are not known."""
+    known = [example.taps for example in examples if example.taps is not None]
+    if len(known) < len(examples):
+        return None
+    padded = {layer: torch.zeros(len(known), length, tap.shape[1]) for layer, tap in known[0].items()}
+    for row, taps in enumerate(known):
+        for layer, tap in taps.items():
+            padded[layer][row, : len(tap)] = tap
+    return padded

@@ -71,7 +71,8 @@ class Versions:
     def __init__(self, root: Path, origin: Path) -> None:
         self._root = root
         self.origin = origin
-        self._sum = _digest(sorted([origin / "config.json", *origin.glob("*.safetensors"), *origin.glob("*.gguf")]))
+        weights = [*origin.glob("*.safetensors"), *origin.glob("*.gguf")] or [*origin.glob("*.bin")]
+        self._sum = _digest(sorted([origin / "config.json", *weights]))
         for left in root.glob(f"{_PARTIAL}*"):  # left by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 

@@ -42,6 +42,11 @@ def save_trainable(model: Any, origin: Path, folder: Path) -> None:
     with quietly():
         model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
+    copy_beside(origin, folder)
+
+
+def copy_beside(origin: Path, folder: Path) -> None:
+    """Copy the files other than weights and configuration, such as those of the tokenizer."""
     for pattern in _BESIDE:
         for file in origin.glob(pattern):
             shutil.copyfile(file, folder / file.name)

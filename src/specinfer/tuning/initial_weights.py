@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
+from specinfer.learning.heads.head_training import NEW_HEADS, export_head, new_head, read_head
+from specinfer.learning.heads.trainable_head import TrainableHead
 from specinfer.model.definition import load_config, load_plain, token_ids
 from specinfer.model.folder import TOKEN_MAP, replacing
 from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
-from specinfer.tuning.head_training import NEW_HEADS, export_head, new_head, read_head
-from specinfer.tuning.trainable_head import TrainableHead
 
 _FORMS = (
     'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or '

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
+from specinfer.learning.heads.trainable_head import TrainableHead
 from specinfer.learning.training_examples import TrainingExamples
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
@@ -30,7 +31,6 @@ from specinfer.tuning.options import TuneConfig
 from specinfer.tuning.prediction_files import load_predictions, save_predictions
 from specinfer.tuning.result import Result, SilentObserver, StageObserver, TunedDrafter
 from specinfer.tuning.tensorboard import open_tensorboard
-from specinfer.tuning.trainable_head import TrainableHead
 from specinfer.tuning.training import (
     Progress,
     TrainingConfig,

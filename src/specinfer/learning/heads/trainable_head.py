@@ -1,4 +1,4 @@
-"""A head in training, next to its frozen target, whose hidden states are computed for each batch anew."""
+"""A head in training, next to its frozen target, whose hidden states a batch contains or are computed for it anew."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.distillation import DraftLogits
+from specinfer.learning.training_examples import Batch
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import read_weight
 from specinfer.model.heads.checkpoint import HeadCheckpoint
@@ -54,17 +55,20 @@ class TrainableHead(DraftLogits):
         return found
 
     @torch.no_grad()
-    def hidden_states(self, tokens: Tensor) -> list[Tensor]:
+    def hidden_states(self, batch: Batch) -> list[Tensor]:
         """Return the target's [rows, tokens, width] hidden states after each layer that the head reads."""
+        tokens = batch.tokens
+        if batch.taps is not None:
+            return [batch.taps[layer] for layer in self.model.reads]
         if not self._target:
             self._target.append(load_plain(self._folder, "auto").eval().requires_grad_(False).to(tokens.device))
         states = self._target[0].base_model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
         return [states[layer].float() for layer in self.model.reads]
 
-    def features(self, tokens: Tensor) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
         """Return the [rows, tokens, width] features that the head makes of the target's hidden states."""
-        taps = self.hidden_states(tokens)
-        features: Tensor = self.model.project([tap.flatten(0, 1) for tap in taps]).unflatten(0, tokens.shape)
+        taps = self.hidden_states(batch)
+        features: Tensor = self.model.project([tap.flatten(0, 1) for tap in taps]).unflatten(0, batch.tokens.shape)
         return features
 
     def expand(self, logits: Tensor) -> Tensor:

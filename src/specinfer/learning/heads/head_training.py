@@ -11,6 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
+from specinfer.learning.heads.block_training import TrainableBlock, new_dspark
+from specinfer.learning.heads.eagle3_training import TrainableEagle3, new_eagle3
+from specinfer.learning.heads.trainable_head import EMBEDDING, OUTPUT_HEADS, TrainableHead
 from specinfer.model.definition import load_config
 from specinfer.model.folder import read_weight, replacing
 from specinfer.model.heads.block import BlockHead
@@ -18,26 +21,32 @@ from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.head import TargetEnds, TargetShape
 from specinfer.model.heads.load import find_format
-from specinfer.tuning.block_training import TrainableBlock, new_dspark
-from specinfer.tuning.eagle3_training import TrainableEagle3, new_eagle3
-from specinfer.tuning.trainable_head import EMBEDDING, OUTPUT_HEADS, TrainableHead
 
+TRAINED = ("EAGLE-3", "DSpark", "DFlash", "JetSpec")
 NewHead = Callable[[Path, torch.Generator, Sequence[int] | None], tuple[dict[str, Tensor], dict[str, Any]]]
 NEW_HEADS: Mapping[str, NewHead] = {"new:eagle3": new_eagle3, "new:dspark": new_dspark}
 
 
-def read_head(folder: Path, target: Path) -> TrainableHead:
+def can_train(folder: Path) -> bool:
+    """Return whether the folder has a head of a kind that can be trained."""
+    return find_format(folder) in TRAINED
+
+
+def read_head(folder: Path, target: Path, embed: Callable[[Tensor], Tensor] | None = None) -> TrainableHead:
     """Return the head of a folder, ready for training.
+
+    Args:
+        embed: The target's embedding, or None to read it from the target's folder.
 
     Raises:
         ModelError: The head was made for another target, its files are damaged, or its kind cannot be trained.
     """
     kind, shape = find_format(folder), TargetShape.of(load_config(target))
-    ends = _read_ends(target)
+    ends = _read_ends(target, embed)
     checkpoint = HeadCheckpoint(folder, torch.float32, torch.device("cpu"))
     if kind == "EAGLE-3":
         trained: TrainableHead = TrainableEagle3(Eagle3Head(checkpoint, shape, ends), checkpoint, target)
-    elif kind in ("DSpark", "DFlash", "JetSpec"):
+    elif kind in TRAINED:
         trained = TrainableBlock(BlockHead(checkpoint, shape, ends), checkpoint, target)
     else:
         raise ModelError(f"drafter: {folder} is a head of the kind {kind}, which cannot be trained; take new:eagle3")
@@ -74,7 +83,16 @@ def export_head(trained: TrainableHead, folder: Path) -> None:
         OSError: The folder cannot be written.
     """
     with replacing(folder) as partial:
-        _write(partial, trained.tensors(), trained.checkpoint.fields)
+        write_head(trained, partial)
+
+
+def write_head(trained: TrainableHead, folder: Path) -> None:
+    """Write the files of a head into a folder, in the format that it was read in.
+
+    Raises:
+        OSError, SafetensorError: The folder cannot be written.
+    """
+    _write(folder, trained.tensors(), trained.checkpoint.fields)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
@@ -82,8 +100,11 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_ends(target: Path) -> TargetEnds:
-    table, head = read_weight(target, EMBEDDING), None
+def _read_ends(target: Path, embed: Callable[[Tensor], Tensor] | None) -> TargetEnds:
+    head: Tensor | None = None
+    if embed is None:
+        table = read_weight(target, EMBEDDING)
+        embed = lambda ids: table[ids.cpu()].to(ids.device)  # noqa: E731
 
     def logits(hidden: Tensor) -> Tensor:
         nonlocal head
@@ -92,4 +113,4 @@ def _read_ends(target: Path) -> TargetEnds:
         product: Tensor = hidden @ head.T
         return product
 
-    return TargetEnds(lambda ids: table[ids.cpu()].to(ids.device), logits)
+    return TargetEnds(embed, logits)

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.learning.distillation import HeadLogits
-from specinfer.learning.training_examples import Batch
-from specinfer.model.definition import load_config
-from specinfer.model.families import rotate
-from specinfer.model.folder import read_weight
-from specinfer.model.heads.block import BlockHead, usual_reads
-from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import Block, FeatureHead
-from specinfer.tuning.trainable_head import (
+from specinfer.learning.heads.trainable_head import (
     TrainableHead,
     by_heads,
     ends_of,
@@ -29,6 +22,13 @@ from specinfer.tuning.trainable_head import (
     sizes_of,
     speculators_fields,
 )
+from specinfer.learning.training_examples import Batch
+from specinfer.model.definition import load_config
+from specinfer.model.families import rotate
+from specinfer.model.folder import read_weight
+from specinfer.model.heads.block import BlockHead, usual_reads
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.head import Block, FeatureHead
 
 _BLOCK_SIZE = 8
 _TOKENS_PER_BLOCK = 4  # in training; each block costs as many rows as it is long
@@ -63,7 +63,7 @@ class TrainableBlock(TrainableHead):
 
     def forward(self, batch: Batch) -> Tensor | HeadLogits:
         """Return the logits of random blocks; outside of training [outputs, draft vocabulary] of first tokens."""
-        context = self.features(batch.tokens)
+        context = self.features(batch)
         counts = torch.bincount(batch.rows, minlength=len(batch.tokens))
         most = int(counts.max())
         if self.training:

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.learning.distillation import HeadLogits
-from specinfer.learning.training_examples import Batch
-from specinfer.model.definition import load_config
-from specinfer.model.families import rotate
-from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.eagle3 import Eagle3Head, usual_reads
-from specinfer.model.heads.head import FeatureHead, TargetShape
-from specinfer.tuning.trainable_head import (
+from specinfer.learning.heads.trainable_head import (
     TrainableHead,
     by_heads,
     ends_of,
@@ -29,6 +23,12 @@ from specinfer.tuning.trainable_head import (
     sizes_of,
     speculators_fields,
 )
+from specinfer.learning.training_examples import Batch
+from specinfer.model.definition import load_config
+from specinfer.model.families import rotate
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.eagle3 import Eagle3Head, usual_reads
+from specinfer.model.heads.head import FeatureHead, TargetShape
 
 NUM_LEVELS = 4  # levels of training-time test; each costs a pass
 _NUM_TOKENS = 5  # proposed to other engines
@@ -51,7 +51,7 @@ class TrainableEagle3(TrainableHead):
         The second token of a text has no pair to be predicted from: there are none, or the logits of the third.
         """
         head: Eagle3Head = self.model
-        features = self.features(batch.tokens)[:, :-1]
+        features = self.features(batch)[:, :-1]
         tokens = batch.tokens[:, 1:]
         embedded = head.embedded(tokens.flatten()).unflatten(0, tokens.shape).to(features.dtype)
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

@@ -1,0 +1,1 @@
+"""Heads on the target's hidden states in training."""
