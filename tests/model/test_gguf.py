@@ -230,6 +230,13 @@ def test_marks_belong_to_their_letters_by_the_rule_of_qwen_3_5(tmp_path: Path) -
     assert [place for _, place in cut("e\u0301a,\u0301 12")] == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
 
 
+def test_chinese_characters_are_pieces_of_their_own_by_the_rule_of_kimi(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", tokenizer__ggml__pre="kimi-k2")
+    cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    text = "It's\u4e16\u754cabc\u4e16 1234"
+    assert [text[slice(*place)] for _, place in cut(text)] == ["It's", "\u4e16\u754c", "abc", "\u4e16", " ", "123", "4"]
+
+
 def test_digits_are_single_tokens_by_the_rule_of_smollm(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf")
     cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer

@@ -44,6 +44,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "nemotron_h_moe": ROWS | EXPERTS | {"mamba_num_heads": 8},
     "falcon-h1": ROWS | {"mamba_d_ssm": 128},
     "mamba2": {"hidden_size": 64, "num_heads": 8},
+    "jamba": ROWS | {"mamba_dt_rank": 32},
+    "mamba": {"hidden_size": 64, "time_step_rank": 32},
+    "kimi-linear": ROWS | {
+        "linear_head_dim": 32, "linear_num_heads": 4, "moe_intermediate_size": 32, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+    },
     "lfm2": ROWS,
     "lfm2moe": ROWS | {"moe_intermediate_size": 32},
 }  # fmt: skip
@@ -53,7 +59,9 @@ MODELS = [
     ("granitehybrid", ROWS | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}),
     ("falcon-h1", ROWS | {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
 ]
-NAMES = [*ARCHITECTURES, "qwen35-narrow", "granitehybrid-dense", "falcon-h1-normed"]
+MODELS += [("mamba", {"hidden_size": 64, "time_step_rank": 32, "family": "falcon_mamba"})]
+NAMES = [*ARCHITECTURES, "qwen35-narrow", "granitehybrid-dense", "falcon-h1-normed", "falcon-mamba"]
+DECODED = ("shared_expert_gate", "kv_b_proj")  # stored in 32 bits, and made of transposed matrices
 QUICK = ("qwen35moe", "granitehybrid", "falcon-h1", "lfm2moe")
 cases = pytest.mark.parametrize(("arch", "changes"), MODELS, ids=NAMES)
 
@@ -109,7 +117,7 @@ def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes:
     exact = load_model(find_folder(tmp_path / "m-exact.gguf"), torch.bfloat16, CPU, native=False).model
     assert coded.stored_types == "Q8_0"
     for name, module in exact.named_modules():
-        if isinstance(module, nn.Linear) and not name.endswith("shared_expert_gate"):  # is stored in 32 bits
+        if isinstance(module, nn.Linear) and not name.endswith(DECODED):
             found = coded.model.get_submodule(name)
             assert isinstance(found, QuantizedLinear)
             assert torch.equal(found.weight, module.weight)

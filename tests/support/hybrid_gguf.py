@@ -35,7 +35,18 @@ _DELTA = {
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 # Not quantized, whatever the file's type.
-_EXACT = {"ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "shortconv.conv", "ffn_gate_inp", "ffn_gate_inp_shexp"}
+_EXACT = {
+    "ssm_conv1d",
+    "ssm_conv1d_q",
+    "ssm_conv1d_k",
+    "ssm_conv1d_v",
+    "ssm_a",
+    "ssm_d",
+    "ssm_norm",
+    "shortconv.conv",
+    "ffn_gate_inp",
+    "ffn_gate_inp_shexp",
+}
 
 
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
@@ -73,7 +84,8 @@ def write_hybrid(
     A file of quantized weights is `path`; one of the same numbers in float32 is beside it, as `path.stem`-exact.gguf.
     """
     how = _ARCHITECTURES[arch]
-    model = make_model(how.family, seed, **{name: value for name, value in changes.items() if "__" not in name})
+    family = changes.pop("family", how.family)
+    model = make_model(family, seed, **{name: value for name, value in changes.items() if "__" not in name})
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             if weight.ndim == 1 and "A_log" not in name:
@@ -394,6 +406,88 @@ def _lfm_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
     return metadata
 
 
+# ---------------------------------------------------------------------------- Jamba, Mamba and Kimi Linear
+
+_CHANNELS = _MIXER | {"x_proj": "ssm_x", "dt_proj": "ssm_dt"}
+_JAMBA = _LLAMA | {f"mamba.{name}": stored for name, stored in _CHANNELS.items()} | {
+    "input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm",
+    **{f"mamba.{one}_layernorm": f"ssm_{one}_norm" for one in ("dt", "b", "c")},
+    **{f"feed_forward.{name}": stored for name, stored in _GATED.items()},
+    **{f"feed_forward.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+    "feed_forward.router": "ffn_gate_inp",
+}  # fmt: skip
+_OLD_MAMBA = {f"mixer.{name}": stored for name, stored in _CHANNELS.items()} | {"norm": "attn_norm"}
+_KIMI = _LLAMA | {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.conv1d": "ssm_conv1d", "self_attn.b_proj": "ssm_beta", "self_attn.o_norm": "ssm_norm",
+    "self_attn.g_a_proj": "ssm_g_a", "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.forget_gate.A_log": "ssm_a", "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
+    "self_attn.forget_gate.f_a_proj": "ssm_f_a", "self_attn.forget_gate.f_b_proj": "ssm_f_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    **{f"mlp.{name}": stored for name, stored in _GATED.items()},
+    **{f"mlp.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+    **{f"mlp.shared_experts.{name}": f"{stored}_shexp" for name, stored in _GATED.items()},
+    "mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}  # fmt: skip
+
+
+def _channel_change(name: str, weight: Tensor, _config: Any) -> Iterator[tuple[str, Tensor]]:
+    if name.endswith(".ssm_a"):
+        weight = -torch.exp(weight)
+    yield name, weight.squeeze() if name.endswith("conv1d.weight") else weight
+
+
+def _kimi_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    if "ssm_conv1d" in name:
+        for one, part in zip("qkv", weight.chunk(3), strict=True):
+            yield name.replace("conv1d", f"conv1d_{one}"), part.reshape(1, -1, 1, part.shape[-1])
+    elif "attn_kv_b" in name:
+        of_heads = weight.view(config.num_attention_heads, -1, weight.shape[1])
+        keys, values = of_heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
+        yield name.replace("kv_b", "v_b"), values
+    else:
+        yield name, -torch.exp(weight) if name.endswith(".ssm_a") else weight
+
+
+def _jamba_metadata(config: Any) -> dict[str, Any]:
+    sizes = (config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank)
+    return {"jamba.attention.head_count_kv": _kv_heads(config), **_of_channels("jamba", *sizes)}
+
+
+def _of_channels(arch: str, inner: int, state: int, rank: int) -> dict[str, Any]:
+    return {
+        f"{arch}.ssm.conv_kernel": 4,
+        f"{arch}.ssm.inner_size": inner,
+        f"{arch}.ssm.state_size": state,
+        f"{arch}.ssm.time_step_rank": rank,
+    }
+
+
+def _old_mamba_metadata(config: Any) -> dict[str, Any]:
+    sizes = _of_channels("mamba", config.intermediate_size, config.state_size, config.time_step_rank)
+    return sizes | {"mamba.ssm.dt_b_c_rms": config.model_type == "falcon_mamba"}
+
+
+def _kimi_metadata(config: Any) -> dict[str, Any]:
+    arch, rotated = "kimi-linear", config.qk_rope_head_dim
+    return {
+        f"{arch}.attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        f"{arch}.attention.key_length": config.kv_lora_rank + rotated,
+        f"{arch}.attention.value_length": None,
+        f"{arch}.attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        f"{arch}.attention.value_length_mla": config.v_head_dim,
+        f"{arch}.attention.kv_lora_rank": config.kv_lora_rank,
+        f"{arch}.rope.dimension_count": rotated,
+        f"{arch}.kda.head_dim": config.linear_head_dim,
+        f"{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim,
+        f"{arch}.leading_dense_block_count": config.mlp_layer_types.count("dense"),
+        f"{arch}.expert_shared_count": config.n_shared_experts,
+        f"{arch}.expert_weights_scale": float(config.routed_scaling_factor),
+    }
+
+
 def _renamed(embeddings: str, norm: str, stored: str = "output_norm") -> dict[str, str]:
     return {
         f"{embeddings}.weight": "token_embd.weight",
@@ -423,4 +517,11 @@ _ARCHITECTURES = {
     ),
     "lfm2": _Architecture("lfm2", _LFM, _lfm_change, _lfm_metadata("lfm2"), _OF_LFM),
     "lfm2moe": _Architecture("lfm2_moe", _LFM, _lfm_change, _lfm_metadata("lfm2moe"), _OF_LFM),
+    "jamba": _Architecture(
+        "jamba", _JAMBA, _channel_change, _jamba_metadata, _renamed("model.embed_tokens", "model.final_layernorm")
+    ),
+    "mamba": _Architecture(
+        "mamba", _OLD_MAMBA, _channel_change, _old_mamba_metadata, _renamed("backbone.embeddings", "backbone.norm_f")
+    ),
+    "kimi-linear": _Architecture("kimi_linear", _KIMI, _kimi_change, _kimi_metadata),
 }

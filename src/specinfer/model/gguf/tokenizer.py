@@ -33,6 +33,7 @@ _GPT4O = (
     .replace(r"\p{M}]+|", r"\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
     .replace(r"\p{M}]*|\p{N}", r"\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}")
 )
+_KIMI = r"\p{Han}+|" + _GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]")
 _BY_DIGIT = (r"\p{N}", _GPT2)  # applied one after the other
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
@@ -43,6 +44,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "kimi-k2": (_KIMI,),
 }
 # A piece that is a token as a whole is not split, and BOS is added if the file does not specify it.
 LLAMA3_RULES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral", "tekken"}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -151,13 +152,19 @@ class GgufSource:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """Tensors of a file that are the rows of one weight, one after the other."""
+    """Tensors of a file that are the rows of one weight.
+
+    Attributes:
+        pieces: Sources of rows [out, in], one after the other, or of rows of each head [heads, out, in], which follow
+            one another head by head.
+    """
 
     pieces: Sequence[GgufSource]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:]
+    def shape(self) -> tuple[int, int]:
+        *heads, _rows, inputs = self.pieces[0].shape
+        return prod(heads) * sum(piece.shape[-2] for piece in self.pieces), inputs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +176,7 @@ class JoinedSource:
 
     def read(self) -> Tensor:
         """Read and decode the whole weight."""
-        return torch.cat([piece.read() for piece in self.pieces])
+        return torch.cat([piece.read() for piece in self.pieces], dim=-2).view(self.shape)
 
     @property
     def has_codes(self) -> bool:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from specinfer.model.gguf.hybrids import delta, mamba, short_conv
+from specinfer.model.gguf.hybrids import channels, delta, kimi, mamba, short_conv
 from specinfer.model.gguf.hybrids.common import Hybrid
 
 HYBRIDS: dict[str, Hybrid] = {
@@ -14,6 +14,9 @@ HYBRIDS: dict[str, Hybrid] = {
     "nemotron_h_moe": Hybrid(mamba.nemotron_fields, mamba.plan_nemotron),
     "falcon-h1": Hybrid(mamba.falcon_fields, mamba.plan_falcon),
     "mamba2": Hybrid(mamba.mamba2_fields, mamba.plan_mamba2),
+    "mamba": Hybrid(channels.mamba_fields, channels.plan_mamba),
+    "jamba": Hybrid(channels.jamba_fields, channels.plan_jamba),
+    "kimi-linear": Hybrid(kimi.read_fields, kimi.plan),
     "lfm2": Hybrid(short_conv.dense_fields, short_conv.plan),
     "lfm2moe": Hybrid(short_conv.moe_fields, short_conv.plan),
 }

@@ -70,6 +70,14 @@ def attention_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     }
 
 
+def expansion(meta: Metadata, common: Fields) -> int:
+    """Return the number of times that the inner size of a layer is the outer one."""
+    inner, hidden = meta.size("ssm.inner_size"), common["hidden_size"]
+    if inner % hidden:
+        raise meta.error(f"{meta.arch}.ssm.inner_size is {inner}, no multiple of {hidden}", TAKE_ANOTHER)
+    return int(inner // hidden)
+
+
 def without_rotations(fields: Fields) -> dict[str, Any]:
     """Return fields of config.json for a family whose attention does not know positions."""
     return {name: value for name, value in fields.items() if name != "rope_parameters"}

@@ -8,6 +8,7 @@ from specinfer.model.gguf.hybrids.common import (
     Plan,
     attention,
     attention_fields,
+    expansion,
     experts,
     gated,
     in_layer,
@@ -41,14 +42,6 @@ def _sizes(meta: Metadata, names: _Names = _USUAL) -> dict[str, Any]:
         raise meta.error(f"{meta.arch}.ssm.time_step_rank is {heads}, for {groups} groups and {inner} values")
     values = (heads, inner // heads, groups, meta.size("ssm.state_size"), meta.size("ssm.conv_kernel"))
     return dict(zip(names, values, strict=True))
-
-
-def _expand(meta: Metadata, common: Fields) -> int:
-    """Return the number of times that the inner size of a layer is the outer one."""
-    inner, hidden = meta.size("ssm.inner_size"), common["hidden_size"]
-    if inner % hidden:
-        raise meta.error(f"{meta.arch}.ssm.inner_size is {inner}, no multiple of {hidden}", TAKE_ANOTHER)
-    return int(inner // hidden)
 
 
 def _has_bias(meta: Metadata) -> bool:
@@ -87,7 +80,7 @@ def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "architectures": ["GraniteMoeHybridForCausalLM"],
         **attention_fields(meta, common),
         **_sizes(meta),
-        "mamba_expand": _expand(meta, common),
+        "mamba_expand": expansion(meta, common),
         "mamba_conv_bias": _has_bias(meta),
         "layer_types": ["full_attention" if one else "linear_attention" for one in kv_heads],
         "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned", bool, True) else None,
@@ -249,7 +242,7 @@ def mamba2_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],
         **_sizes(meta, _OF_MAMBA),
-        "expand": _expand(meta, common),
+        "expand": expansion(meta, common),
         "use_conv_bias": _has_bias(meta),
         "layer_norm_epsilon": common["rms_norm_eps"],
     }
