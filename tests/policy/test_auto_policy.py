@@ -1,10 +1,12 @@
 """The speculation policy "auto": it learns from each step, and turns speculation off where it does not pay."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
+from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.auto_policy import AutoPolicy
@@ -12,6 +14,18 @@ from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from specinfer.verify import Acceptance
+
+TEST = TreeBudget.expansion((1, 1))
+
+
+def _plain_steps(policy: AutoPolicy, spans: list[Span]) -> tuple[int, list[TreeBudget]]:
+    """Return the number of plain steps, of a second each, before the next one with draft tokens, and its budgets."""
+    for count in itertools.count():
+        budgets = policy.budgets(spans)
+        if any(budget != OFF for budget in budgets):
+            return count, budgets
+        policy.observe(make_record(), [(TokenTree.root(0), Acceptance((), 1))])
+    raise AssertionError
 
 
 def test_a_full_batch_decodes_plainly() -> None:
@@ -25,16 +39,16 @@ def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> Non
     for _ in range(30):
         assert policy.budgets(full) == [OFF] * 20
     assert policy.budgets(alone)[0].max_nodes
-    for _ in range(policy.RETRY - 1):
-        assert policy.budgets(full) == [OFF] * 20
-    assert policy.budgets(full)[0] == TreeBudget.expansion((1, 1))
+    num_plain, budgets = _plain_steps(policy, full)
+    assert budgets[0] == TEST
+    assert num_plain == policy.RETRY - 1
 
 
 def test_the_request_that_takes_least_to_read_is_tested() -> None:
     policy = AutoPolicy(make_costs(draft_level=5.0))
     spans = [make_span(length=length) for length in (500, 20, 90)]
     for known in (1, 2):
-        budgets = [policy.budgets(spans) for _ in range(policy.RETRY)][-1]
+        _, budgets = _plain_steps(policy, spans)
         assert [budget != OFF for budget in budgets] == [i == known for i in range(3)]
         spans[2].request.drafter_knows = True
 
@@ -47,20 +61,35 @@ def test_a_batch_whose_rows_cost_as_much_as_its_tokens_save_has_no_drafter_read_
     assert any(policy.budgets(batch) != [OFF] * 100 for _ in range(policy.RETRY))
 
 
-def test_an_expensive_drafter_is_not_used_and_is_tried_again_later() -> None:
-    policy = AutoPolicy(make_costs(draft_level=5.0))
-    span = make_span()
-    budgets = [policy.budgets([span])[0] for _ in range(policy.RETRY + 1)]
-    assert budgets.count(OFF) == policy.RETRY
-    assert budgets[policy.RETRY - 1] == TreeBudget.expansion((1, 1))
+@pytest.mark.parametrize(("draft_level", "waits"), [(0.2, 50), (2.0, 400), (50.0, 1000)])
+def test_tests_of_an_expensive_drafter_take_a_hundredth_of_the_time(draft_level: float, waits: int) -> None:
+    """They are not put off for ever: the price may be wrong, and only drafting shows it."""
+    policy = AutoPolicy(make_costs(GROWING, draft_level))
+    policy.acceptance = AcceptanceModel.assumed((0.05,))
+    policy.optimizer = TreeOptimizer(policy.costs, policy.acceptance)
+    for _ in range(2):
+        num_plain, budgets = _plain_steps(policy, [make_span()])
+        assert budgets == [TEST]
+        assert num_plain == pytest.approx(waits, abs=10)
+
+
+def test_passes_are_not_measured_again_where_drafting_alone_takes_longer_than_it_saves() -> None:
+    for draft_level, is_measured in ((5.0, False), (0.1, True)):
+        policy = AutoPolicy(make_costs(draft_level=draft_level))
+        policy.costs.target.observe(1, 3.0)
+        policy.costs.adopt(policy.costs.target)  # type: ignore[arg-type]
+        for _ in range(2 * policy.REVIEW):
+            policy.budgets([make_span()])
+            policy.observe(make_record(target_time=0.3), [(TokenTree.root(0), Acceptance((), 1))])
+        assert policy.costs.is_doubtful
+        assert (policy._remeasurement is not None) is is_measured
 
 
 def test_a_prompt_that_seems_too_expensive_to_read_is_read_now_and_then() -> None:
     """The price of reading may be wrong, and only reading shows it. The shortest prompt is tried."""
     policy = AutoPolicy(make_costs(read_token=50.0))
     long, short = make_span(length=1000), make_span(length=100)
-    refused = [policy.budgets([long, short]) for _ in range(policy.RETRY)]
-    assert refused == [[OFF, OFF]] * (policy.RETRY - 1) + [[OFF, TreeBudget.expansion((1, 1))]]
+    assert _plain_steps(policy, [long, short]) == (policy.MAX_RETRY - 1, [OFF, TEST])
     for _ in range(20):
         policy.observe(make_record(num_rows=4, num_guessed=3, num_levels=3, num_read=100, draft_time=0.1), [RIGHT])
     assert policy.optimizer.pays_to_read(long.request, 2)
@@ -78,7 +107,7 @@ def test_steps_whose_passes_were_captured_do_not_change_the_costs() -> None:
 def test_a_drafter_that_became_cheap_is_used_again() -> None:
     policy, span = AutoPolicy(make_costs(draft_level=5.0)), make_span()
     chosen = []
-    for _ in range(40 * policy.RETRY):
+    for _ in range(60 * policy.RETRY):
         (budget,) = policy.budgets([span])
         chosen.append(budget)
         if budget == OFF:

@@ -26,6 +26,8 @@ class AutoPolicy:
     reads_logits = False
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
     RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile, for whatever reason
+    MAX_RETRY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
+    TEST_SHARE = 0.01
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
 
     def __init__(self, costs: CostModel) -> None:
@@ -34,18 +36,24 @@ class AutoPolicy:
         self.optimizer = TreeOptimizer(costs, self.acceptance)
         self.planner = SLOPlanner(costs, self.optimizer)
         self._budget = OFF
-        self._num_plain = 0
+        self._num_steps = 0
+        self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
         self._num_requests = self._age = 0  # those of the last choice
         self._remeasurement: Remeasurement | None = None  # under way
         self._pause = 0.0  # seconds of steps until passes may be measured again
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        if self._remeasurement is None and self._pause <= 0.0 and self.costs.is_doubtful:
+        if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
             assert isinstance(self.costs.target, Curve)
             self._remeasurement = Remeasurement(self.costs.target)
         if self._remeasurement is not None:
             return self._for_one(spans, self._remeasurement.budget(len(spans)))
         return self.planner.budgets(spans, self._fastest(spans))
+
+    def _may_remeasure(self, num_requests: int) -> bool:
+        """Return whether the costs of passes are to be measured again, looked at now and then because it takes time."""
+        is_due = self._num_steps % self.REVIEW == 0 and self.costs.is_doubtful
+        return is_due and self.optimizer.depends_on_passes(num_requests)
 
     def _fastest(self, spans: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
@@ -56,12 +64,19 @@ class AutoPolicy:
         if self._budget.max_nodes:
             pays = [self._pays(span.request, len(spans)) for span in spans]
             if any(pays):
-                self._num_plain = 0
+                self._num_plain, self._plain_seconds = 0, 0.0
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
-        if self._num_plain % self.RETRY == 0 and self.optimizer.could_pay(len(spans)):
+        if self._num_plain >= self.RETRY and self._num_plain % 10 == 0 and self._may_test(spans):
+            self._num_plain, self._plain_seconds = 0, 0.0
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
         return [OFF] * len(spans)
+
+    def _may_test(self, spans: Sequence[Span]) -> bool:
+        """Return whether a step may test the drafter: it costs little of the time, and could change the choice."""
+        seconds = self.optimizer.seconds_to_test(min(num_to_read(span.request) for span in spans))
+        is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_RETRY
+        return is_cheap and self.optimizer.could_pay(len(spans))
 
     def _pays(self, request: Request, num_requests: int) -> bool:
         """Return whether a request is to have draft tokens, if any are worthwhile.
@@ -78,7 +93,10 @@ class AutoPolicy:
         return [budget if span is chosen else OFF for span in spans]
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        self._pause -= step.draft_time + step.target_time + step.rest_time
+        seconds = step.draft_time + step.target_time + step.rest_time
+        self._num_steps += 1
+        self._pause -= seconds
+        self._plain_seconds += seconds
         reads_prompt = step.num_rows != len(outcomes) + step.num_guessed
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
             learn = self.costs.observe_prompts if reads_prompt else self.costs.observe

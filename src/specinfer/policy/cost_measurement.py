@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request, Span
@@ -36,6 +37,7 @@ _DRAFT_LEVELS = 4
 _ROUNDS, _MOST_ROUNDS = 5, 15  # quick passes take more rounds, so that not all of them meet the same load
 _CHECKED, _LIKENESS = (1, 8), 1.4  # sizes that kept costs are checked at, and the largest factor of a difference
 _NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
+_MORE_THAN_CACHED = 2**24  # floats
 _PROBE = "cost-probe"
 _salts = map(str, itertools.count())  # one for each prompt, so that no prefix of an earlier one is found
 
@@ -120,7 +122,12 @@ def _with_progress(run: Callable[[int], None], progress: ProgressCallback, num_b
 
 
 def _fastest(
-    sizes: Sequence[int], run: Callable[[int], None], max_seconds: float, *, runs_first: bool = False
+    sizes: Sequence[int],
+    run: Callable[[int], None],
+    max_seconds: float,
+    *,
+    runs_first: bool = False,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Curve:
     """Return the seconds of the fastest run of each size, in rounds, because other load only ever adds time.
 
@@ -128,6 +135,7 @@ def _fastest(
 
     Args:
         runs_first: Run each size once before it is timed; this does not count as time.
+        prepare: Function called before each run that is timed.
     """
     started = time.perf_counter()
     best: dict[int, float] = {}
@@ -142,6 +150,8 @@ def _fastest(
             run(size)
             now = time.perf_counter()
             started, before = started + now - before, now
+        prepare()
+        before = time.perf_counter()
         run(size)
         best[size] = min(best.get(size, np.inf), time.perf_counter() - before)
         return True
@@ -159,6 +169,16 @@ def _fastest(
         if not measure(size):
             break
     return Curve(list(best), falling(np.asarray(list(best.values()))).tolist())
+
+
+def _emptying_caches(target: TargetRunner) -> Callable[[], object]:
+    """Return a function that leaves the CPU's caches as a pass of the target does: with nothing of a drafter.
+
+    It does nothing for a GPU, and for a target whose passes take so long that this does not count.
+    """
+    if target.loaded.device.type != "cpu" or target.loaded.stream is not None:
+        return lambda: None
+    return torch.ones(_MORE_THAN_CACHED).sum
 
 
 def _target_pass(target: TargetRunner, size: int) -> None:
@@ -198,7 +218,8 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
         started = time.perf_counter()
         draft(1)  # reads another one
         first = time.perf_counter() - started
-        timed = _fastest(_DRAFT_SIZES, draft, max_seconds, runs_first=_has_slow_first_runs(target))
+        is_slow = _has_slow_first_runs(target)
+        timed = _fastest(_DRAFT_SIZES, draft, max_seconds, runs_first=is_slow, prepare=_emptying_caches(target))
         if len(timed.sizes) == 1:  # time was up after one level
             return Curve([1], timed.seconds.tolist()), 0.0, 0.0
         one_level, chain = timed.seconds[:2].tolist()

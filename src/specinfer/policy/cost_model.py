@@ -9,6 +9,7 @@ nodes in 2 levels has 4 rows: 1.3 s between the measured sizes, and 2 * 0.1 s of
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ _MAX_RATIO, _LEAST_RATIO = 3.0, 0.1
 _BENT = 1.5  # a pass that takes so many times as long as a smaller one is bound by computing
 _DOUBT = 1.3  # factor by which passes became slower or faster
 _START_SHARE = 4.0  # number of levels that the start of drafting counts as when an error is shared between them
-# A pass much faster than expected counts more: the estimate dates from a time of higher load.
+# A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
 
 
@@ -110,7 +111,7 @@ class CostModel:
         """True if passes take another time than when they were measured, so that their curve may have another shape."""
         if self._measured is None:
             return False
-        change = np.median(np.log(self.target.seconds / self._measured))
+        change = median(np.log(self.target.seconds / self._measured).tolist())
         return bool(abs(change) > math.log(_DOUBT))
 
     def adopt(self, target: Curve) -> None:
@@ -137,8 +138,13 @@ class CostModel:
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
         if not num_levels:
             return
-        excess = step.draft_time - float(self.draft(step.num_guessed, num_levels))
-        if step.num_read:
+        expected = float(self.draft(step.num_guessed, num_levels))
+        excess = step.draft_time - expected
+        if step.draft_time < _FAST * expected:
+            change = 1.0 + _FAST_RATE * (step.draft_time / expected - 1.0)
+            self.draft_start *= change
+            self.draft_level = Curve(self.draft_level.sizes, self.draft_level.seconds * change)
+        elif step.num_read:
             reading = max(excess, 0.0) / step.num_read
             rate = _FAST_RATE if reading < _FAST * self.read_token else _LEARNING_RATE
             self.read_token += rate * (reading - self.read_token)

@@ -180,6 +180,20 @@ class TreeOptimizer:
         reading = self._costs.read_token * num_to_read(request)
         return bool(gain_per_token * request.max_new_tokens > reading)
 
+    def seconds_to_test(self, num_to_read: int) -> float:
+        """Return the seconds of drafting for one request, of which the drafter has still to read this many tokens."""
+        return self._costs.read_token * num_to_read + float(self._costs.draft(2, 2))
+
+    def depends_on_passes(self, num_requests: int) -> bool:
+        """Return whether other costs of passes could change the choice.
+
+        They could not where drafting alone takes longer than its tokens save, even if rows cost nothing.
+        """
+        nodes, levels = self.sizes.num_nodes, self.sizes.num_levels
+        seconds = self._costs.draft(num_requests * nodes, levels) + self._costs.target(num_requests) + self._costs.rest
+        rates = self.expected_tokens() / seconds
+        return bool(self._chosen or rates.max() > self._MARGIN * rates[0])
+
     def could_pay(self, num_requests: int) -> bool:
         """Return whether an excellent drafter that took no time would be worth the rows that it adds to a pass.
 

@@ -8,6 +8,8 @@ Other load changes single passes as well. Such changes come and go from size to 
 or only fall with the size. So passes are repeated until the changes do, and otherwise only the median change counts.
 """
 
+from statistics import median
+
 import numpy as np
 
 from specinfer.core.step_record import StepRecord
@@ -53,7 +55,7 @@ class Remeasurement:
             return self._before
         if not self._changed_alike and self._has_one_direction:
             return self._before.adopting(self._seconds)
-        return Curve(self._before.sizes, self._before.seconds * np.exp(np.median(self._changes)))
+        return Curve(self._before.sizes, self._before.seconds * np.exp(median(self._changes.tolist())))
 
     @property
     def _changes(self) -> Floats:
