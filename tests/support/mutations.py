@@ -75,7 +75,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafters/merge/hedge.py": ("drafters/merge/test_hedge.py",),
     "drafters/merge/merged.py": ("drafters/test_drafters.py", "drafters/merge/test_selection.py"),
     "drafters/merge/pruning.py": ("drafters/merge/test_pruning.py", "drafters/test_drafters.py"),
-    "drafters/merge/scoring.py": ("drafters/merge/test_selection.py",),
+    "drafters/merge/scoring.py": (
+        "drafters/merge/test_selection.py",
+        "drafters/merge/test_selection_of_heads.py",
+    ),
     "drafters/merge/selection.py": ("drafters/merge/test_selection.py",),
 }
 

@@ -27,6 +27,7 @@ from specinfer.learning.heads.eagle3_training import NUM_LEVELS
 from specinfer.learning.heads.head_training import NEW_HEADS, export_head, new_head, read_head
 from specinfer.learning.heads.trainable_head import TrainableHead
 from specinfer.learning.training_examples import TrainingExample, collate
+from specinfer.tuning.initial_weights import build, parse_initial_weights
 from specinfer.tuning.training import TrainingConfig, fit
 from tiny import make_model, random_prompts, save_model, save_tokenizer
 
@@ -198,6 +199,22 @@ def test_a_trained_block_head_drafts_what_it_computed_in_training(target: Path, 
         found = head._draft(batch, head.features(batch), torch.tensor([8]), torch.zeros(1, 1).long(), every, 8)
     torch.testing.assert_close(found.logits, logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.accepted, accepted, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_of_a_new_block_head_are_those_of_its_name(target: Path, tmp_path: Path) -> None:
+    """Attention starts as the target's, as before; a head with more layers than the target is refused."""
+    export_head(build(parse_initial_weights("new:dspark:2x40"), target, 0), tmp_path / "head")
+    tensors, usual = load_file(tmp_path / "head/model.safetensors"), new_head("new:dspark", target, 0).tensors()
+    assert [tensors[f"layers.{i}.mlp.down_proj.weight"].shape for i in range(2)] == [(32, 40)] * 2
+    assert "layers.2.mlp.down_proj.weight" not in tensors
+    name = "self_attn.q_proj.weight"
+    assert torch.equal(tensors[f"layers.1.{name}"], usual[f"layers.0.{name}"])
+    with llm_of(target, tmp_path / "head", tree="1,1") as llm:
+        llm.generate(random_prompts([5]), SamplingParams(max_tokens=6), use_tqdm=False)
+        assert llm.drafter is not None
+        assert llm.drafter.num_failures == {}
+    with pytest.raises(ValueError, match="a head of 9 layers is too large: the target has 8"):
+        build(parse_initial_weights("new:dspark:9x40"), target, 0)
 
 
 @pytest.mark.slow

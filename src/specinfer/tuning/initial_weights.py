@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS
 from specinfer.learning.heads.head_training import NEW_HEADS, export_head, new_head, read_head
-from specinfer.learning.heads.trainable_head import TrainableHead
+from specinfer.learning.heads.trainable_head import HeadSizes, TrainableHead
 from specinfer.model.definition import load_config, load_plain, token_ids
 from specinfer.model.folder import TOKEN_MAP, replacing
 from specinfer.model.heads.load import find_format
@@ -24,10 +24,11 @@ from specinfer.setup.model_names import find_drafter
 
 _FORMS = (
     'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or '
-    f"{' or '.join(NEW_HEADS)}, a head on the target's hidden states"
+    f"{', '.join(NEW_HEADS)} or new:dspark:LAYERSxWIDTH (WIDTH that of the MLP), a head on the target's hidden states"
 )
 _CUT = re.compile(r"layers:(\d+)")
 _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
+_SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)")
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
@@ -52,6 +53,8 @@ class InitialWeights:
         num_layers: The number of layers to cut out or to create.
         hidden_size: The hidden size of a new drafter, or None for a quarter of the target's.
         is_cut: True if the layers are the target's own.
+        new_head: The kind of a new head, one of `NEW_HEADS`, or None.
+        head_sizes: The sizes of a new head, or None for the usual ones.
     """
 
     name: str
@@ -59,11 +62,13 @@ class InitialWeights:
     num_layers: int = 0
     hidden_size: int | None = None
     is_cut: bool = False
+    new_head: str | None = None
+    head_sizes: HeadSizes | None = None
 
     @property
     def is_head(self) -> bool:
         """True for a head on the target's hidden states."""
-        return self.name in NEW_HEADS if self.folder is None else find_format(self.folder) is not None
+        return self.new_head is not None if self.folder is None else find_format(self.folder) is not None
 
 
 def parse_initial_weights(name: str) -> InitialWeights:
@@ -73,7 +78,11 @@ def parse_initial_weights(name: str) -> InitialWeights:
         ValueError: The name has none of the forms, or there is no such folder.
     """
     if name in NEW_HEADS:
-        return InitialWeights(name)
+        return InitialWeights(name, new_head=name)
+    if sized := _SIZED_HEAD.fullmatch(name):
+        layers, width = int(sized[2]), int(sized[3])
+        sizes = HeadSizes(_count("drafter", layers, _MAX_LAYERS), _count("drafter", width, _MAX_HIDDEN))
+        return InitialWeights(name, new_head=sized[1], head_sizes=sizes)
     if cut := _CUT.fullmatch(name):
         return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
     if new := _NEW.fullmatch(name):
@@ -82,7 +91,7 @@ def parse_initial_weights(name: str) -> InitialWeights:
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     if name.startswith(("layers:", "new:")):
-        raise ValueError(f"drafter: {name!r} names no sizes; give {_FORMS}")
+        raise ValueError(f"drafter: {name!r} has none of the forms with sizes; give {_FORMS}")
     try:
         return InitialWeights(name, find_drafter(name))
     except ModelError as error:
@@ -127,10 +136,11 @@ def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[in
         ValueError: It cannot be made from this target.
     """
     torch.manual_seed(seed)
+    if start.new_head is not None:
+        return new_head(start.new_head, target, seed, token_map, start.head_sizes)
     if start.is_head:
-        return (
-            new_head(start.name, target, seed, token_map) if start.folder is None else read_head(start.folder, target)
-        )
+        assert start.folder is not None
+        return read_head(start.folder, target)
     if start.folder is not None:
         model = _load_checkpoint(start.folder, target)
     else:

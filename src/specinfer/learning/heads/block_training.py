@@ -14,6 +14,7 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.learning.distillation import HeadLogits
 from specinfer.learning.heads.trainable_head import (
+    HeadSizes,
     TrainableHead,
     by_heads,
     ends_of,
@@ -159,17 +160,25 @@ class TrainableBlock(TrainableHead):
 
 
 def new_dspark(
-    target: Path, source: torch.Generator, token_map: Sequence[int] | None
+    target: Path, source: torch.Generator, token_map: Sequence[int] | None, own: HeadSizes
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a new DSpark head, and its config.json.
 
     Its layers start as the target's last ones, where they are alike. Its last norm and output head are the target's.
     The output head is not written, nor trained, if it predicts the whole vocabulary.
+
+    Raises:
+        ValueError: The target is not Llama-like, or has fewer layers than the head is to have.
     """
     config = load_config(target).get_text_config()
     sizes, num_layers = sizes_of(target), int(config.num_hidden_layers)
+    sizes["intermediate_size"] = own.mlp_width or sizes["intermediate_size"]
     width, vocab_size = sizes["hidden_size"], sizes["vocab_size"]
-    num_own = min(max(num_layers // _LAYERS_PER_LAYER, 1), _MOST_LAYERS)
+    num_own = own.num_layers or min(max(num_layers // _LAYERS_PER_LAYER, 1), _MOST_LAYERS)
+    if num_own > num_layers:
+        raise ValueError(
+            f"drafter: a head of {num_own} layers is too large: the target has {num_layers}; ask for fewer"
+        )
     reads = sorted({min(max(one, 1), num_layers - 1) for one in usual_reads(num_layers, max(num_own, _LEAST_TAPS))})
     rank = min(max(width // 4, 1), _MOST_RANK)
     ends = ends_of(target, token_map)

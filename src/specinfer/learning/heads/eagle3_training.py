@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.learning.distillation import HeadLogits
 from specinfer.learning.heads.trainable_head import (
+    HeadSizes,
     TrainableHead,
     by_heads,
     ends_of,
@@ -78,7 +79,7 @@ class TrainableEagle3(TrainableHead):
 
 
 def new_eagle3(
-    target: Path, source: torch.Generator, token_map: Sequence[int] | None
+    target: Path, source: torch.Generator, token_map: Sequence[int] | None, _: HeadSizes
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a new head, whose last norm and output head are the target's, and its config.json."""
     sizes, reads = sizes_of(target), usual_reads(TargetShape.of(load_config(target)).num_layers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.learning.heads.block_training import TrainableBlock, new_dspark
 from specinfer.learning.heads.eagle3_training import TrainableEagle3, new_eagle3
-from specinfer.learning.heads.trainable_head import EMBEDDING, OUTPUT_HEADS, TrainableHead
+from specinfer.learning.heads.trainable_head import EMBEDDING, OUTPUT_HEADS, HeadSizes, TrainableHead
 from specinfer.model.definition import load_config
 from specinfer.model.folder import read_weight, replacing
 from specinfer.model.heads.block import BlockHead
@@ -23,7 +23,7 @@ from specinfer.model.heads.head import TargetEnds, TargetShape
 from specinfer.model.heads.load import find_format
 
 TRAINED = ("EAGLE-3", "DSpark", "DFlash", "JetSpec")
-NewHead = Callable[[Path, torch.Generator, Sequence[int] | None], tuple[dict[str, Tensor], dict[str, Any]]]
+NewHead = Callable[[Path, torch.Generator, Sequence[int] | None, HeadSizes], tuple[dict[str, Tensor], dict[str, Any]]]
 NEW_HEADS: Mapping[str, NewHead] = {"new:eagle3": new_eagle3, "new:dspark": new_dspark}
 
 
@@ -54,17 +54,20 @@ def read_head(folder: Path, target: Path, embed: Callable[[Tensor], Tensor] | No
     return trained
 
 
-def new_head(name: str, target: Path, seed: int, token_map: Sequence[int] | None = None) -> TrainableHead:
+def new_head(
+    name: str, target: Path, seed: int, token_map: Sequence[int] | None = None, sizes: HeadSizes | None = None
+) -> TrainableHead:
     """Return a new head for a target, with random weights where they are not the target's.
 
     Args:
         name: One of `NEW_HEADS`.
         token_map: The only tokens that it is to predict, ascending, or None for all.
+        sizes: The sizes of a DSpark head, or None for the usual ones.
 
     Raises:
-        ValueError: The target is not Llama-like.
+        ValueError: The target is not Llama-like, or has too few layers.
     """
-    tensors, fields = NEW_HEADS[name](target, torch.Generator().manual_seed(seed), token_map)
+    tensors, fields = NEW_HEADS[name](target, torch.Generator().manual_seed(seed), token_map, sizes or HeadSizes())
     vocab_size = TargetShape.of(load_config(target)).vocab_size
     fields["draft_vocab_size"] = vocab_size if token_map is None else len(token_map)
     if token_map is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ _FORMAT_VERSION = "0.9.0"  # of the speculators library whose format is written
 EMBEDDING = "embed_tokens.weight"
 OUTPUT_HEADS = ("lm_head.weight", EMBEDDING)  # the second one if they are tied
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")  # of a Llama-like target
+
+
+class HeadSizes(NamedTuple):
+    """Sizes of a new head, or None for those that follow from the target's.
+
+    Attributes:
+        num_layers: Number of its decoder layers.
+        mlp_width: Number of rows of their MLP's first matrices.
+    """
+
+    num_layers: int | None = None
+    mlp_width: int | None = None
 
 
 class TrainableHead(DraftLogits):
