@@ -297,7 +297,7 @@ def test_a_space_comes_before_the_text_unless_the_file_turns_it_off(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "mamba"}, "models of architecture 'mamba' are not read from GGUF"),
+        ({"arch": "rwkv7"}, "models of architecture 'rwkv7' are not read from GGUF"),
         ({"llama__block_count": 2**22}, "llama.block_count is 4194304"),
         ({"llama__block_count": 3}, "the tensor 'blk.2.attn_q.weight' is missing"),
         ({"llama__block_count": 1}, "the tensor 'blk.1.attn_k.weight' has no place"),

@@ -488,6 +488,48 @@ def _kimi_metadata(config: Any) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------- models with attention in all layers
+
+_PLAIN = _LLAMA | {f"mlp.{name}": stored for name, stored in _GATED.items()} | {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    **{f"mlp.experts.{name}": f"{stored}_exps" for name, stored in _GATED.items()},
+    **{f"mlp.shared_expert.{name}": f"{stored}_shexp" for name, stored in _GATED.items()},
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}  # fmt: skip
+_OLMO = _PLAIN | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+
+
+def _pair_change(name: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    heads = {"attn_q.weight": config.num_attention_heads, "attn_k.weight": config.num_key_value_heads}
+    count = heads.get(name.split(".", 2)[-1])
+    yield name, weight if count is None else _in_pairs(weight, count)
+
+
+def _no_change(name: str, weight: Tensor, _config: Any) -> Iterator[tuple[str, Tensor]]:
+    yield name, weight
+
+
+def _plain_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
+    def metadata(config: Any) -> dict[str, Any]:
+        scales = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+        names = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rotated = int(dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return {
+            f"{arch}.rope.dimension_count": rotated,
+            f"{arch}.expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
+            **{
+                f"{arch}.{name}": float(getattr(config, scale))
+                for name, scale in zip(names, scales, strict=True)
+                if hasattr(config, scale)
+            },
+        }
+
+    return metadata
+
+
 def _renamed(embeddings: str, norm: str, stored: str = "output_norm") -> dict[str, str]:
     return {
         f"{embeddings}.weight": "token_embd.weight",
@@ -524,4 +566,9 @@ _ARCHITECTURES = {
         "mamba", _OLD_MAMBA, _channel_change, _old_mamba_metadata, _renamed("backbone.embeddings", "backbone.norm_f")
     ),
     "kimi-linear": _Architecture("kimi_linear", _KIMI, _kimi_change, _kimi_metadata),
+    "granite": _Architecture("granite", _PLAIN, _pair_change, _plain_metadata("granite")),
+    "smollm3": _Architecture("smollm3", _PLAIN, _pair_change, _plain_metadata("smollm3")),
+    "olmo2": _Architecture("olmo2", _OLMO, _no_change, _plain_metadata("olmo2")),
+    "glm4": _Architecture("glm4", _PLAIN, _no_change, _plain_metadata("glm4")),
+    "qwen2moe": _Architecture("qwen2_moe", _PLAIN, _no_change, _plain_metadata("qwen2moe")),
 }

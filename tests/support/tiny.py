@@ -216,9 +216,12 @@ def quick(cases: Iterable[str], *chosen: str) -> list[Any]:
 def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -> Any:
     """A random model in fp32, with weights large enough that its greedy text is not one repeated token.
 
+    A family without an entry above has Llama's sizes.
     With `noise` its matrices are disturbed by that share of their size: a drafter that agrees partly.
     """
-    config = AutoConfig.for_model(family.split("-")[0], **((FAMILIES | GEMMA_4 | HYBRIDS)[family] | changes))
+    config = AutoConfig.for_model(
+        family.split("-")[0], **((FAMILIES | GEMMA_4 | HYBRIDS).get(family, _LLAMA) | changes)
+    )
     torch.manual_seed(seed)
     # Eager knows soft caps and sinks; but Falcon's adds its ALiBi twice.
     config._attn_implementation = "sdpa" if family.split("-")[0] == "falcon" else "eager"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from specinfer.model.gguf.architectures import ARCHITECTURES, plan_weights
+from specinfer.model.gguf.families import FAMILIES
 from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read_header
-from specinfer.model.gguf.hybrids import HYBRIDS
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.rope import LLAMA3, LONGROPE, read_rope
 from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight
@@ -35,8 +35,8 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         GgufError: The file's architecture is not supported, or it lacks metadata that a configuration needs.
     """
     arch = header.get("general.architecture", str)
-    if arch not in ARCHITECTURES and arch not in HYBRIDS:
-        known = ", ".join(sorted({*ARCHITECTURES, *HYBRIDS}))
+    if arch not in ARCHITECTURES and arch not in FAMILIES:
+        known = ", ".join(sorted({*ARCHITECTURES, *FAMILIES}))
         raise GgufError(
             header.path, f"models of architecture {arch!r} are not read from GGUF ({known} are)", TAKE_ANOTHER
         )
@@ -44,14 +44,14 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     if "token_embd.weight" not in header.tensors:
         raise meta.error("the tensor 'token_embd.weight' is missing")
     fields = _common_fields(meta)
-    fields |= HYBRIDS[arch].read_fields(meta, fields) if arch in HYBRIDS else _attention_fields(meta, fields)
+    fields |= FAMILIES[arch].read_fields(meta, fields) if arch in FAMILIES else _attention_fields(meta, fields)
     _check_tensors(meta, fields["num_hidden_layers"], _plan(header, fields))
     return fields
 
 
 def _plan(header: GgufHeader, fields: Mapping[str, Any]) -> list[tuple[str, Weight]]:
     arch = header.metadata["general.architecture"]
-    return [*HYBRIDS[arch].plan(fields, header.tensors)] if arch in HYBRIDS else plan_weights(arch, fields)
+    return [*FAMILIES[arch].plan(fields, header.tensors)] if arch in FAMILIES else plan_weights(arch, fields)
 
 
 def _common_fields(meta: Metadata) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _attention_fields(meta: Metadata, common: Mapping[str, Any]) -> dict[str, An
         fields["attention_bias"] = "blk.0.attn_q.bias" in meta.header.tensors
     elif arch == "gpt-oss":
         fields |= {
-            "num_local_experts": size("expert_count"),
+            "num_local_experts": meta.count("expert_count"),
             "num_experts_per_tok": size("expert_used_count"),
             "intermediate_size": size("expert_feed_forward_length"),
             "sliding_window": size("attention.sliding_window"),
@@ -112,7 +112,7 @@ def _attention_fields(meta: Metadata, common: Mapping[str, Any]) -> dict[str, An
             fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     elif arch == "qwen3moe":
         fields |= {
-            "num_experts": size("expert_count"),
+            "num_experts": meta.count("expert_count"),
             "num_experts_per_tok": size("expert_used_count"),
             "moe_intermediate_size": size("expert_feed_forward_length"),
             "norm_topk_prob": True,
@@ -134,7 +134,7 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> _Sources:
     for stored, one in _plan(header, config):
         pieces[one.name].append(GgufSource(_place(header, stored, one), one, dtype))
     sources = {name: found[0] if len(found) == 1 else JoinedSource(found) for name, found in pieces.items()}
-    stacks = (HYBRIDS[arch] if arch in HYBRIDS else ARCHITECTURES[arch]).stacks_experts
+    stacks = (FAMILIES[arch] if arch in FAMILIES else ARCHITECTURES[arch]).stacks_experts
     return _stacked(sources, is_transposed=arch in ARCHITECTURES) if stacks else {**sources}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from specinfer.model.gguf.header import GgufError, GgufHeader
 
 TAKE_ANOTHER = "take the model as a folder of safetensors"
+_MOST_PARTS = 2**12  # limit of experts and of heads, of which each is planned for itself
 _MOST = 2**24  # limit of any size, because definitions are made before weights are read
 
 
@@ -23,7 +24,11 @@ class Metadata:
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a number of at least 1."""
-        return self._checked(name, self.get(name, int, default))
+        return self._checked(name, self.get(name, int, default), _MOST)
+
+    def count(self, name: str) -> int:
+        """Return a number of experts or heads, at least 1."""
+        return self._checked(name, self.get(name, int), _MOST_PARTS)
 
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
@@ -57,9 +62,9 @@ class Metadata:
     def error(self, fault: str, *remedy: str) -> GgufError:
         return GgufError(self.header.path, fault, *remedy)
 
-    def _checked(self, name: str, value: int | None) -> int:
+    def _checked(self, name: str, value: int | None, most: int) -> int:
         if value is None:
             raise self.missing(name)
-        if not 1 <= value <= _MOST:
-            raise self.error(f"{self.arch}.{name} is {value}, not a number from 1 to {_MOST}")
+        if not 1 <= value <= most:
+            raise self.error(f"{self.arch}.{name} is {value}, not a number from 1 to {most}")
         return value

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from specinfer.model.gguf.hybrids.common import (
+from specinfer.model.gguf.families.common import (
     Fields,
     Plan,
     attention,
@@ -59,7 +59,7 @@ def jamba_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     if any(routed):
         period, offset = _period(meta, "experts", [i for i, one in enumerate(routed) if one], num_layers)
         fields |= {
-            "num_experts": meta.size("expert_count"),
+            "num_experts": meta.count("expert_count"),
             "num_experts_per_tok": meta.size("expert_used_count"),
             "expert_layer_period": period,
             "expert_layer_offset": offset,

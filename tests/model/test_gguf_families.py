@@ -1,4 +1,4 @@
-"""GGUF files of models with recurrent layers: weights, configuration, text."""
+"""GGUF files of models with recurrent layers, and of some others: weights, configuration, text."""
 
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DELTA = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "hidden_size": 64}
 WIDE = {"linear_value_head_dim": 32, "intermediate_size": 64}
 MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+PLAIN = {"hidden_size": 64, "intermediate_size": 64}
 ROWS = {"hidden_size": 64, "intermediate_size": 64, "shared_intermediate_size": 32, "mamba_n_heads": 8}  # of blocks
 FACTORS = {
     "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "logits_scaling": 1.5,
@@ -52,6 +53,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "lfm2": ROWS,
     "lfm2moe": ROWS | {"moe_intermediate_size": 32},
+    "granite": PLAIN | {name: value for name, value in FACTORS.items() if "type" not in name},
+    "smollm3": PLAIN | {"num_hidden_layers": 4},
+    "olmo2": PLAIN,
+    "glm4": PLAIN | {"head_dim": 16},
+    "qwen2moe": PLAIN | MOE | {"num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 MODELS = [
     *ARCHITECTURES.items(),
@@ -159,6 +165,7 @@ def test_layers_for_several_tokens_after_the_last_one_are_left_out(tmp_path: Pat
     ("changes", "message"),
     [
         ({"qwen35__ssm__time_step_rank": 3}, "ssm.time_step_rank is 3"),
+        ({"qwen35__ssm__time_step_rank": 2**20}, "not a number from 1 to 4096"),
         ({"qwen35__rope__dimension_count": 3}, "rope.dimension_count is 3"),
         ({"qwen35__attention__head_count_kv": [2, 1, 2, 2]}, "head_count_kv has 2 numbers"),
         ({"qwen35__attention__head_count_kv": [2, 2]}, "has no number"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.model.gguf.hybrids.common import (
+from specinfer.model.gguf.families.common import (
     Fields,
     Plan,
     attention,
@@ -47,7 +47,7 @@ def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     return {
         "model_type": "qwen3_5_moe_text",
         "architectures": ["Qwen3_5MoeForCausalLM"],
-        "num_experts": meta.size("expert_count"),
+        "num_experts": meta.count("expert_count"),
         "num_experts_per_tok": meta.size("expert_used_count"),
         "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
@@ -56,7 +56,7 @@ def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
 
 
 def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    inner, heads, keys = (meta.size(f"ssm.{name}") for name in ("inner_size", "time_step_rank", "group_count"))
+    inner, heads, keys = meta.size("ssm.inner_size"), meta.count("ssm.time_step_rank"), meta.size("ssm.group_count")
     if inner % heads or heads % keys:
         raise meta.error(f"{meta.arch}.ssm.time_step_rank is {heads}, for {keys} groups and {inner} values")
     num_layers = common["num_hidden_layers"]

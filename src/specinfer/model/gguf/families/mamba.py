@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from specinfer.model.gguf.hybrids.common import (
+from specinfer.model.gguf.families.common import (
     Fields,
     Plan,
     attention,
@@ -12,6 +12,7 @@ from specinfer.model.gguf.hybrids.common import (
     experts,
     gated,
     in_layer,
+    multipliers,
     norms,
     outside,
     without_rotations,
@@ -87,18 +88,9 @@ def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         **multipliers(meta),
         "intermediate_size": meta.size("expert_feed_forward_length", wide) if count else wide,
         "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", wide) if count else wide,
-        "num_local_experts": meta.size("expert_count") if count else 0,
+        "num_local_experts": meta.count("expert_count") if count else 0,
         "num_experts_per_tok": meta.size("expert_used_count") if count else 0,
     }
-
-
-def multipliers(meta: Metadata) -> dict[str, float]:
-    """Return the factors of Granite's definition."""
-    names = {
-        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    }  # fmt: skip
-    return {name: meta.positive(stored, 1.0) for name, stored in names.items()}
 
 
 def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
@@ -149,7 +141,7 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         fields["intermediate_size"] = dense.pop()
     if "moe" in kinds:
         fields |= {
-            "n_routed_experts": meta.size("expert_count"),
+            "n_routed_experts": meta.count("expert_count"),
             "num_experts_per_tok": meta.size("expert_used_count"),
             "moe_intermediate_size": meta.size("expert_feed_forward_length"),
             "moe_shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from specinfer.model.gguf.hybrids.common import (
+from specinfer.model.gguf.families.common import (
     Fields,
     Plan,
     attention,
@@ -40,7 +40,7 @@ def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "model_type": "lfm2_moe",
         "architectures": ["Lfm2MoeForCausalLM"],
         "num_dense_layers": meta.sizes("leading_dense_block_count", 1)[0],
-        "num_experts": meta.size("expert_count"),
+        "num_experts": meta.count("expert_count"),
         "num_experts_per_tok": meta.size("expert_used_count"),
         "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "use_expert_bias": True,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.model.gguf.hybrids.common import Fields, Plan, experts, gated, in_layer, norms, outside
+from specinfer.model.gguf.families.common import Fields, Plan, experts, gated, in_layer, norms, outside
 from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
@@ -36,7 +36,7 @@ def read_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "linear_head_dim": meta.size("kda.head_dim"),
         "linear_num_heads": heads,
         "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
-        "num_local_experts": meta.size("expert_count"),
+        "num_local_experts": meta.count("expert_count"),
         "num_experts_per_tok": meta.size("expert_used_count"),
         "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "n_shared_experts": meta.size("expert_shared_count", 1),

@@ -13,8 +13,8 @@ Plan = Iterator[tuple[str, Weight]]
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-class Hybrid(NamedTuple):
-    """A kind of model with recurrent layers as llama.cpp stores it.
+class Family(NamedTuple):
+    """A kind of model as llama.cpp stores it.
 
     Attributes:
         read_fields: Function of the metadata, and of the fields of config.json that all architectures share, that
@@ -68,6 +68,15 @@ def attention_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "rope_parameters": rope if part == 1 else {**rope, "partial_rotary_factor": part},
     }
+
+
+def multipliers(meta: Metadata) -> dict[str, float]:
+    """Return the factors of Granite's definition."""
+    names = {
+        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    }  # fmt: skip
+    return {name: meta.positive(stored, 1.0) for name, stored in names.items()}
 
 
 def expansion(meta: Metadata, common: Fields) -> int:
