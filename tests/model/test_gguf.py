@@ -325,7 +325,7 @@ def test_metadata_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, 
     arch = changes.pop("arch", None)
     write_model(path, **changes)
     if arch is not None:
-        path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
+        path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0rwkv7", 1))
     with pytest.raises(ModelError, match=rf"^model: .*bad\.gguf: .*{message}"):
         find_folder(path)
 
