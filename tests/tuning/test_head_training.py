@@ -203,9 +203,10 @@ def test_a_trained_block_head_drafts_what_it_computed_in_training(target: Path, 
 
 def test_sizes_of_a_new_block_head_are_those_of_its_name(target: Path, tmp_path: Path) -> None:
     """Attention starts as the target's, as before; a head with more layers than the target is refused."""
-    export_head(build(parse_initial_weights("new:dspark:2x40"), target, 0), tmp_path / "head")
+    export_head(build(parse_initial_weights("new:dspark:2x40x3"), target, 0), tmp_path / "head")
     tensors, usual = load_file(tmp_path / "head/model.safetensors"), new_head("new:dspark", target, 0).tensors()
     assert [tensors[f"layers.{i}.mlp.down_proj.weight"].shape for i in range(2)] == [(32, 40)] * 2
+    assert tensors["markov_head.markov_w1.weight"].shape == (96, 3)
     assert "layers.2.mlp.down_proj.weight" not in tensors
     name = "self_attn.q_proj.weight"
     assert torch.equal(tensors[f"layers.1.{name}"], usual[f"layers.0.{name}"])

@@ -196,6 +196,7 @@ def test_broken_weights_are_met_before_the_work_begins(tmp_path: Path, model_fol
         ("new:0", "drafter: 0 is not from 1"),
         ("new:dspark:0x384", "drafter: 0 is not from 1 to 1000"),
         ("new:dspark:1x0", "drafter: 0 is not from 1 to 65536"),
+        ("new:dspark:1x8x0", "drafter: 0 is not from 1 to 65536"),
         ("new:dspark:1", "'new:dspark:1' has none of the forms .*new:dspark:LAYERSxWIDTH"),
         ("new:eagle3:1x384", "'new:eagle3:1x384' has none of the forms"),
         ("new:2x0", "drafter: 0 is not from 1 to 65536"),

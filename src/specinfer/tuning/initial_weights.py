@@ -24,11 +24,12 @@ from specinfer.setup.model_names import find_drafter
 
 _FORMS = (
     'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or '
-    f"{', '.join(NEW_HEADS)} or new:dspark:LAYERSxWIDTH (WIDTH that of the MLP), a head on the target's hidden states"
+    f"{', '.join(NEW_HEADS)} or new:dspark:LAYERSxWIDTH[xRANK] (of MLP and pairwise head), a head on the target's "
+    "hidden states"
 )
 _CUT = re.compile(r"layers:(\d+)")
 _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
-_SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)")
+_SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)(?:x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
@@ -80,9 +81,9 @@ def parse_initial_weights(name: str) -> InitialWeights:
     if name in NEW_HEADS:
         return InitialWeights(name, new_head=name)
     if sized := _SIZED_HEAD.fullmatch(name):
-        layers, width = int(sized[2]), int(sized[3])
-        sizes = HeadSizes(_count("drafter", layers, _MAX_LAYERS), _count("drafter", width, _MAX_HIDDEN))
-        return InitialWeights(name, new_head=sized[1], head_sizes=sizes)
+        rank = None if sized[4] is None else _count("drafter", int(sized[4]), _MAX_HIDDEN)
+        sizes = _count("drafter", int(sized[2]), _MAX_LAYERS), _count("drafter", int(sized[3]), _MAX_HIDDEN)
+        return InitialWeights(name, new_head=sized[1], head_sizes=HeadSizes(*sizes, rank))
     if cut := _CUT.fullmatch(name):
         return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
     if new := _NEW.fullmatch(name):

@@ -180,7 +180,7 @@ def new_dspark(
             f"drafter: a head of {num_own} layers is too large: the target has {num_layers}; ask for fewer"
         )
     reads = sorted({min(max(one, 1), num_layers - 1) for one in usual_reads(num_layers, max(num_own, _LEAST_TAPS))})
-    rank = min(max(width // 4, 1), _MOST_RANK)
+    rank = own.rank or min(max(width // 4, 1), _MOST_RANK)
     ends = ends_of(target, token_map)
     tensors = {
         "fc.weight": joining(len(reads), width, source),

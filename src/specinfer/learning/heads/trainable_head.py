@@ -29,10 +29,12 @@ class HeadSizes(NamedTuple):
     Attributes:
         num_layers: Number of its decoder layers.
         mlp_width: Number of rows of their MLP's first matrices.
+        rank: Number of columns of the matrices of its pairwise head.
     """
 
     num_layers: int | None = None
     mlp_width: int | None = None
+    rank: int | None = None
 
 
 class TrainableHead(DraftLogits):
