@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import gguf
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from gguf_files import add, blocks_of, tokenizer_metadata
 from tiny import make_model
@@ -66,6 +67,11 @@ class _Architecture(NamedTuple):
     change: Callable[[str, Tensor, Any], Iterator[tuple[str, Tensor]]]
     metadata: Callable[[Any], dict[str, Any]]
     outside: Mapping[str, str] = _OUTSIDE
+
+
+def is_known(arch: str) -> bool:
+    """Whether transformers has the family."""
+    return _ARCHITECTURES[arch].family in CONFIG_MAPPING
 
 
 def write_hybrid(

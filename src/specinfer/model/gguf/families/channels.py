@@ -14,7 +14,6 @@ from specinfer.model.gguf.families.common import (
     in_layer,
     norms,
     outside,
-    without_rotations,
 )
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.weights import Weight
@@ -45,7 +44,7 @@ def jamba_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     fields = {
         "model_type": "jamba",
         "architectures": ["JambaForCausalLM"],
-        **without_rotations(attention_fields(meta, common)),
+        **attention_fields(meta, common, rotates=False),
         "intermediate_size": meta.size("feed_forward_length"),
         "attn_layer_period": period,
         "attn_layer_offset": offset,

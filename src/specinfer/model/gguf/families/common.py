@@ -52,22 +52,29 @@ def norms(names: Mapping[str, str], size: int, less: float = 0.0) -> Plan:
         yield f"{stored}.weight", Weight(f"{name}.weight", (size,), less=less)
 
 
-def attention_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of config.json for attention in some layers, and rotations of a part of each head."""
+def attention_fields(meta: Metadata, common: Fields, *, rotates: bool = True) -> dict[str, Any]:
+    """Return the fields of config.json for attention in some layers.
+
+    Args:
+        rotates: Whether a part of each head is rotated, or all of it. Otherwise attention does not know positions,
+            whatever the file says of rotations.
+    """
     heads, num_layers = meta.size("attention.head_count"), common["num_hidden_layers"]
     head_dim = meta.size("attention.key_length", common["hidden_size"] // heads)
     if meta.size("attention.value_length", head_dim) != head_dim:
         raise meta.error(f"{meta.arch}.attention.value_length is not the size of a head, {head_dim}", TAKE_ANOTHER)
+    fields = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.only("attention.head_count_kv", num_layers),
+        "head_dim": head_dim,
+    }
+    if not rotates:
+        return fields
     rotated = meta.size("rope.dimension_count", head_dim)
     if rotated % 2 or rotated > head_dim:
         raise meta.error(f"{meta.arch}.rope.dimension_count is {rotated}, and the size of a head {head_dim}")
     rope, part = read_rope(meta, rotated), rotated / head_dim
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta.only("attention.head_count_kv", num_layers),
-        "head_dim": head_dim,
-        "rope_parameters": rope if part == 1 else {**rope, "partial_rotary_factor": part},
-    }
+    return {**fields, "rope_parameters": rope if part == 1 else {**rope, "partial_rotary_factor": part}}
 
 
 def multipliers(meta: Metadata) -> dict[str, float]:
@@ -85,11 +92,6 @@ def expansion(meta: Metadata, common: Fields) -> int:
     if inner % hidden:
         raise meta.error(f"{meta.arch}.ssm.inner_size is {inner}, no multiple of {hidden}", TAKE_ANOTHER)
     return int(inner // hidden)
-
-
-def without_rotations(fields: Fields) -> dict[str, Any]:
-    """Return fields of config.json for a family whose attention does not know positions."""
-    return {name: value for name, value in fields.items() if name != "rope_parameters"}
 
 
 def attention(

@@ -15,7 +15,6 @@ from specinfer.model.gguf.families.common import (
     multipliers,
     norms,
     outside,
-    without_rotations,
 )
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.weights import Weight
@@ -128,7 +127,7 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     fields = {
         "model_type": "nemotron_h",
         "architectures": ["NemotronHForCausalLM"],
-        **without_rotations(attention_fields(meta, common)),
+        **attention_fields(meta, common, rotates=False),
         **_sizes(meta, _OF_NEMOTRON),
         "use_conv_bias": _has_bias(meta),
         "layer_types": kinds,
