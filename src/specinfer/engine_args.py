@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from specinfer.core.config import (
+    AUTO,
     DRAFT_SAMPLINGS,
     DTYPES,
     OFFLOADS,
@@ -158,8 +159,9 @@ class EngineArgs:
         "coupled",
         _SPECULATION,
         "Verification rule. coupled and target-only generate the tokens of plain decoding with the same seed; "
-        "multi-step and traversal generate tokens of the same distribution.",
-        choices=tuple(DRAFT_SAMPLINGS),
+        "multi-step and traversal generate tokens of the same distribution; auto takes the faster of coupled and "
+        "traversal for each sampled request.",
+        choices=(*DRAFT_SAMPLINGS, AUTO),
     )
     draft_sampling: str = setting(
         "auto",

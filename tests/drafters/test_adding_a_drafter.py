@@ -86,4 +86,4 @@ def test_an_added_rule_verifies_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_option_offers_every_rule_of_the_table() -> None:
     (choices,) = (about.choices for field, about in settings_of(EngineArgs) if field.name == "verification")
-    assert choices == tuple(DRAFT_SAMPLINGS)
+    assert choices == (*DRAFT_SAMPLINGS, "auto")

@@ -310,6 +310,23 @@ def test_rules_that_use_random_numbers_serve_all_kinds_of_requests(
     assert not _left(engine)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_under_auto_one_batch_has_requests_of_both_rules(shape: str, runner_of: Runners) -> None:
+    engine, requests = _tossing(runner_of, "auto", shape, "auto", max_num_batched_tokens=24), _requests()
+    plain = _requests()
+    run(make_engine(runner_of("llama"), None, TreeBudget()), plain)
+    run(engine, requests)
+    assert engine.metrics.num_draft_failures == 0
+    sampled = [request for request in requests if not request.params.is_greedy]
+    assert {request.verification for request in sampled} == {"coupled", "traversal"}
+    for rule in ("coupled", "traversal"):
+        assert sum(r.speculation.num_accepted_draft_tokens for r in sampled if r.verification == rule) > 0
+    greedy = [(a.output_ids, b.output_ids) for a, b in zip(requests, plain, strict=True) if a.params.is_greedy]
+    assert greedy
+    assert all(found == wanted for found, wanted in greedy)
+    assert not _left(engine)
+
+
 def _sampled(count: int = 8, max_tokens: int = 20) -> list[Request]:
     prompts = random_prompts([3 + 4 * i for i in range(count)], seed=2)
     params = [SamplingParams(max_tokens=max_tokens, temperature=0.6 + 0.1 * i) for i in range(count)]

@@ -85,6 +85,7 @@ ARMS = [
     Arm("multi-step", "without-replacement", "2,1", 2, select="hedge:1"),
     Arm("multi-step", "hybrid", "best-first:8", 2, COOL, select="hedge:1"),
     Arm("traversal", "iid", "best-first:8", 2, select="hedge:1"),
+    Arm("auto", "auto", "best-first:8", 2),
 ]
 
 

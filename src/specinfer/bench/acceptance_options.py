@@ -15,7 +15,7 @@ from specinfer.bench.options import (
     check_whole,
     kinds_for,
 )
-from specinfer.core.config import DRAFT_SAMPLINGS, MAX_TREE_NODES, check_device, parse_select
+from specinfer.core.config import MAX_TREE_NODES, check_device, check_verification, parse_select
 from specinfer.core.sampling import SamplingParams
 
 SHIFT = "shift"
@@ -85,8 +85,8 @@ class AcceptanceConfig:
         check_distinct("nodes", self.nodes, MAX_TREE_NODES)
         if parse_select(self.select) is None:
             raise ValueError('select: shift compares with "all" anyway; name a choice, such as "hedge:1"')
-        if self.verification is not None and self.verification not in DRAFT_SAMPLINGS:
-            raise ValueError(f"verification must be one of {', '.join(DRAFT_SAMPLINGS)}, not {self.verification!r}")
+        if self.verification is not None:
+            check_verification(self.verification)
         check_models(self.dtype, self.quantization, self.drafter_quantization)
         check_device(self.device)
         check_prompts(self.prompts)

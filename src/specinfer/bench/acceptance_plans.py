@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_report import TOP, Setup
-from specinfer.core.config import BEST_FIRST, DRAFT_SAMPLINGS
+from specinfer.core.config import AUTO, BEST_FIRST, DRAFT_SAMPLINGS
 
 # (rule, drawing) of each row: every rule with its default drawing, and other drawings for rules that accept at random.
 RULES = (
@@ -56,7 +56,7 @@ def _rule_for(temperature: float, verification: str, drawing: str = "auto") -> t
     """
     if temperature == 0:
         verification, drawing = "coupled", "auto"
-    return verification, DRAFT_SAMPLINGS[verification][0] if drawing == "auto" else drawing
+    return verification, DRAFT_SAMPLINGS.get(verification, (AUTO,))[0] if drawing == AUTO else drawing
 
 
 def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:

@@ -142,6 +142,17 @@ DRAFT_SAMPLINGS: dict[str, tuple[str, ...]] = {
     "traversal": ("without-replacement", "iid", "hybrid", "top-k"),
     "target-only": ("top-k", "without-replacement", "iid", "hybrid"),
 }
+AUTO = "auto"  # verification: for each request the faster of two rules; draft sampling: that of the rule
+
+
+def check_verification(rule: object) -> None:
+    """Check the name of a verification rule.
+
+    Raises:
+        ValueError: There is no such rule; the message names those that there are.
+    """
+    if rule not in (*DRAFT_SAMPLINGS, AUTO):
+        raise ValueError(f"verification must be one of {', '.join((*DRAFT_SAMPLINGS, AUTO))}, not {rule!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +163,8 @@ class SpeculativeConfig:
         drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo"; else MTP layers, a
             head or a small model with suffix lookup, or n-gram lookup, as `hub.auto_drafter` finds them.
         tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
-        verification: "coupled", "multi-step", "traversal" or "target-only".
+        verification: "coupled", "multi-step", "traversal", "target-only", or "auto" for the faster of coupled and
+            traversal, by measurement.
         draft_sampling: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
         select: Model drafters that propose tokens: "all", or "hedge" or "hedge:1" for at most this many for each
             request, those that perform best on its text.
@@ -182,15 +194,19 @@ class SpeculativeConfig:
             raise ValueError(
                 "speculation_policy: an empty name; name a file made by specinfer tune --policy, or leave it out"
             )
-        if self.verification not in tuple(DRAFT_SAMPLINGS):
-            raise ValueError(f"verification must be one of {', '.join(DRAFT_SAMPLINGS)}, not {self.verification!r}")
-        allowed = DRAFT_SAMPLINGS[self.verification]
-        if self.draft_sampling == "auto":
+        check_verification(self.verification)
+        allowed = DRAFT_SAMPLINGS.get(self.verification, (AUTO,))
+        if self.draft_sampling == AUTO:
             object.__setattr__(self, "draft_sampling", allowed[0])
         elif self.draft_sampling not in DRAFT_SAMPLINGS["coupled"]:
             raise ValueError(
                 f"draft_sampling must be one of auto, {', '.join(DRAFT_SAMPLINGS['coupled'])}, "
                 f"not {self.draft_sampling!r}"
+            )
+        elif self.verification == AUTO:
+            raise ValueError(
+                f"draft_sampling: {self.draft_sampling!r} is for one rule, and verification auto draws as the rule "
+                "that it chooses needs; leave draft_sampling out"
             )
         elif self.draft_sampling not in allowed:
             raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
-from specinfer.core.noise import UniformStream
+from specinfer.core.noise import UniformStream, derive_seed
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
 from specinfer.core.text import TextBuffer
@@ -215,6 +215,7 @@ class Request:
     fault: Fault | None = None  # the kind of `error`
     forbidden: Tensor | None = None  # [vocab] bool, True for tokens that are not in `allowed_token_ids`
     token_counts: TokenCounts | None = None  # counts for the penalties
+    verification: str | None = None  # verification rule of this request, or None for the engine's
     may_guess: bool = True  # False once a draft token made the model compute NaN
     drafter_knows: bool = False  # True if the drafter has read the tokens so far
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -268,6 +269,12 @@ class Request:
         if self.params.max_tokens is None:
             return num_left
         return min(num_left, self.params.max_tokens - self.num_output)
+
+    def reseed(self, number: int) -> None:
+        """Give the request a seed of its own, derived from its seed and this number, before anything was sampled."""
+        assert not self.num_output
+        self.seed = derive_seed(self.seed, number)
+        self.uniforms = UniformStream(self.seed)
 
     def begin_draws(self, drafter: str) -> int:
         """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from specinfer.core.config import AUTO
 from specinfer.core.lookups import LOOKUPS
 from specinfer.drafters.assistant_drafter import AssistantDrafter, AssistantRunner
 from specinfer.drafters.base import Drafter
@@ -96,7 +97,7 @@ def make_drafter(
     return MergedDrafter(
         drafters,
         calibration,
-        may_choose=draft_sampling in CHOSEN,
+        may_choose=draft_sampling in (*CHOSEN, AUTO),
         num_drafters=num_drafters,
         vocab_size=vocab_size,
         selection=selection,

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
-from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
+from specinfer.drafters.growth.draft_sampling import Candidates, Node, chooses_for, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import Block, FeatureHead
@@ -118,7 +118,7 @@ class BlockDrafter(FeatureDrafter):
 
     def _is_free(self, request: Request) -> bool:
         """Return whether candidates of a request depend on their depth alone."""
-        return (self.draft_sampling in CHOSEN or request.params.is_greedy) and not is_adjusted(request)
+        return chooses_for(self.draft_sampling, request) and not is_adjusted(request)
 
 
 def _repeated(candidates: Candidates, counts: Sequence[int]) -> Candidates:

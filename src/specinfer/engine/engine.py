@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from specinfer.core.config import AUTO
 from specinfer.core.request import Fault, Request
 from specinfer.drafters.base import Drafter
 from specinfer.engine.commit import Committer
@@ -16,6 +17,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer
 from specinfer.model.runner import TargetRunner
 from specinfer.policy.base import SpeculationPolicy
+from specinfer.policy.rule_choice import RuleChoice
 
 
 class Engine:
@@ -43,7 +45,10 @@ class Engine:
         self.metrics, self.observers = self.learners.metrics, self.learners.observers
         self.timer: DeviceTimer | None = None  # set while stages are measured on the device
         self._endings = Endings(scheduler, drafter)
-        self.host = HostExecutor(target, drafter, scheduler, self.verification, self.metrics, self._endings)
+        rules = RuleChoice() if self.verification == AUTO else None
+        if rules is not None:
+            self.observers.append(rules)
+        self.host = HostExecutor(target, drafter, scheduler, self.verification, self.metrics, self._endings, rules)
         # Steps on the device come first: the device computes while the host takes its own.
         self.executors: list[Executor[Any]] = [self.host] if executor is None else [executor, self.host]
         committer = Committer(scheduler, drafter, self.learners, self._endings)

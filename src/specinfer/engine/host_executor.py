@@ -27,6 +27,7 @@ from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
+from specinfer.policy.rule_choice import RuleChoice
 from specinfer.verify import Acceptance, verify
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class HostExecutor:
         verification: Verification rule.
         metrics: Counts of preempted requests and of failed drafts.
         endings: Frees what the drafter keeps of requests.
+        rules: Chooses the verification rule of each request that starts, or None if there is only one.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class HostExecutor:
         verification: str,
         metrics: EngineMetrics,
         endings: Endings,
+        rules: RuleChoice | None = None,
     ) -> None:
         self.target = target
         self._drafter, self._scheduler, self._verification = drafter, scheduler, verification
-        self._metrics, self._endings = metrics, endings
+        self._metrics, self._endings, self._rules = metrics, endings, rules
         self.take_arrivals: Callable[[], None] = lambda: None  # adds the requests that arrived since the step began
         self._steps: deque[InFlightStep] = deque()  # oldest first
         self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
@@ -146,8 +149,15 @@ class HostExecutor:
         self._metrics.num_preempted += len(schedule.preempted)
         for request in schedule.preempted:
             self._endings.forget(request)
-        _note_start(schedule.spans)
+        self._note_start(schedule.spans)
         return schedule.spans
+
+    def _note_start(self, spans: Sequence[Span]) -> None:
+        now = time.time()
+        for request in [span.request for span in spans if span.request.scheduled_time is None]:
+            request.scheduled_time = now
+            if self._rules is not None:
+                self._rules.start(request)
 
     def _arrived(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Span]:
         """Return spans of requests that arrived while trees were drafted: they need not wait for the end of the pass.
@@ -159,7 +169,7 @@ class HostExecutor:
             return []
         self.take_arrivals()
         arrived = self._scheduler.schedule_arrivals(spans, num_guessed)
-        _note_start(arrived)
+        self._note_start(arrived)
         return arrived
 
     def _draft(self, spans: Sequence[Span], policy: SpeculationPolicy) -> tuple[list[TokenTree | None], int, int]:
@@ -267,9 +277,3 @@ class HostExecutor:
             return []
         trees = [tree for _, tree in decoding]
         return verify(self._verification, logits, [span.request for span, _ in decoding], trees)
-
-
-def _note_start(spans: Sequence[Span]) -> None:
-    now = time.time()
-    for span in spans:
-        span.request.scheduled_time = span.request.scheduled_time or now

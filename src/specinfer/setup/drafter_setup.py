@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from specinfer.core.config import SpeculativeConfig, TreeShape
+from specinfer.core.config import AUTO, SpeculativeConfig, TreeShape
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS, reserved_names
 from specinfer.core.progress import ProgressCallback
@@ -127,8 +127,8 @@ class Speculator:
             config: New settings. Its drafters are some of those that were loaded; None is all of them.
 
         Raises:
-            ValueError: The config selects among drafters of which some are on other ranks, or the step log cannot
-                record it.
+            ValueError: The config selects among drafters of which some are on other ranks, or lets the engine choose
+                their rule, or the step log cannot record it.
         """
         names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
         kinds, target = [self._kinds[name] for name in names], self._target.loaded
@@ -139,6 +139,11 @@ class Speculator:
             )
         if config.max_asked is not None and any(isinstance(kind, SelfRunner) for kind in kinds):
             raise ValueError("select: copies of the target are not scored; leave them out of drafters, or select")
+        if config.verification == AUTO and any(isinstance(kind, RemoteModel) for kind in kinds):
+            raise ValueError(
+                "verification: drafters on other ranks draw for one rule; name coupled or traversal in place of auto, "
+                'or load the model with drafter_placement="first"'
+            )
         self.drafter = make_drafter(
             kinds,
             target.vocab_size,

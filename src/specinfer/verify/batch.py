@@ -30,12 +30,16 @@ def verify(
     Under any rule a request that is greedy, or asked for no drafts, is walked as in plain decoding.
 
     Args:
-        rule: "coupled", "multi-step", "traversal" or "target-only".
+        rule: "coupled", "multi-step", "traversal" or "target-only", for requests that have none of their own.
         logits: For each tree, [num_nodes, vocab] float32.
         requests: The request of each tree.
         trees: The trees.
     """
-    is_random = [rule in RANDOM_RULES and not r.params.is_greedy and r.params.tree != "off" for r in requests]
+    rules = [request.verification or rule for request in requests]
+    is_random = [
+        each in RANDOM_RULES and not request.params.is_greedy and request.params.tree != "off"
+        for each, request in zip(rules, requests, strict=True)
+    ]
     walked = [i for i, tossing in enumerate(is_random) if not tossing]
     is_native = [_is_plain(requests[i]) and chooses(logits[i]) and not _is_asked_at_once(logits[i]) for i in walked]
     kept: dict[int, Acceptance] = {}
@@ -47,7 +51,7 @@ def verify(
             found = verify_group([logits[i] for i in group], [requests[i] for i in group], [trees[i] for i in group])
             kept |= zip(group, found, strict=True)
     return [
-        _verify_random(rule, rows, request, tree) if is_random[i] else kept[i]
+        _verify_random(rules[i], rows, request, tree) if is_random[i] else kept[i]
         for i, (rows, request, tree) in enumerate(zip(logits, requests, trees, strict=True))
     ]
 

@@ -278,3 +278,31 @@ def test_one_drawn_candidate_is_enough_for_distributions(place: int, was_drawn: 
     tokens = np.array([[5, 6]])
     drawn = Candidates(tokens, tokens.astype(np.float32), nothing.astype(np.int64), nothing, places)
     assert drawn.has_distributions == was_drawn
+
+
+# ------------------------------------------------------------------------------------- a rule each
+
+
+def test_in_one_batch_each_request_gets_what_its_own_rule_needs() -> None:
+    """Draws with their distributions for traversal, and the best tokens of the shared noise for coupled."""
+
+    def requests() -> list[Request]:
+        made = [_request(seed=5, name="0"), _request(seed=6, name="1"), _request(SamplingParams(temperature=0), "2")]
+        made[0].verification, made[1].verification = "coupled", "traversal"
+        return made
+
+    def nodes() -> list[Node]:
+        return [Node(request, path, 3) for request in requests() for path in ((), (7,))]
+
+    logits = _logits(6)
+    mixed = draw("auto", logits, nodes())
+    for rows, way in (((0, 1, 4, 5), "shared-noise"), ((2, 3), "without-replacement")):
+        alone = draw(way, logits, nodes())
+        for row in rows:
+            assert _tokens(mixed, row) == _tokens(alone, row)
+            assert mixed.confidence[row].tolist() == alone.confidence[row].tolist()
+            for rank in range(3):
+                found, wanted = mixed.distribution(row, rank), alone.distribution(row, rank)
+                assert (found is None) == (wanted is None) == (way == "shared-noise")
+                if found is not None and wanted is not None:
+                    assert found.weights().tolist() == wanted.weights().tolist()

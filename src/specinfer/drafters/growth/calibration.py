@@ -97,9 +97,12 @@ class _Table:
 def source(drafter: str, request: Request) -> str:
     """Return the source name of a drafter for a request.
 
-    Greedy and sampled drafts have separate tables, and so have drafts for each adapter of the target.
+    Greedy and sampled drafts have separate tables, and so have drafts for each adapter of the target, and those for a
+    rule that was chosen for the request: the confidence in a drawn token means something else.
     """
     name = drafter if request.adapter is None else f"{drafter} for {request.adapter.name}"
+    if request.verification is not None:
+        name = f"{name} by {request.verification}"
     return source_of(name, is_greedy=request.params.is_greedy)
 
 

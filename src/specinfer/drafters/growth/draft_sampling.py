@@ -10,7 +10,7 @@ addition to the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
@@ -28,6 +29,16 @@ from specinfer.verify.logits import adjust, is_adjusted, truncate
 
 SUPPORT = 128  # tokens that may be drawn; more have little probability, and every one costs time
 CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: none has a distribution
+
+
+def sampling_of(draft_sampling: str, request: Request) -> str:
+    """Return the kind of draft sampling for a request; "auto" is that of its verification rule."""
+    return DRAFT_SAMPLINGS[request.verification or "coupled"][0] if draft_sampling == AUTO else draft_sampling
+
+
+def chooses_for(draft_sampling: str, request: Request) -> bool:
+    """Return whether all candidates for a request are chosen, so that none has a distribution."""
+    return request.params.is_greedy or sampling_of(draft_sampling, request) in CHOSEN
 
 
 class Node(NamedTuple):
@@ -83,8 +94,8 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
     """Return candidates for each node.
 
     Args:
-        draft_sampling: "shared-noise", "top-k", "without-replacement", "iid" or "hybrid". Greedy requests always get
-            the best tokens, chosen.
+        draft_sampling: "shared-noise", "top-k", "without-replacement", "iid", "hybrid", or "auto": what the rule of
+            each request needs. Greedy requests always get the best tokens, chosen.
         logits: [nodes, vocab] float32; the nodes of one request are adjacent.
         token_map: The target tokens of the columns of the logits, or None for all of them.
     """
@@ -96,6 +107,28 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
     if token_map is not None:
         ids = token_map.ids[ids]
     scores = _tempered(values, nodes)
+    kinds = {sampling_of(draft_sampling, request) for request, *_ in _groups(nodes)} if draft_sampling == AUTO else ()
+    if len(kinds) > 1:
+        chosen, drawn = (
+            _candidates(kind, scores, ids, nodes, width) for kind in sorted(kinds, key=lambda kind: kind not in CHOSEN)
+        )
+        is_chosen = np.asarray([[chooses_for(draft_sampling, node.request)] for node in nodes])
+        return _by_row(is_chosen, chosen, drawn)
+    return _candidates(next(iter(kinds), draft_sampling), scores, ids, nodes, width)
+
+
+def _by_row(is_chosen: npt.NDArray[np.bool_], chosen: Candidates, drawn: Candidates) -> Candidates:
+    """Return the chosen candidates for some rows and the drawn ones for the others."""
+    return replace(
+        drawn,
+        tokens=np.where(is_chosen, chosen.tokens, drawn.tokens),
+        confidence=np.where(is_chosen, chosen.confidence, drawn.confidence),
+        places=np.where(is_chosen, -1, drawn.places),
+    )
+
+
+def _candidates(draft_sampling: str, scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
+    """Return candidates from `scores` [nodes, support], descending before noise, of the tokens `ids`."""
     is_sampled = [not node.request.params.is_greedy for node in nodes]
     if draft_sampling in CHOSEN or not any(is_sampled):
         is_noisy = draft_sampling == "shared-noise" and any(is_sampled)

@@ -17,7 +17,7 @@ from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES, GuardedDrafter
 from specinfer.drafters.merge.pruning import Pruning
 from specinfer.drafters.merge.selection import Selection
-from specinfer.verify import Acceptance
+from specinfer.verify import RANDOM_RULES, Acceptance
 
 
 def parts_of(drafter: Drafter) -> Sequence[Drafter]:
@@ -29,7 +29,8 @@ class MergedDrafter:
     """A drafter that unites the trees of its drafters by token path.
 
     Args:
-        may_choose: True if drafted tokens are chosen, not drawn, so the best of all may be kept and the others dropped.
+        may_choose: True if drafted tokens are chosen, not drawn, so the best of all may be kept and the others dropped;
+            never for a request whose own rule needs draws.
         num_drafters: The number of drafters that draft for every request, or None for all.
         vocab_size: The target's vocabulary size; a drafter that proposes other tokens fails.
         selection: The choice of drafters for each request, or None for all. The models it names can be scored.
@@ -71,7 +72,7 @@ class MergedDrafter:
         num_left = [budget.max_nodes for budget in budgets]
         drafted: dict[int, list[TokenTree]] = {}
         for group, later in self._groups():
-            shares = self._share(group, later, budgets, num_left)
+            shares = self._share(group, later, spans, budgets, num_left)
             drafts = {i: self._guarded[i].launch(spans, shares[i]) for i in reversed(shares)}
             trees = {i: self._guarded[i].collect(drafts[i], spans, shares[i]) for i in shares}
             num_left = [left - sum(of[k].num_guessed for of in trees.values()) for k, left in enumerate(num_left)]
@@ -91,7 +92,10 @@ class MergedDrafter:
         drafted = []
         for i, one in enumerate(self._guarded):
             if one.is_able and one.as_async is None:
-                shares = [self._share_of(i, (), budget, budget.max_nodes) for budget in budgets]
+                shares = [
+                    self._share_of(i, (), span.request, budget, budget.max_nodes)
+                    for span, budget in zip(spans, budgets, strict=True)
+                ]
                 drafted.append(one.collect(one.launch(spans, shares), spans, shares))
         return [TokenTree.merge(trees) for trees in zip(*drafted, strict=True)]
 
@@ -108,7 +112,12 @@ class MergedDrafter:
         yield models, []
 
     def _share(
-        self, group: Sequence[int], later: Sequence[int], budgets: Sequence[TreeBudget], num_left: Sequence[int]
+        self,
+        group: Sequence[int],
+        later: Sequence[int],
+        spans: Sequence[Span],
+        budgets: Sequence[TreeBudget],
+        num_left: Sequence[int],
     ) -> dict[int, list[TreeBudget]]:
         """Return the budgets of those of a group that are asked, in the order in which they are waited for.
 
@@ -117,16 +126,22 @@ class MergedDrafter:
         shares = {}
         for place, i in enumerate(group):
             rest = [*group[place:], *later]
-            shares[i] = [self._share_of(i, rest, budget, left) for budget, left in zip(budgets, num_left, strict=True)]
+            shares[i] = [
+                self._share_of(i, rest, span.request, budget, left)
+                for span, budget, left in zip(spans, budgets, num_left, strict=True)
+            ]
             num_left = [left - share.max_nodes for left, share in zip(num_left, shares[i], strict=True)]
         asked = [i for i in group if any(share.max_nodes for share in shares[i])]
         return {i: shares[i] for i in sorted(asked, key=lambda i: self._guarded[i].is_remote)}
 
-    def _share_of(self, i: int, rest: Sequence[int], budget: TreeBudget, num_left: int) -> TreeBudget:
+    def _may_choose_for(self, request: Request) -> bool:
+        return self._may_choose and request.verification not in RANDOM_RULES
+
+    def _share_of(self, i: int, rest: Sequence[int], request: Request, budget: TreeBudget, num_left: int) -> TreeBudget:
         """Return a drafter's budget for one request; `num_left` nodes are left to it and the rest of the drafters."""
         if not self._guarded[i].is_asked(budget):
             return OFF
-        if self._may_choose:
+        if self._may_choose_for(request):
             return budget.share(budget.max_nodes)
         if budget.widths:
             return budget.share(budget.max_nodes).cut(budget.max_depth, num_left)
@@ -164,7 +179,7 @@ class MergedDrafter:
             is_large = (
                 tree.num_guessed > budget.max_nodes if budget.widths else len(trees) > 1 or budget.min_path_prob > 0
             )
-            if trees and is_large and self._may_choose:
+            if trees and is_large and self._may_choose_for(span.request):
                 competing.append(k)
         if competing:
             requests = [spans[k].request for k in competing]

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
-from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, Node, draw
+from specinfer.drafters.growth.draft_sampling import Candidates, Node, chooses_for, draw
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 
 MAX_SCORED = 64  # tokens scored at a time: older ones hardly count, and logits take memory
@@ -110,7 +110,7 @@ class Scoring:
         )
 
     def _is_chosen(self, request: Request) -> bool:
-        return self._draft_sampling in CHOSEN or request.params.is_greedy
+        return chooses_for(self._draft_sampling, request)
 
     def _score(self, view: Request, ids: Sequence[int], start: int, end: int, logits: Tensor) -> list[float]:
         """Return losses on the tokens from `start` to `end`, which follow one another like the nodes of a path."""
@@ -211,7 +211,7 @@ def _losses_along(request: Request, tokens: Sequence[int], account: _Account) ->
 
 
 def _loss(request: Request, candidates: Candidates, row: int, token: int) -> float:
-    if candidates.whole is None or request.params.is_greedy:
+    if candidates.whole is None or candidates.places[row, 0] < 0:
         return float(candidates.tokens[row, 0] != token)
     return 1.0 - float(candidates.whole[row][candidates.support[row] == token].sum())
 
@@ -229,5 +229,5 @@ def _as_output(request: Request) -> Request:
         request.request_id, request.prompt_ids, request.params, request.seed, request.eos_token_ids,
         bad_words_ids=request.bad_words_ids,
     )  # fmt: skip
-    view.forbidden = request.forbidden
+    view.forbidden, view.verification = request.forbidden, request.verification
     return view

@@ -8,12 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from specinfer.core.config import AUTO
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
 
 
@@ -69,10 +71,10 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     """
     if drafter is None:  # every rule is plain decoding
         return None
-    if verification != "coupled":
+    if verification not in ("coupled", AUTO):
         return f"verification is {verification}"
     kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
-    others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {"shared-noise"}
+    others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {"shared-noise", AUTO}
     return f"draft_sampling is {others.pop()}" if others else None
 
 
@@ -91,6 +93,7 @@ def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
         or request.bad_words_ids
         or (request.prediction_ids and not may_follow)
         or request.adapter is not None
+        or request.verification in RANDOM_RULES
         or request.trace is not None
     )
 

@@ -1,0 +1,104 @@
+"""The choice of a verification rule for each request, under the rule "auto"."""
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.step_record import StepRecord
+from specinfer.core.tree import TokenTree
+from specinfer.verify import Acceptance
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Yield:
+    """What the passes of a rule yielded. Older passes count less."""
+
+    passes: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float, decay: float) -> None:
+        self.passes = self.passes * decay + 1
+        self.tokens = self.tokens * decay + tokens
+        self.seconds = self.seconds * decay + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes
+
+
+class RuleChoice:
+    """The rule, coupled or traversal, with which requests emit more tokens per second here, by measurement.
+
+    A request keeps the rule that it starts with. It is chosen from the steps of earlier requests, none of which used
+    this request's noise, so its output has the target's distribution (docs/verification.md, condition B). At first
+    requests take the rules in turn, and later one in `PROBE` takes the slower one. As an observer it counts passes with
+    draft tokens; requests in one pass share its time.
+    """
+
+    reads_logits = False
+    RULES = ("coupled", "traversal")
+    TRIAL = 500.0  # passes of each rule before one is preferred
+    PROBE = 16
+    MARGIN = 1.02  # the slower rule must be faster by this factor to be preferred
+    DECAY = 0.9995  # per pass: about two thousand are remembered
+
+    def __init__(self) -> None:
+        self.best: str | None = None  # not known yet
+        self._yields = {rule: _Yield() for rule in self.RULES}
+        self._num_started = 0
+        self._unreported: list[tuple[str, int]] = []  # rule and emitted tokens of each request in the step
+
+    def start(self, request: Request) -> None:
+        """Set the rule of a request that starts, unless it is greedy, takes no draft tokens or has a rule already."""
+        params = request.params
+        if request.verification is not None or params.is_greedy or params.tree == "off":
+            return
+        number, self._num_started = self._num_started, self._num_started + 1
+        if self.best is None:
+            request.verification = self.RULES[number % 2]
+        else:
+            request.verification = self._other if number % self.PROBE == 0 else self.best
+        # Requests of one seed would share their noise, and then the results of one would tell about the other's.
+        request.reseed(number)
+
+    @property
+    def _other(self) -> str:
+        return self.RULES[self.best == self.RULES[0]]
+
+    def on_tokens(
+        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
+    ) -> None:
+        if request.verification is not None and tree.num_guessed:
+            self._unreported.append((request.verification, num_generated))
+
+    def on_step(self, record: StepRecord) -> None:
+        unreported, self._unreported = self._unreported, []
+        reads_prompt = record.num_rows != record.num_requests + record.num_guessed
+        if reads_prompt or record.is_first_of_size:
+            return
+        for rule, tokens in unreported:
+            self._yields[rule].add(tokens, record.time, self.DECAY)
+        if any(each.passes < self.TRIAL for each in self._yields.values()):
+            return
+        rates = {rule: each.tokens_per_second for rule, each in self._yields.items()}
+        if self.best is None or rates[self._other] > self.MARGIN * rates[self.best]:
+            self.best = max(self.RULES, key=rates.__getitem__)
+            logger.info("%s", self.summary())
+
+    def summary(self) -> str:
+        """Return one line on the chosen rule and what each rule yielded."""
+        found = [
+            f"{rule} {each.tokens_per_pass:.2f} tokens a pass, {each.tokens_per_second:.0f} a second"
+            for rule, each in self._yields.items()
+            if each.seconds
+        ]
+        return f"verification auto: {self.best or 'both rules in turn'}" + "".join(f"; {one}" for one in found)
