@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Yield:
-    """What the passes of a rule yielded. Older passes count less."""
+    """Sums over the passes of a rule. Older passes count less."""
 
     passes: float = 0.0
     tokens: float = 0.0
