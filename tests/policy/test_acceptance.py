@@ -66,3 +66,18 @@ def test_the_probabilities_of_all_ranks_add_up_to_at_most_one() -> None:
         for _ in range(1000):
             acceptance.observe(tree, Acceptance((tree.num_guessed,), 9))
     assert acceptance.by_rank().sum() <= 0.98 + 1e-9
+
+
+def test_the_share_that_came_true_corrects_what_is_expected_of_texts_of_two_kinds() -> None:
+    """One chain in five is accepted whole and the others not at all: most counted tokens are right, in few trees."""
+    model = AcceptanceModel()
+    chain = TokenTree((0,) * 9, (-1, *range(8)))
+    yields = []
+    for number in range(600):
+        path = tuple(range(1, 9)) if number % 5 == 0 else ()
+        model.observe(chain, Acceptance(path, 1))
+        yields.append(1 + len(path))
+    expected = model.expected_tokens(np.asarray([8]), np.asarray([8]))[0]
+    model.share = 1.0
+    uncorrected = model.expected_tokens(np.asarray([8]), np.asarray([8]))[0]
+    assert abs(expected - np.mean(yields)) < abs(uncorrected - np.mean(yields))

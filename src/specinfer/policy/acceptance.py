@@ -21,18 +21,24 @@ Ints = npt.NDArray[np.int64]
 class AcceptanceModel:
     """Probability that the first, second, ... draft token at a node is the target's token.
 
+    Text that is easy to predict has many accepted tokens in few trees, and makes up most of what is counted, but other
+    text most of the trees. So their tokens are fewer than these probabilities promise, and the share that came true is
+    learned, too.
+
     Attributes:
-        share: Share of the passes for which there are draft tokens; a lookup often finds none.
+        share: Accepted tokens over those expected by the probabilities alone.
     """
 
     # Prior: a drafter of medium quality, counted as a few observations.
     _PRIOR = (0.6, 0.12, 0.06, 0.04)
     _PRIOR_WEIGHT = 8.0
     _DECAY = 0.995  # per tree: about two hundred trees are remembered
+    _SHARE_DECAY, _MOST_SHARE = 0.97, 1.2  # some thirty trees, since texts differ
 
     def __init__(self) -> None:
         self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
         self._accepted = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
+        self._num_expected = self._num_accepted = self._PRIOR_WEIGHT  # tokens
         self.share = 1.0
 
     @classmethod
@@ -45,11 +51,23 @@ class AcceptanceModel:
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Count the ranks at each node of the accepted path that has draft tokens."""
+        self._num_expected = self._num_expected * self._SHARE_DECAY + self._expected_of(tree)
+        self._num_accepted = self._num_accepted * self._SHARE_DECAY + len(acceptance.path)
+        self.share = min(self._num_accepted / self._num_expected, self._MOST_SHARE)
         for node, accepted in zip_longest((0, *acceptance.path), acceptance.path):
             ranked = list(tree.children[node].values())[: len(self._tried)]
             for rank, child in enumerate(ranked):
                 self._tried[rank] = self._tried[rank] * self._DECAY + 1
                 self._accepted[rank] = self._accepted[rank] * self._DECAY + (child == accepted)
+
+    def _expected_of(self, tree: TokenTree) -> float:
+        """Return the accepted tokens that the probabilities promise of a tree."""
+        by_rank = [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
+        path_probs = [1.0] + [0.0] * tree.num_guessed
+        for node, children in enumerate(tree.children):
+            for prob, child in zip(by_rank, children.values(), strict=False):
+                path_probs[child] = path_probs[node] * prob
+        return sum(path_probs) - 1.0
 
     def by_rank(self) -> Floats:
         """Return the probability of each rank, [ranks]; together at most 0.98."""

@@ -4,7 +4,7 @@ Each step teaches the acceptance model and the cost model; the optimiser chooses
 drafter leads to small trees or none, and an idle machine and a good drafter to large ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.lookup_policy import LookupPolicy
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
@@ -21,7 +22,12 @@ from specinfer.verify import Acceptance
 
 
 class AutoPolicy:
-    """A speculation policy that chooses the trees with the most expected tokens per second for the whole batch."""
+    """A speculation policy that chooses the trees with the most expected tokens per second for the whole batch.
+
+    Args:
+        costs: Costs of steps.
+        lookups: Names of the drafters that are no models, if others are: they may draft alone.
+    """
 
     reads_logits = False
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
@@ -30,8 +36,9 @@ class AutoPolicy:
     TEST_SHARE = 0.01
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
 
-    def __init__(self, costs: CostModel) -> None:
+    def __init__(self, costs: CostModel, lookups: Collection[str] = ()) -> None:
         self.costs = costs
+        self._lookups = LookupPolicy(costs, lookups)
         self.acceptance = AcceptanceModel()
         self.optimizer = TreeOptimizer(costs, self.acceptance)
         self.planner = SLOPlanner(costs, self.optimizer)
@@ -62,7 +69,10 @@ class AutoPolicy:
             self._num_requests, self._age = len(spans), 0
         self._age += 1
         if self._budget.max_nodes:
-            pays = [self._pays(span.request, len(spans)) for span in spans]
+            pays = [
+                self._may_delay(span.request) and self.optimizer.pays_to_read(span.request, len(spans))
+                for span in spans
+            ]
             if any(pays):
                 self._num_plain, self._plain_seconds = 0, 0.0
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
@@ -70,7 +80,8 @@ class AutoPolicy:
         if self._num_plain >= self.RETRY and self._num_plain % 10 == 0 and self._may_test(spans):
             self._num_plain, self._plain_seconds = 0, 0.0
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
-        return [OFF] * len(spans)
+        budget = self._lookups.budget(spans)
+        return [budget if self._may_delay(span.request) else OFF for span in spans]
 
     def _may_test(self, spans: Sequence[Span]) -> bool:
         """Return whether a step may test the drafter: it costs little of the time, and could change the choice."""
@@ -78,14 +89,12 @@ class AutoPolicy:
         is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_RETRY
         return is_cheap and self.optimizer.could_pay(len(spans))
 
-    def _pays(self, request: Request, num_requests: int) -> bool:
-        """Return whether a request is to have draft tokens, if any are worthwhile.
+    def _may_delay(self, request: Request) -> bool:
+        """Return whether drafting may delay the next token of a request.
 
-        Drafting would delay its first token, for which it is made to wait only for a pass that reads weights from a
-        disk: that takes much longer.
+        It may not delay the first one, unless passes read weights from a disk, which takes much longer.
         """
-        is_first = not request.num_output and isinstance(self.costs.target, Curve)
-        return not is_first and self.optimizer.pays_to_read(request, num_requests)
+        return bool(request.num_output) or not isinstance(self.costs.target, Curve)
 
     def _for_one(self, spans: Sequence[Span], budget: TreeBudget) -> list[TreeBudget]:
         """Return this budget for the request whose tokens take the drafter least time to read, and none for others."""
@@ -103,9 +112,13 @@ class AutoPolicy:
             learn(step)
             if self._remeasurement is not None and not reads_prompt:
                 self._remeasurement.observe(step)
-        for tree, acceptance in outcomes:
-            if tree.num_guessed:
-                self.acceptance.observe(tree, acceptance)
+        if self._lookups.names and not step.num_model_levels:
+            if not reads_prompt:
+                self._lookups.observe(step, [acceptance for _, acceptance in outcomes])
+        else:
+            for tree, acceptance in outcomes:
+                if tree.num_guessed:
+                    self.acceptance.observe(tree, acceptance)
 
         if self._remeasurement is not None and self._remeasurement.is_done:
             self.costs.adopt(self._remeasurement.curve())
@@ -120,7 +133,12 @@ class AutoPolicy:
     def reason(self, request: Request) -> str | None:
         num_requests = max(self._num_requests, 1)
         if not self._budget.max_nodes:
-            return f"auto: plain decoding, {self.optimizer.why_plain(num_requests)}"
+            does = (
+                "plain decoding"
+                if self._lookups.is_resting
+                else f"only {', '.join(sorted(self._lookups.names))} drafts"
+            )
+            return f"auto: {does}, {self.optimizer.why_plain(num_requests)}"
         if request.drafter_knows or request.num_output == 1:
             return None
         return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"

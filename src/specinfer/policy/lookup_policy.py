@@ -1,0 +1,71 @@
+"""Budgets for lookups alone, where draft tokens of no model pay.
+
+A lookup drafts without a pass of a model, so it may pay where a model's passes take longer than their tokens save: on
+text that repeats itself, its prompt or an earlier answer. Looking up takes time too, which on other text is lost. So
+lookups rest while they lose more than a small share of the time, and try again from time to time and with new requests.
+"""
+
+from collections.abc import Collection, Sequence
+
+from specinfer.core.request import Span
+from specinfer.core.step_record import StepRecord
+from specinfer.core.tree import OFF, TreeBudget
+from specinfer.policy.cost_model import CostModel
+from specinfer.verify import Acceptance
+
+_MAX_NODES = 16  # of each request
+_MOST_LIKELY = 0.5  # no draft token has to be likelier than this
+_MARGIN = 1.25  # factor by which a draft token must be worth more than its row, because confidences are rough
+_RATE = 0.02  # of learning what a step gains: some fifty steps are remembered
+_MOST_LOST = 0.01  # share of the time
+_MOST_GAINED, _MOST_KEPT = 0.3, 0.05  # the same, of what is remembered, and of that for a new request
+_MOST_IN_A_STEP = 0.1  # share of a step's time that counts as lost: reading a prompt takes longer, once
+_REST = 50  # steps
+_REVIEW = 8  # steps between calculations of the budget
+
+
+class LookupPolicy:
+    """Decides when lookups draft alone.
+
+    Args:
+        costs: Costs of steps.
+        names: Names of the lookups, or none if they never draft alone.
+    """
+
+    def __init__(self, costs: CostModel, names: Collection[str] = ()) -> None:
+        self._costs, self.names = costs, frozenset(names)
+        self._gain = 0.0  # mean share of a step's time that lookups save
+        self._rest = 0  # steps until they are tried again
+        self._budget, self._num_requests, self._age = OFF, 0, 0  # the last budget, and the steps that it was used for
+
+    @property
+    def is_resting(self) -> bool:
+        return not self.names or self._rest > 0
+
+    def budget(self, spans: Sequence[Span]) -> TreeBudget:
+        """Return the budget of each request of a step: only draft tokens that are worth the time of their rows."""
+        if self.names and any(span.request.num_output == 1 for span in spans):
+            self._rest, self._gain = 0, min(self._gain, _MOST_KEPT)
+        if self.is_resting:
+            return OFF
+        if len(spans) != self._num_requests or self._age >= _REVIEW:
+            self._num_requests, self._age = len(spans), 0
+            alone, full = self._costs.target([len(spans), len(spans) * (1 + _MAX_NODES)]).tolist()
+            price = (full / alone - 1.0) / _MAX_NODES  # of a draft token, in tokens
+            least = min(_MARGIN * price, _MOST_LIKELY)
+            self._budget = TreeBudget(_MAX_NODES, _MAX_NODES, min_path_prob=least, drafters=self.names)
+        self._age += 1
+        return self._budget
+
+    def observe(self, step: StepRecord, acceptances: Sequence[Acceptance]) -> None:
+        """Learn from a step in which no model drafted."""
+        if self.is_resting:
+            self._rest -= 1
+            return
+        plain = float(self._costs.target(step.num_rows - step.num_guessed))
+        saved = plain * sum(len(one.path) for one in acceptances) / max(len(acceptances), 1)
+        spent = step.draft_time + float(self._costs.target(step.num_rows)) - plain
+        gain = max((saved - spent) / plain, -_MOST_IN_A_STEP)
+        self._gain = min(self._gain + _RATE * (gain - self._gain), _MOST_GAINED)
+        if self._gain < -_MOST_LOST:
+            self._gain, self._rest = 0.0, _REST

@@ -1,0 +1,65 @@
+"""Budgets for lookups alone: they rest while looking up takes more time than it saves."""
+
+import pytest
+
+from simulated_machines import GROWING, make_costs, make_record, make_span
+from specinfer.core.tree import OFF
+from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.lookup_policy import LookupPolicy
+from specinfer.verify import Acceptance
+
+OLD = [make_span(num_output=5)]
+
+
+def _num_asked(policy: LookupPolicy, num_accepted: int, draft_time: float, num_steps: int = 1000) -> int:
+    """Return in how many of the steps lookups draft, if each finds this many tokens and takes this share of a pass."""
+    num_asked = 0
+    for _ in range(num_steps):
+        is_asked = policy.budget(OLD) != OFF
+        num_asked += is_asked
+        found = num_accepted if is_asked else 0
+        path = tuple(range(1, found + 1))
+        step = make_record(num_rows=1 + found, num_guessed=found, draft_time=draft_time * is_asked, num_model_levels=0)
+        policy.observe(step, [Acceptance(path, 1)])
+    return num_asked
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "draft_time", "share"), [(2, 0.05, 1.0), (0, 0.005, 1.0), (0, 0.05, 0.25), (0, 5.0, 0.15)]
+)
+def test_lookups_draft_as_long_as_they_save_time(num_accepted: int, draft_time: float, share: float) -> None:
+    policy = LookupPolicy(make_costs(), ["suffix"])
+    assert _num_asked(policy, num_accepted, draft_time) / 1000 == pytest.approx(share, abs=0.06)
+
+
+def test_lookups_are_tried_again_with_a_new_request() -> None:
+    policy = LookupPolicy(make_costs(), ["suffix"])
+    while policy.budget(OLD) != OFF:
+        _num_asked(policy, 0, 0.5, 1)
+    assert policy.budget([make_span(num_output=1)]) != OFF
+
+
+def test_what_was_gained_on_one_text_is_soon_forgotten_on_the_next() -> None:
+    policy = LookupPolicy(make_costs(), ["suffix"])
+    assert _num_asked(policy, 8, 0.05, 200) == 200
+    policy.budget([make_span(num_output=1)])
+    assert _num_asked(policy, 0, 0.05, 200) < 120
+
+
+def test_a_draft_token_of_a_lookup_must_be_worth_its_row() -> None:
+    cheap, dear = (LookupPolicy(make_costs(seconds), ["suffix"]).budget(OLD) for seconds in ((1.0,) * 10, GROWING))
+    assert 0 <= cheap.min_path_prob < dear.min_path_prob <= 0.5
+    assert cheap.drafters == {"suffix"}
+
+
+def test_auto_asks_lookups_alone_where_no_model_pays_but_not_before_the_first_token() -> None:
+    policy = AutoPolicy(make_costs(draft_level=5.0), ["suffix"])
+    later_span = make_span(num_output=3)
+    first, later = policy.budgets([make_span(num_output=0), later_span])
+    assert first == OFF
+    assert later.drafters == {"suffix"}
+    before = policy.acceptance.by_rank().tolist()
+    policy.observe(make_record(num_rows=2, num_model_levels=0), [])
+    assert policy.acceptance.by_rank().tolist() == before
+    assert str(policy.reason(later_span.request)).startswith("auto: only suffix drafts, drafting")
+    assert AutoPolicy(make_costs(draft_level=5.0)).budgets([make_span()]) == [OFF], "a lookup that is alone has costs"
