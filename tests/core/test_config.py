@@ -140,6 +140,12 @@ def test_shared_noise_is_for_coupled_verification_only(rule: str) -> None:
     assert ", ".join(DRAFT_SAMPLINGS[rule]) in str(error.value), "the message names what is allowed"
 
 
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS["coupled"])
+def test_a_named_drawing_is_refused_where_the_rule_is_chosen_later(drawing: str) -> None:
+    with pytest.raises(ValueError, match=rf"^draft_sampling: '{drawing}' is for one rule.*; leave draft_sampling out"):
+        SpeculativeConfig(verification="auto", draft_sampling=drawing)
+
+
 @pytest.mark.parametrize("rule", ["", "Coupled", "typical", None, 3, ["coupled"]], ids=repr)
 def test_unknown_rules(rule: Any) -> None:
     with pytest.raises(ValueError, match=r"^verification must be one of coupled, multi-step, traversal, target-only"):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specinfer.core.config import DRAFT_SAMPLINGS
+from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
 from specinfer.core.errors import RanksError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
@@ -41,6 +41,7 @@ from specinfer.drafters.remote.wire import (
 )
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.model.runner import ModelRunner
+from specinfer.setup.drafter_setup import Speculator
 from tiny import VOCAB, as_values, make_engine, make_request, make_tokenizer, random_prompts, resized, run, trees
 
 Runners = Callable[..., ModelRunner]
@@ -410,6 +411,15 @@ def test_each_rank_gets_a_drafter_in_turn_the_engines_first(monkeypatch: pytest.
 def test_what_cannot_be_spread_is_refused_by_name(count: int, must_be_here: bool, sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"^drafter_placement: .*leave"):
         _place(count, must_be_here, **sizes, drafter_placement="spread")
+
+
+def test_a_rule_chosen_by_measurement_is_refused_for_drafters_on_other_ranks(runner_of: Runners) -> None:
+    remote = RemoteModel(Hand(runner_of("llama", 0, 0.15)), 0)
+    speculator = Speculator(runner_of("llama"), {"small": remote}, {})
+    with pytest.raises(ValueError, match=r"^verification: .* name coupled or traversal .* drafter_placement=\"first\""):
+        speculator.configure(SpeculativeConfig(tree="2,1", verification="auto"))
+    speculator.configure(SpeculativeConfig(tree="2,1", verification="traversal"))
+    assert speculator.drafter is not None
 
 
 def test_a_placement_that_there_is_not_is_refused() -> None:
