@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -315,8 +316,14 @@ def test_under_auto_one_batch_has_requests_of_both_rules(shape: str, runner_of: 
     engine, requests = _tossing(runner_of, "auto", shape, "auto", max_num_batched_tokens=24), _requests()
     plain = _requests()
     run(make_engine(runner_of("llama"), None, TreeBudget()), plain)
+    timed = set()
+    note = Mock(
+        side_effect=lambda request, tree, acceptance, *_: timed.add((request.verification, acceptance.seconds > 0))
+    )
+    engine.observers.append(Mock(reads_logits=False, on_tokens=note))
     run(engine, requests)
     assert engine.metrics.num_draft_failures == 0
+    assert timed == {(None, False), ("coupled", False), ("traversal", True)}
     sampled = [request for request in requests if not request.params.is_greedy]
     assert {request.verification for request in sampled} == {"coupled", "traversal"}
     for rule in ("coupled", "traversal"):

@@ -20,12 +20,15 @@ def _started(rules: RuleChoice, params: SamplingParams | None = None) -> Request
     return request
 
 
-def _step(rules: RuleChoice, tokens: dict[str, int], seconds: float = 1.0, tree: TokenTree = TREE) -> None:
-    """Report a step with one request for each rule, which emitted so many tokens."""
+def _step(
+    rules: RuleChoice, tokens: dict[str, int], seconds: float = 1.0, tree: TokenTree = TREE, verified: float = 0.0
+) -> None:
+    """Report a step with one request for each rule, which emitted so many tokens; traversal alone took `verified`."""
     for rule, count in tokens.items():
         request = make_request("a", [0], SamplingParams())
         request.verification = rule
-        rules.on_tokens(request, tree, Acceptance((), 3), torch.zeros(0), count)
+        alone = verified if rule == "traversal" else 0.0
+        rules.on_tokens(request, tree, Acceptance((), 3, alone), torch.zeros(0), count)
     num_guessed = tree.num_guessed * len(tokens)
     rules.on_step(
         StepRecord(len(tokens), len(tokens) + num_guessed, num_guessed, 2, sum(tokens.values()), 0, 0.0, seconds, 0.0)
@@ -60,6 +63,14 @@ def test_the_faster_rule_is_taken_but_for_rare_probes(rules: RuleChoice, best: s
     taken = [_started(rules).verification for _ in range(64)]
     assert taken.count(best) == 64 - 64 // rules.PROBE
     assert f"auto: {best}; coupled" in rules.summary()
+
+
+@pytest.mark.parametrize(("verified", "best"), [(0.05, "traversal"), (0.4, "coupled")])
+def test_slow_verification_counts_for_its_own_rule_although_passes_are_shared(verified: float, best: str) -> None:
+    rules = RuleChoice()
+    for _ in range(int(rules.TRIAL) * 2):
+        _step(rules, {"coupled": 10, "traversal": 12}, 1.0, verified=verified)
+    assert rules.best == best
 
 
 def test_a_rule_that_is_hardly_faster_does_not_replace_the_other() -> None:

@@ -45,10 +45,10 @@ class Engine:
         self.metrics, self.observers = self.learners.metrics, self.learners.observers
         self.timer: DeviceTimer | None = None  # set while stages are measured on the device
         self._endings = Endings(scheduler, drafter)
-        rules = RuleChoice() if self.verification == AUTO else None
-        if rules is not None:
-            self.observers.append(rules)
-        self.host = HostExecutor(target, drafter, scheduler, self.verification, self.metrics, self._endings, rules)
+        self.rules = RuleChoice() if self.verification == AUTO else None
+        if self.rules is not None:
+            self.observers.append(self.rules)
+        self.host = HostExecutor(target, drafter, scheduler, self.verification, self.metrics, self._endings, self.rules)
         # Steps on the device come first: the device computes while the host takes its own.
         self.executors: list[Executor[Any]] = [self.host] if executor is None else [executor, self.host]
         committer = Committer(scheduler, drafter, self.learners, self._endings)

@@ -41,7 +41,7 @@ class RuleChoice:
     A request keeps the rule that it starts with. It is chosen from the steps of earlier requests, none of which used
     this request's noise, so its output has the target's distribution (docs/verification.md, condition B). At first
     requests take the rules in turn, and later one in `PROBE` takes the slower one. As an observer it counts passes with
-    draft tokens; requests in one pass share its time.
+    draft tokens. Requests in one pass share its time, but verification counts as if all of them had the same rule.
     """
 
     reads_logits = False
@@ -55,7 +55,8 @@ class RuleChoice:
         self.best: str | None = None  # not known yet
         self._yields = {rule: _Yield() for rule in self.RULES}
         self._num_started = 0
-        self._unreported: list[tuple[str, int]] = []  # rule and emitted tokens of each request in the step
+        # Rule, emitted tokens and seconds of verification of each request in the step:
+        self._unreported: list[tuple[str, int, float]] = []
 
     def start(self, request: Request) -> None:
         """Set the rule of a request that starts, unless it is greedy, takes no draft tokens or has a rule already."""
@@ -78,15 +79,17 @@ class RuleChoice:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         if request.verification is not None and tree.num_guessed:
-            self._unreported.append((request.verification, num_generated))
+            self._unreported.append((request.verification, num_generated, acceptance.seconds))
 
     def on_step(self, record: StepRecord) -> None:
         unreported, self._unreported = self._unreported, []
         reads_prompt = record.num_rows != record.num_requests + record.num_guessed
         if reads_prompt or record.is_first_of_size:
             return
-        for rule, tokens in unreported:
-            self._yields[rule].add(tokens, record.time, self.DECAY)
+        shared = record.time - sum(seconds for _, _, seconds in unreported)
+        for rule, tokens, _ in unreported:
+            own = [seconds for other, _, seconds in unreported if other == rule]
+            self._yields[rule].add(tokens, shared + sum(own) / len(own) * len(unreported), self.DECAY)
         if any(each.passes < self.TRIAL for each in self._yields.values()):
             return
         rates = {rule: each.tokens_per_second for rule, each in self._yields.items()}

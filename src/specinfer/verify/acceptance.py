@@ -1,7 +1,7 @@
 """Parts of every rule: what is accepted, random decisions, and what a rejected draft token leaves of a distribution."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ class Acceptance:
 
     path: tuple[int, ...]
     next_token: int
+    seconds: float = field(default=0.0, compare=False)  # time of this tree alone, or 0 if trees are verified together
 
 
 class RandomSource(Protocol):

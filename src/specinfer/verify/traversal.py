@@ -18,7 +18,7 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
         probs_at: Function from a node to the target's distribution after it, or None if no token may follow.
         source: Source of the random decisions.
     """
-    # For each node from the root to the current one:
+    # For each node from the root to the current one. A leaf's distribution is read only if its path is accepted.
     path, distributions, weights, tried = [0], [probs_at(0)], [1], [0]
     while True:
         node, distribution = path[-1], distributions[-1]
@@ -28,11 +28,13 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
             enter = weights[-1] * distribution[token] / weight_of(draw, weights_of(draw), token)
             if enter > 0:
                 path.append(draw.node)
-                distributions.append(probs_at(draw.node))
+                distributions.append(probs_at(draw.node) if tree.candidates[draw.node] else None)
                 weights.append(min(1, enter))
                 tried.append(0)
                 continue
         elif len(path) == 1 or source.accepts(weights[-1], 1):
+            if len(path) > 1 and not tree.candidates[node]:
+                distribution = probs_at(node)
             return (
                 before_last(tree, path[1:])
                 if distribution is None
