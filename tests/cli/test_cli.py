@@ -453,6 +453,13 @@ def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, dr
     assert "no draft tokens" in run("generate", target, "the", "--tree", "off", "--stats", *GREEDY).stderr
 
 
+def test_statistics_say_what_each_rule_yields_under_auto(target: str, drafter: str) -> None:
+    words = ("--drafter", drafter, "--tree", "2,1", "--max-tokens", "12", "--verification", "auto", "--stats")
+    *_, rules, _ = run("generate", target, "the", "and", *words).stderr.splitlines()
+    yields = r"; (coupled|traversal) \d\.\d\d tokens a pass, \d+ a second"
+    assert re.fullmatch(rf"verification auto: both rules in turn{yields}{yields}", rules)
+
+
 def test_statistics_name_the_drafter_of_each_token_where_there_are_several() -> None:
     stats = {
         "num_accepted_draft_tokens": 3, "num_draft_tokens": 4, "num_target_passes": 2, "tokens_per_pass": 2.5,

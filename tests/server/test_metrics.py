@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import serve, slow_steps
-from specinfer.async_llm import Generation
+from specinfer.async_llm import AsyncLLM, Generation
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine.engine import Engine
 from specinfer.engine.tally import MAX_POSITION, Tally
@@ -205,6 +206,20 @@ def test_labels_are_bounded(llm: LLM) -> None:
         assert not [name for name in got if "code-" in name]
 
     serve(llm, body)
+
+
+def test_passes_and_tokens_are_counted_by_the_rule_that_auto_chose(model_folder: Callable[..., Path]) -> None:
+    drafter, tally = str(model_folder(noise=0.1, tokenizer=True)), Tally()
+    with LLM(model_folder(tokenizer=True), drafters=[drafter], tree="2,1,1", verification="auto") as llm:
+        llm.engine.observers.append(tally)
+        outputs = llm.generate(["the", "a"], SamplingParams(max_tokens=16), use_tqdm=False)
+        llm.generate("the", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        got = numbers(Metrics(AsyncLLM(llm), tally, "tiny").scrape().decode())
+    for rule, output in zip(("coupled", "traversal"), outputs, strict=True):
+        stats = output.metrics.speculative_decoding
+        assert got[f"verification_drafts_total verification={rule}"] == stats["num_spec_steps"]
+        plain = cast("int", stats["num_target_passes"]) - cast("int", stats["num_spec_steps"])
+        assert got[f"verification_tokens_total verification={rule}"] == 16 - plain
 
 
 def test_every_error_code_of_the_server_has_its_own_class() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.inputs.prompts import Prompt
     from specinfer.llm import LLM
     from specinfer.model.offload.layer_stream import LayerStream
+    from specinfer.policy.rule_choice import RuleChoice
 
 Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that proposed it, or None for the target
 Piece: TypeAlias = tuple[str, list[Stretch]]  # new text, and the stretches that it is shown as
@@ -132,11 +133,13 @@ class Screen:
         self._colors: dict[str | None, str] = {}  # colours of the origins seen so far, in their order
         self._stream: LayerStream | None = None
         self._read_before = 0  # bytes read when statistics were last printed
+        self._rules: RuleChoice | None = None
         self._about_models: list[str] = []  # lines on drafters and compute paths, until they have been printed
 
     def watch(self, llm: "LLM") -> None:
-        """Include the choice of drafters and compute paths in the statistics, and reads of weights if streamed."""
+        """Include what was chosen and computed how in the statistics, and reads of weights if streamed."""
         self._stream = llm.target.loaded.stream
+        self._rules = llm.engine.rules
         self._num_read()
         if llm.drafter_choice is not None:
             self._about_models.append(f"drafters chosen: {llm.drafter_choice}")
@@ -274,6 +277,7 @@ class Screen:
             lines[-1] += f" · read {gigabytes(num_read, seconds)}" if len(served) == 1 else ""
             lines += [f"all prompts: read {gigabytes(num_read, seconds)}"] if len(served) > 1 else []
         if served:
+            lines += [] if self._rules is None else [self._rules.summary()]
             lines, self._about_models = [*lines, *self._about_models], []
         return lines
 

@@ -26,6 +26,7 @@ class Totals:
         num_drafts: Passes of one request with at least one proposed token.
         accepted_at: Number of accepted tokens at each depth of the path, from 0.
         drafted_by, accepted_by: Nodes by drafter; a node that two drafters proposed counts for both.
+        drafts_by_rule, generated_by_rule: Such passes and their tokens by the rule that was chosen for the request.
     """
 
     num_prompt_tokens: int = 0
@@ -37,6 +38,8 @@ class Totals:
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_POSITION)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
+    drafts_by_rule: Counter[str] = field(default_factory=Counter)
+    generated_by_rule: Counter[str] = field(default_factory=Counter)
 
     def copy(self) -> "Totals":
         return replace(
@@ -44,6 +47,8 @@ class Totals:
             accepted_at=list(self.accepted_at),
             drafted_by=self.drafted_by.copy(),
             accepted_by=self.accepted_by.copy(),
+            drafts_by_rule=self.drafts_by_rule.copy(),
+            generated_by_rule=self.generated_by_rule.copy(),
         )
 
     def since(self, earlier: "Totals") -> "Totals":
@@ -58,6 +63,8 @@ class Totals:
             accepted_at=[now - before for now, before in zip(self.accepted_at, earlier.accepted_at, strict=True)],
             drafted_by=self.drafted_by - earlier.drafted_by,
             accepted_by=self.accepted_by - earlier.accepted_by,
+            drafts_by_rule=self.drafts_by_rule - earlier.drafts_by_rule,
+            generated_by_rule=self.generated_by_rule - earlier.generated_by_rule,
         )
 
 
@@ -83,6 +90,9 @@ class Tally:
         totals.num_drafts += 1
         totals.num_draft_tokens += tree.num_guessed
         totals.num_accepted_tokens += len(path)
+        if request.verification is not None:
+            totals.drafts_by_rule[request.verification] += 1
+            totals.generated_by_rule[request.verification] += num_generated
         for position in range(len(path)):
             totals.accepted_at[min(position, MAX_POSITION - 1)] += 1
         kept = set(path)

@@ -215,8 +215,13 @@ class Metrics:
             "Accepted draft tokens by depth.",
             ("position", positions),
         )
-        yield self._total("draft_nodes", "Draft tokens, by drafter.", ("drafter", totals.drafted_by))
-        yield self._total("accepted_nodes", "Accepted draft tokens, by drafter.", ("drafter", totals.accepted_by))
+        for name, help, label, counts in (
+            ("draft_nodes", "Draft tokens, by drafter.", "drafter", totals.drafted_by),
+            ("accepted_nodes", "Accepted draft tokens, by drafter.", "drafter", totals.accepted_by),
+            ("verification_drafts", "Token trees, by the rule that auto chose.", "verification", totals.drafts_by_rule),
+            ("verification_tokens", "Tokens of their passes.", "verification", totals.generated_by_rule),
+        ):
+            yield self._total(name, help, (label, counts))
         yield from self._by_key()
         drafter = engine.llm.drafter
         if drafter is not None and drafter.selection is not None:
