@@ -88,6 +88,32 @@ def test_fresh_models_have_the_targets_family_and_the_asked_size(
     assert logits(loaded(tmp_path / "out")) == pytest.approx(logits(model), abs=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_a_new_hybrid_has_the_targets_vocabulary_and_a_size_of_its_own(
+    model_folder: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    target = model_folder(family)
+    model = made("new:hybrid", target, seed=1)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (4, 64, VOCAB)
+    assert model.config.layer_types == [*["linear_attention"] * 3, "full_attention"]
+    assert torch.equal(logits(made("new:hybrid", target, seed=1)), logits(model))
+    assert not torch.equal(logits(made("new:hybrid", target, seed=2)), logits(model))
+    export(model, target, tmp_path / "out")
+    assert logits(loaded(tmp_path / "out")) == pytest.approx(logits(model), abs=1e-5)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_new_hybrid_of_the_targets_width_starts_with_its_embeddings(
+    model_folder: Callable[..., Path], ties: bool
+) -> None:
+    target = model_folder(hidden_size=64, tie_word_embeddings=ties)
+    model, of_target = made("new:hybrid:2x64", target), loaded(target)
+    assert torch.equal(model.get_input_embeddings().weight, of_target.get_input_embeddings().weight)
+    assert torch.equal(model.get_output_embeddings().weight, of_target.get_output_embeddings().weight)
+    other = made("new:hybrid:2x128", target)
+    assert other.get_input_embeddings().weight.shape == (VOCAB, 128)
+
+
 # -------------------------------------------------------------------------------- what is written
 
 
@@ -199,6 +225,9 @@ def test_broken_weights_are_met_before_the_work_begins(tmp_path: Path, model_fol
         ("new:dspark:1x8x0", "drafter: 0 is not from 1 to 65536"),
         ("new:dspark:1", "'new:dspark:1' has none of the forms .*new:dspark:LAYERSxWIDTH"),
         ("new:eagle3:1x384", "'new:eagle3:1x384' has none of the forms"),
+        ("new:hybrid:0x64", "drafter: 0 is not from 1 to 1000"),
+        ("new:hybrid:2x0", "drafter: 0 is not from 1 to 65536"),
+        ("new:hybrid:3", "'new:hybrid:3' has none of the forms .*new:hybrid:LAYERSxWIDTH"),
         ("new:2x0", "drafter: 0 is not from 1 to 65536"),
         ("new:2x99999", "drafter: 99999 is not from 1"),
         ("layers:two", "layers:two"),
@@ -220,10 +249,12 @@ def test_wrong_names_are_refused_with_the_forms_there_are(name: str, message: st
     ("name", "message"),
     [
         ("layers:9", "layers:9: the target has 2 layers; ask for fewer"),
+        ("new:hybrid:1x64", "new:hybrid:1x64: .*take at least 2 layers"),
+        ("new:hybrid:3x200", "new:hybrid:3x200: the hidden size 200 is not a multiple of the 64 of a head; take 192"),
         ("new:1x13", "must be a multiple of the target's heads' 8"),
     ],
 )
-def test_sizes_that_the_target_does_not_allow_are_refused(
+def test_sizes_that_no_model_of_this_target_has_are_refused(
     model_folder: Callable[..., Path], name: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

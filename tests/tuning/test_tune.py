@@ -153,6 +153,29 @@ def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_predicts_m
     assert len(output[0].outputs[0].token_ids) == 8
 
 
+def test_a_new_hybrid_learns_and_drafts_for_the_target(target: str, data: str, tmp_path: Path) -> None:
+    options = ("--num-prompts", "40", "--epochs", "4", "--learning-rate", "0.01", "--no-tensorboard")
+    run(target, "--drafter", "new:hybrid:2x64", "--data", data, "--out", str(tmp_path / "run"), *SMALL, *options)
+    folder = tmp_path / "run/drafter-1"
+    batch = collate(list(load(tmp_path / "run/examples-held-out")))
+    losses = []
+    for start in (parse_initial_weights("new:hybrid:2x64"), InitialWeights("tuned", folder)):
+        with torch.no_grad():
+            logits = generated_logits(build(start, Path(target), 0).eval(), batch)
+        losses.append(float(distillation_loss(logits, batch.top_ids, batch.top_logprobs)))
+    assert losses[1] < 0.8 * losses[0], losses
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9], seed=8)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    emitted = []
+    for llm in (LLM(target, tree="off"), LLM(target, drafters=[folder], tree="2,1,1")):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        emitted.append([output.outputs[0].token_ids for output in outputs])
+    stats = outputs[0].metrics.speculative_decoding
+    assert stats is not None
+    assert int(str(stats["num_draft_tokens"])) > 0
+    assert emitted[0] == emitted[1]
+
+
 def test_an_untuned_drafter_predicts_all_tokens_though_the_others_have_a_token_map(
     target: str, data: str, done: tuple[Path, Any], tmp_path: Path
 ) -> None:

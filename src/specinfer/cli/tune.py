@@ -34,8 +34,9 @@ class TuneOptions:
         flag(
             "Drafters",
             "Initial weights of a drafter: a folder, a Hugging Face model ID, demo, layers:N (N layers of the target), "
-            "new:N or new:NxHIDDEN (random), new:eagle3, new:dspark or new:dspark:LAYERSxWIDTH (a head on hidden "
-            "states). May be repeated; each drafter learns what the earlier ones do not predict.",
+            "new:N or new:NxHIDDEN (random), new:hybrid or new:hybrid:LAYERSxWIDTH (random, mostly recurrences), "
+            "new:eagle3, new:dspark or new:dspark:LAYERSxWIDTH (a head on hidden states). May be "
+            "repeated; each drafter learns what the earlier ones do not predict.",
             metavar="START",
         ),
     ] = None

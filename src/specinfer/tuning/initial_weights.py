@@ -21,15 +21,18 @@ from specinfer.model.definition import load_config, load_plain, token_ids
 from specinfer.model.folder import TOKEN_MAP, replacing
 from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
+from specinfer.tuning.hybrid_drafter import NUM_LAYERS, check_sizes, new_hybrid, take_embeddings
 
 _FORMS = (
-    'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, or '
+    'a folder or hub name, "layers:N" cut out of the target, "new:N" or "new:NxHIDDEN" from nothing, '
+    f"new:hybrid or new:hybrid:LAYERSxWIDTH, most of whose layers are recurrences, or "
     f"{', '.join(NEW_HEADS)} or new:dspark:LAYERSxWIDTH[xRANK] (of MLP and pairwise head), a head on the target's "
     "hidden states"
 )
 _CUT = re.compile(r"layers:(\d+)")
 _NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
 _SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)(?:x(\d+))?")
+_HYBRID = re.compile(r"new:hybrid(?::(\d+)x(\d+))?")
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
@@ -54,6 +57,7 @@ class InitialWeights:
         num_layers: The number of layers to cut out or to create.
         hidden_size: The hidden size of a new drafter, or None for a quarter of the target's.
         is_cut: True if the layers are the target's own.
+        is_hybrid: True if all layers of a new drafter but the last are recurrences, whatever the target's are.
         new_head: The kind of a new head, one of `NEW_HEADS`, or None.
         head_sizes: The sizes of a new head, or None for the usual ones.
     """
@@ -63,6 +67,7 @@ class InitialWeights:
     num_layers: int = 0
     hidden_size: int | None = None
     is_cut: bool = False
+    is_hybrid: bool = False
     new_head: str | None = None
     head_sizes: HeadSizes | None = None
 
@@ -84,6 +89,12 @@ def parse_initial_weights(name: str) -> InitialWeights:
         rank = None if sized[4] is None else _count("drafter", int(sized[4]), _MAX_HIDDEN)
         sizes = _count("drafter", int(sized[2]), _MAX_LAYERS), _count("drafter", int(sized[3]), _MAX_HIDDEN)
         return InitialWeights(name, new_head=sized[1], head_sizes=HeadSizes(*sizes, rank))
+    if hybrid := _HYBRID.fullmatch(name):
+        num_layers = _count("drafter", int(hybrid[1] or NUM_LAYERS), _MAX_LAYERS)
+        width = None if hybrid[2] is None else _count("drafter", int(hybrid[2]), _MAX_HIDDEN)
+        if width is not None:
+            check_sizes(name, num_layers, width)
+        return InitialWeights(name, num_layers=num_layers, hidden_size=width, is_hybrid=True)
     if cut := _CUT.fullmatch(name):
         return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
     if new := _NEW.fullmatch(name):
@@ -144,10 +155,13 @@ def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[in
         return read_head(start.folder, target)
     if start.folder is not None:
         model = _load_checkpoint(start.folder, target)
+    elif start.is_hybrid:
+        model = _make_hybrid(start, target)
     else:
         model = _cut(start, target) if start.is_cut else _make(start, target)
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise ValueError(f"drafter: {start.name} has weights that are not finite; start from another")
+    model.config.use_cache = False  # training reads whole texts
     return model
 
 
@@ -230,6 +244,14 @@ def _make(start: InitialWeights, target: Path) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # each family has its own requirements
         raise ValueError(f"drafter: {start.name} cannot be made of this target: {first_line(error)}") from error
+    return model
+
+
+def _make_hybrid(start: InitialWeights, target: Path) -> Any:
+    """Return a new hybrid, with the target's embeddings if it has the target's hidden size."""
+    model = new_hybrid(target, start.num_layers, start.hidden_size)
+    if model.config.hidden_size == load_config(target).get_text_config().hidden_size:
+        take_embeddings(model, _load(target))
     return model
 
 

@@ -24,8 +24,8 @@ class TuneConfig:
     Attributes:
         target: A folder, a hub name or "demo".
         drafters: The initial weights of each drafter: a folder or hub name, "layers:N" (layers of the target), "new:N"
-            or "new:NxHIDDEN" (random), "new:eagle3", "new:dspark" or "new:dspark:LAYERSxWIDTH" (a head on hidden
-            states), or "demo".
+            or "new:NxHIDDEN" (random), "new:hybrid" or "new:hybrid:LAYERSxWIDTH" (random, mostly recurrences),
+            "new:eagle3", "new:dspark" or "new:dspark:LAYERSxWIDTH" (a head on hidden states), or "demo".
         beside: Drafters that are not tuned: the tuned ones learn what these do not predict.
         data: Text files, JSON lines of prompts or chats, traces of a server, or folders of them; or "demo".
         out: The folder of the run; an interrupted run resumes there.
