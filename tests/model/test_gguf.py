@@ -417,6 +417,15 @@ def test_arrays_that_lie_about_their_length_are_refused(tmp_path: Path) -> None:
             find_folder(tmp_path / "a.gguf")
 
 
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    def entry(name: bytes) -> bytes:
+        return struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 256, 0, 0)  # at the same place
+
+    header = b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + entry(b"a") + entry(b"b")
+    with pytest.raises(ModelError, match=r"a\.gguf: its tensors overlap"):
+        read_header_of(header + bytes(1100), tmp_path / "a.gguf")
+
+
 def test_a_folder_of_gguf_files_names_them(file: Path) -> None:
     with pytest.raises(ModelError, match=r"but GGUF files; name one of them, such as .*tiny\.gguf"):
         find_folder(file.parent)

@@ -1,5 +1,6 @@
 """GGUF files of models with recurrent layers, and of some others: weights, configuration, text."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ FACTORS = {
     "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "logits_scaling": 1.5,
     "position_embedding_type": "rope",
 }  # fmt: skip
+YARN = {"olmo2__rope__scaling__type": "yarn", "olmo2__rope__scaling__factor": 2.0}
 EXPERTS = {
     "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32, "n_group": 2,
     "routed_scaling_factor": 1.5,
@@ -180,9 +182,24 @@ def test_rotations_that_a_family_does_not_have_are_left_out(tmp_path: Path) -> N
         ({"qwen35__nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
         ({"qwen35__ssm__conv_kernel": None}, "ssm.conv_kernel is missing"),
         ({"qwen35__full_attention_interval": 3}, "is missing"),
+        ({"lfm2moe__expert_used_count": 5}, "expert_used_count is 5, of 4 experts"),
+        (YARN | {"olmo2__rope__scaling__original_context_length": 2**25}, "original_context_length is 33554432"),
     ],
 )
 def test_metadata_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    write_hybrid(tmp_path / "m.gguf", "qwen35", **(DELTA | changes))
+    arch = next(iter(changes)).split("__")[0]
+    write_hybrid(tmp_path / "m.gguf", arch, **(ARCHITECTURES[arch] | changes))
     with pytest.raises(ModelError, match=message):
         find_folder(tmp_path / "m.gguf")
+
+
+def test_a_file_that_lacks_experts_is_refused_before_all_are_planned(tmp_path: Path) -> None:
+    counts = {"qwen2moe__block_count": 20, "qwen2moe__expert_count": 4096}
+    write_hybrid(tmp_path / "m.gguf", "qwen2moe", **(ARCHITECTURES["qwen2moe"] | counts))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate_inp\.weight' has the shape \[4, 64\]"):
+            find_folder(tmp_path / "m.gguf")
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from specinfer.model.gguf.weights import Weight
@@ -67,37 +68,34 @@ ARCHITECTURES = {
 }
 
 
-def plan_weights(name: str, fields: Mapping[str, Any]) -> list[tuple[str, Weight]]:
-    """Return the tensors that a file of this configuration must have, and the model's weights; experts share tensors.
+def plan_weights(name: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:
+    """Yield the tensors that a file of this configuration must have, and the model's weights; experts share tensors.
 
     Args:
         name: Name of the architecture.
         fields: Fields of config.json.
     """
     arch, hidden, vocab = ARCHITECTURES[name], fields["hidden_size"], fields["vocab_size"]
-    plan = [
-        ("token_embd.weight", Weight("model.embed_tokens.weight", (vocab, hidden))),
-        ("output_norm.weight", Weight("model.norm.weight", (hidden,), less=arch.norm_offset)),
-    ]
+    yield "token_embd.weight", Weight("model.embed_tokens.weight", (vocab, hidden))
+    yield "output_norm.weight", Weight("model.norm.weight", (hidden,), less=arch.norm_offset)
     if not fields["tie_word_embeddings"]:
-        plan.append(("output.weight", Weight("lm_head.weight", (vocab, hidden))))
+        yield "output.weight", Weight("lm_head.weight", (vocab, hidden))
     biased = (*_QKV, "attn_output") if fields.get("attention_bias") else arch.biased
     for i in range(fields["num_hidden_layers"]):
         here, there = f"blk.{i}.", f"model.layers.{i}."
-        for stored, one in (*_attention(arch, fields), *_feed_forward(arch, fields)):
-            plan.append((f"{here}{stored}.weight", replace(one, name=f"{there}{one.name}.weight")))
+        for stored, one in chain(_attention(arch, fields), _feed_forward(arch, fields)):
+            yield f"{here}{stored}.weight", replace(one, name=f"{there}{one.name}.weight")
             if stored in biased:
                 bias = replace(one, name=f"{there}{one.name}.bias", shape=one.shape[:1])
-                plan.append((f"{here}{stored}.bias", bias))
+                yield f"{here}{stored}.bias", bias
         for stored, found in arch.norms.items():
-            plan.append((f"{here}{stored}.weight", Weight(f"{there}{found}.weight", (hidden,), less=arch.norm_offset)))
+            yield f"{here}{stored}.weight", Weight(f"{there}{found}.weight", (hidden,), less=arch.norm_offset)
         if arch.has_sinks:
             heads = (fields["num_attention_heads"],)
-            plan.append((f"{here}attn_sinks.weight", Weight(f"{there}self_attn.sinks", heads)))
+            yield f"{here}attn_sinks.weight", Weight(f"{there}self_attn.sinks", heads)
         for kind in "qk" if arch.has_qk_norms else "":
             found = f"{there}self_attn.{kind}_norm.weight"
-            plan.append((f"{here}attn_{kind}_norm.weight", Weight(found, (fields["head_dim"],), less=arch.norm_offset)))
-    return plan
+            yield f"{here}attn_{kind}_norm.weight", Weight(found, (fields["head_dim"],), less=arch.norm_offset)
 
 
 def _attention(arch: Architecture, fields: Mapping[str, Any]) -> Iterator[tuple[str, Weight]]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     return fields
 
 
-def _plan(header: GgufHeader, fields: Mapping[str, Any]) -> list[tuple[str, Weight]]:
+def _plan(header: GgufHeader, fields: Mapping[str, Any]) -> Iterable[tuple[str, Weight]]:
     arch = header.metadata["general.architecture"]
-    return [*FAMILIES[arch].plan(fields, header.tensors)] if arch in FAMILIES else plan_weights(arch, fields)
+    return FAMILIES[arch].plan(fields, header.tensors) if arch in FAMILIES else plan_weights(arch, fields)
 
 
 def _common_fields(meta: Metadata) -> dict[str, Any]:
@@ -100,8 +100,7 @@ def _attention_fields(meta: Metadata, common: Mapping[str, Any]) -> dict[str, An
         fields["attention_bias"] = "blk.0.attn_q.bias" in meta.header.tensors
     elif arch == "gpt-oss":
         fields |= {
-            "num_local_experts": meta.count("expert_count"),
-            "num_experts_per_tok": size("expert_used_count"),
+            **meta.experts("num_local_experts"),
             "intermediate_size": size("expert_feed_forward_length"),
             "sliding_window": size("attention.sliding_window"),
         }
@@ -112,8 +111,7 @@ def _attention_fields(meta: Metadata, common: Mapping[str, Any]) -> dict[str, An
             fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     elif arch == "qwen3moe":
         fields |= {
-            "num_experts": meta.count("expert_count"),
-            "num_experts_per_tok": size("expert_used_count"),
+            **meta.experts("num_experts"),
             "moe_intermediate_size": size("expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
@@ -189,9 +187,9 @@ def token_id(header: GgufHeader, name: str) -> int | None:
     return found
 
 
-def _check_tensors(meta: Metadata, num_layers: int, plan: Sequence[tuple[str, Weight]]) -> None:
+def _check_tensors(meta: Metadata, num_layers: int, plan: Iterable[tuple[str, Weight]]) -> None:
     """Refuse a file whose tensors do not match its configuration, before either is used."""
-    tensors = meta.header.tensors
+    tensors, known = meta.header.tensors, {LLAMA3, *LONGROPE.values()}
     for name, weight in plan:
         if name not in tensors:
             raise meta.error(f"the tensor {name!r} is missing")
@@ -200,7 +198,7 @@ def _check_tensors(meta: Metadata, num_layers: int, plan: Sequence[tuple[str, We
             raise meta.error(
                 f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(wanted)}"
             )
-    known = {LLAMA3, *LONGROPE.values(), *(name for name, _ in plan)}
+        known.add(name)
     # Layers for several tokens after the last one come last, and are not read.
     is_left_out = {name: (found := _BLOCK.match(name)) and int(found[1]) >= num_layers for name in tensors}
     if meta.get("nextn_predict_layers", int, 0):

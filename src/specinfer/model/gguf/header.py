@@ -158,9 +158,11 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
             raise GgufError(path, f"the tensor {name[:80]!r} has {num_dims} dimensions")
         entries[name] = (cursor.take(f"<{num_dims}Q")[::-1], *cursor.take("<IQ"))
     start = -(-cursor.at // alignment) * alignment
-    return GgufHeader(
-        path, metadata, {name: _place(path, name, *entry, start, len(data)) for name, entry in entries.items()}
-    )
+    tensors = {name: _place(path, name, *entry, start, len(data)) for name, entry in entries.items()}
+    # Otherwise a small file could have any number of large tensors.
+    if sum(place.num_bytes for place in tensors.values()) > len(data):
+        raise GgufError(path, "its tensors overlap")
+    return GgufHeader(path, metadata, tensors)
 
 
 def _place(

@@ -30,6 +30,13 @@ class Metadata:
         """Return a number of experts or heads, at least 1."""
         return self._checked(name, self.get(name, int), _MOST_PARTS)
 
+    def experts(self, name: str) -> dict[str, int]:
+        """Return the fields of config.json for the number of experts, under this name, and of those for each token."""
+        count, used = self.count("expert_count"), self.size("expert_used_count")
+        if used > count:
+            raise self.error(f"{self.arch}.expert_used_count is {used}, of {count} experts")
+        return {name: count, "num_experts_per_tok": used}
+
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
         value = self.get(name, (int, float), default)

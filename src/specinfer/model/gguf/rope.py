@@ -30,8 +30,9 @@ def read_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
     elif scaling in ("linear", "yarn"):
         rope = {"rope_type": scaling, "rope_theta": theta, "factor": meta.positive("rope.scaling.factor")}
         if scaling == "yarn":
-            original = meta.get("rope.scaling.original_context_length", int)
-            rope["original_max_position_embeddings"] = original or meta.get("context_length", int)
+            original = "rope.scaling.original_context_length"
+            name = original if meta.get(original, int) else "context_length"
+            rope["original_max_position_embeddings"] = meta.size(name)
             if arch == "gpt-oss":
                 rope["truncate"] = False  # its makers do not round the ends of the ramp
     elif scaling != "none":

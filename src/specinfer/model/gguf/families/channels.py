@@ -58,8 +58,7 @@ def jamba_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     if any(routed):
         period, offset = _period(meta, "experts", [i for i, one in enumerate(routed) if one], num_layers)
         fields |= {
-            "num_experts": meta.count("expert_count"),
-            "num_experts_per_tok": meta.size("expert_used_count"),
+            **meta.experts("num_experts"),
             "expert_layer_period": period,
             "expert_layer_offset": offset,
         }

@@ -47,8 +47,7 @@ def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     return {
         "model_type": "qwen3_5_moe_text",
         "architectures": ["Qwen3_5MoeForCausalLM"],
-        "num_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.size("expert_used_count"),
+        **meta.experts("num_experts"),
         "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
         **_fields(meta, common),

@@ -87,8 +87,7 @@ def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         **multipliers(meta),
         "intermediate_size": meta.size("expert_feed_forward_length", wide) if count else wide,
         "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", wide) if count else wide,
-        "num_local_experts": meta.count("expert_count") if count else 0,
-        "num_experts_per_tok": meta.size("expert_used_count") if count else 0,
+        **(meta.experts("num_local_experts") if count else {"num_local_experts": 0, "num_experts_per_tok": 0}),
     }
 
 
@@ -140,8 +139,7 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         fields["intermediate_size"] = dense.pop()
     if "moe" in kinds:
         fields |= {
-            "n_routed_experts": meta.count("expert_count"),
-            "num_experts_per_tok": meta.size("expert_used_count"),
+            **meta.experts("n_routed_experts"),
             "moe_intermediate_size": meta.size("expert_feed_forward_length"),
             "moe_shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
             "n_group": meta.size("expert_group_count", 1),

@@ -123,8 +123,7 @@ def qwen_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     """Return the fields of config.json of Qwen2-MoE."""
     return {
         **_fields(meta, common, "qwen2_moe", "Qwen2MoeForCausalLM"),
-        "num_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.size("expert_used_count"),
+        **meta.experts("num_experts"),
         "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
