@@ -110,4 +110,4 @@ def draws_of(drafter: str) -> int:
 
 def derive_seed(seed: int, index: int) -> int:
     """Return a request's own seed, in [0, 2**63), derived from a shared seed and the request's number."""
-    return int(_keys(torch.tensor([seed]), torch.tensor([index])).item()) & (2**63 - 1)
+    return noise_key(seed, index) & (2**63 - 1)

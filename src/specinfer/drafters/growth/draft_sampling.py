@@ -224,7 +224,7 @@ def _drawn(
     possible = whole.gather(1, places) > 0
     # Acceptance hardly depends on the drawn token, but on how peaked the distribution is. No confidence may depend on
     # the draw: the confidence of a token chosen next to it would reveal the draw, and so decide whether it is taken.
-    sure = whole.max(dim=-1, keepdim=True).values.expand(-1, width)
+    sure = whole[:, :1].expand(-1, width)  # scores descend
     confidence = torch.where(drawn, sure, whole.gather(1, ranks))
     return Candidates(
         ids.gather(1, places).masked_fill(~possible, -1).cpu().numpy(),
