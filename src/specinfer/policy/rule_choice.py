@@ -46,7 +46,7 @@ class RuleChoice:
 
     reads_logits = False
     RULES = ("coupled", "traversal")
-    TRIAL = 500.0  # passes of each rule before one is preferred
+    TRIAL = 500.0  # remembered passes of each rule before one is preferred; 576 in all
     PROBE = 16
     MARGIN = 1.02  # the slower rule must be faster by this factor to be preferred
     DECAY = 0.9995  # per pass: about two thousand are remembered
