@@ -1,5 +1,7 @@
 """Passes of a random model most of whose layers have no attention: trees against one row, prompts against transformers.
 
+With `drafter` the model is one that `specinfer tune` would begin with for the embedded target, whatever its layers.
+
 The weights are random, which changes no cost of a pass. All passes take turns, and each timed one follows an untimed
 one, so ratios hold on a machine that does other work, too.
 """
@@ -35,6 +37,8 @@ from specinfer.model.runner import ModelRunner
 from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, write_json
 from specinfer.reporting.progress_bar import stage_bar
+from specinfer.setup.model_names import find_target
+from specinfer.tuning.initial_weights import build, export, parse_initial_weights
 
 # About 50 million parameters a layer, Mamba half as many; every fourth has attention, where a family has any.
 _WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "tie_word_embeddings": True}
@@ -56,6 +60,7 @@ class HybridConfig:
     Attributes:
         family: One of `FAMILIES`.
         layers: Number of layers; 20 make about a billion parameters.
+        drafter: The initial weights of a drafter to measure instead of a family, such as "new:hybrid:4x512".
         rows: Numbers of nodes of the trees, beside one.
         prompt: Tokens of the prompt.
         context: Tokens before a tree.
@@ -69,6 +74,7 @@ class HybridConfig:
 
     family: str = "qwen3_5_text"
     layers: int = 20
+    drafter: str | None = None
     rows: tuple[int, ...] = (8, 16)
     prompt: int = 450
     context: int = 256
@@ -79,6 +85,10 @@ class HybridConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"family: {self.family!r} is none of {', '.join(FAMILIES)}")
+        if self.drafter is not None and parse_initial_weights(self.drafter).is_head:
+            raise ValueError(
+                f"drafter: {self.drafter} reads hidden states of a target; give new:hybrid, new:N or layers:N"
+            )
         for name, least in (("layers", 4), ("prompt", 1), ("context", 1), ("repeats", 1)):
             check_whole(name, getattr(self, name), least, 2**14)
 
@@ -150,8 +160,8 @@ def _ratio(times: list[float], others: list[float]) -> float:
 def print_hybrid(report: dict[str, Any], console: Console) -> None:
     """Print times, ratios and memory."""
     options = report["options"]
-    parameters = report["parameters"] / 1e9
-    console.print(f"{options['family']}, {options['layers']} layers, {parameters:.2f} billion random bfloat16 weights")
+    name = options["drafter"] or f"{options['family']}, {options['layers']} layers"
+    console.print(f"{name}: {report['parameters'] / 1e6:,.1f} million random bfloat16 weights")
     console.print(f"{report['kernels']}; {report['environment']['num_threads']} threads")
     for name, value in report["ms"].items():
         console.print(f"{name:>56} {value:10.1f} ms")
@@ -164,6 +174,19 @@ def print_hybrid(report: dict[str, Any], console: Console) -> None:
 @contextmanager
 def _random_folder(config: HybridConfig) -> Iterator[Path]:
     """Write a random model for the time of a measurement."""
+    folder = Path(tempfile.mkdtemp(prefix="hybrid-"))
+    try:
+        if config.drafter is None:
+            _write_random(config, folder)
+        else:
+            target = find_target("demo")
+            export(build(parse_initial_weights(config.drafter), target, 0), target, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _write_random(config: HybridConfig, folder: Path) -> None:
     fields = FAMILIES[config.family] | {"num_hidden_layers": config.layers}
     attending = list(range(3, config.layers, 4))
     if config.family == "bamba":
@@ -171,15 +194,9 @@ def _random_folder(config: HybridConfig) -> Iterator[Path]:
     elif config.family != "mamba":
         other = "conv" if config.family == "lfm2" else "linear_attention"
         fields = fields | {"layer_types": ["full_attention" if i in attending else other for i in range(config.layers)]}
-    folder = Path(tempfile.mkdtemp(prefix="hybrid-"))
-    try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.family, **fields), dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        del model
-        assert json.loads((folder / "config.json").read_text())["model_type"] == config.family
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.family, **fields), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == config.family
 
 
 def _tree(loaded: LoadedModel, size: int, context: int) -> Callable[[], None]:

@@ -12,6 +12,14 @@ def hybrid(
     *,
     family: Annotated[str, flag("Model", "Family: qwen3_5_text, bamba, lfm2 or mamba.")] = "qwen3_5_text",
     layers: Annotated[int, flag("Model", "Number of layers; 20 make about a billion parameters.")] = 20,
+    drafter: Annotated[
+        str | None,
+        flag(
+            "Model",
+            "Initial weights of a drafter for the embedded target, as of tune: new:hybrid:4x512.",
+            metavar="START",
+        ),
+    ] = None,
     rows: Annotated[
         list[int] | None, flag("Speculation", "Number of nodes of a tree. May be repeated. (default: 8 and 16)")
     ] = None,
@@ -31,6 +39,7 @@ def hybrid(
         config = HybridConfig(
             family=family,
             layers=layers,
+            drafter=drafter,
             rows=tuple(rows or (8, 16)),
             prompt=prompt,
             context=context,

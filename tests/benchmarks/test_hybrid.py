@@ -36,3 +36,16 @@ def test_trees_prompts_and_states_are_measured(family: str, tmp_path: Path, monk
 def test_families_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="family: 'llama' is none of"):
         HybridConfig("llama")
+
+
+def test_a_new_drafter_is_measured_as_tune_would_begin_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "Bandwidth", lambda device: Bandwidth(device, 2**17))
+    config = HybridConfig(drafter="new:hybrid:2x64", rows=(3,), prompt=5, context=7, repeats=1, compares=False)
+    report = run_hybrid(config)
+    assert set(report["ms"]) == {"tree of 1", "tree of 3", "prompt of 5"}
+    assert report["bytes"]["one state"] > 0
+    shown = io.StringIO()
+    print_hybrid(report, Console(file=shown, width=90))
+    assert shown.getvalue().startswith("new:hybrid:2x64: 0.2 million random bfloat16 weights")
+    with pytest.raises(ValueError, match="drafter: new:eagle3 reads hidden states"):
+        HybridConfig(drafter="new:eagle3")
