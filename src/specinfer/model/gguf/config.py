@@ -84,13 +84,14 @@ def _attention_fields(meta: Metadata, common: Mapping[str, Any]) -> dict[str, An
         # In Phi 3, only a part of a head may be rotated.
         if (found := size(name, head_dim)) != head_dim and (arch != "phi3" or found % 2 or found > head_dim):
             raise meta.error(f"{arch}.{name} is not the size of a head, {head_dim}", TAKE_ANOTHER)
-    rope = read_rope(meta, head_dim)
+    rope, kv_heads = read_rope(meta, head_dim), size("attention.head_count_kv", heads)
+    meta.check_heads(heads, kv_heads)
     fields = {
         "model_type": ARCHITECTURES[arch].family,
         "architectures": [ARCHITECTURES[arch].model_class],
         "intermediate_size": size("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": size("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rope_parameters": rope,
     }

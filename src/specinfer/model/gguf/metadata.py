@@ -63,6 +63,13 @@ class Metadata:
             raise self.error(f"{self.arch}.{name} has {len(found)} numbers for different layers", TAKE_ANOTHER)
         return found.pop()
 
+    def check_heads(self, heads: int, kv_heads: int) -> None:
+        """Refuse heads of queries that cannot be shared out evenly among those of keys."""
+        if heads % kv_heads:
+            raise self.error(
+                f"{self.arch}.attention.head_count is {heads}, no multiple of {kv_heads}, the heads of keys"
+            )
+
     def missing(self, name: str) -> GgufError:
         return self.error(f"{self.arch}.{name} is missing from the metadata")
 

@@ -63,9 +63,11 @@ def attention_fields(meta: Metadata, common: Fields, *, rotates: bool = True) ->
     head_dim = meta.size("attention.key_length", common["hidden_size"] // heads)
     if meta.size("attention.value_length", head_dim) != head_dim:
         raise meta.error(f"{meta.arch}.attention.value_length is not the size of a head, {head_dim}", TAKE_ANOTHER)
+    kv_heads = meta.only("attention.head_count_kv", num_layers)
+    meta.check_heads(heads, kv_heads)
     fields = {
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.only("attention.head_count_kv", num_layers),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
     if not rotates:
