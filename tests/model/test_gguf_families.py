@@ -183,6 +183,8 @@ def test_rotations_that_a_family_does_not_have_are_left_out(tmp_path: Path) -> N
         ({"qwen35__ssm__conv_kernel": None}, "ssm.conv_kernel is missing"),
         ({"qwen35__full_attention_interval": 3}, "is missing"),
         ({"qwen35__attention__head_count": 3, "num_attention_heads": 3}, "head_count is 3, no multiple of 2"),
+        ({"nemotron_h_moe__expert_group_count": 3}, "expert_group_count is 3, of which 1 are used, for 4 experts"),
+        ({"nemotron_h_moe__expert_group_used_count": 3}, "expert_group_count is 2, of which 3 are used"),
         ({"lfm2moe__expert_used_count": 5}, "expert_used_count is 5, of 4 experts"),
         (YARN | {"olmo2__rope__scaling__original_context_length": 2**25}, "original_context_length is 33554432"),
     ],

@@ -142,13 +142,21 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
             **meta.experts("n_routed_experts"),
             "moe_intermediate_size": meta.size("expert_feed_forward_length"),
             "moe_shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
-            "n_group": meta.size("expert_group_count", 1),
-            "topk_group": meta.size("expert_group_used_count", 1),
+            **_groups(meta),
             "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
             "routed_scaling_factor": meta.positive("expert_weights_scale", 1.0),
             "moe_latent_size": meta.size("moe_latent_size") if meta.get("moe_latent_size", int) else None,
         }
     return fields
+
+
+def _groups(meta: Metadata) -> dict[str, int]:
+    """Return the fields of the groups of experts, which are chosen by their two best experts."""
+    count, groups = meta.count("expert_count"), meta.size("expert_group_count", 1)
+    used = meta.size("expert_group_used_count", 1)
+    if used > groups or count % groups or (groups > 1 and count < 2 * groups):
+        raise meta.error(f"{meta.arch}.expert_group_count is {groups}, of which {used} are used, for {count} experts")
+    return {"n_group": groups, "topk_group": used}
 
 
 def plan_nemotron(fields: Fields, _names: Collection[str]) -> Plan:
