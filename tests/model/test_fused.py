@@ -17,7 +17,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.kernels import PackedLinear
 from specinfer.model import fused_layer
-from specinfer.model.batch import Piece
+from specinfer.model.batch import Piece, pack
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.layer_check import Verdict
 from specinfer.model.load import load_model
@@ -76,6 +76,21 @@ def test_logits_are_the_same_in_any_pass(
         assert torch.equal(tree[node], reader.alone("alone", [*long, 8, *path]))
     for node, path in list(enumerate(paths_of(WIDE)))[::17]:
         assert torch.equal(wide[node], reader.alone("alone", [*short, 8, *path]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_layers_in_one_native_call_compute_what_they_do_one_by_one(
+    family: str, model_folder: Callable[..., Path]
+) -> None:
+    """Also after the tables of rotations have grown; whoever watches the layers gets them one by one."""
+    loaded = load_model(model_folder(family, max_position_embeddings=3000), torch.bfloat16, CPU)
+    reader, seen = Reader(ModelRunner(loaded, 700)), list[int]()
+    for length in (20, 600):
+        reader.read(str(length), random_prompts([length])[0])
+        batch = pack([reader.piece(str(length), TREE)], reader.runner.tensors, CPU, native=True)
+        one_by_one = loaded.model(batch, watch=lambda layer, _: seen.append(layer))
+        assert torch.equal(loaded.model(batch), one_by_one)
+    assert max(seen) > 1
 
 
 @pytest.mark.slow

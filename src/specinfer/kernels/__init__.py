@@ -4,7 +4,7 @@ Native code is built at installation if a compiler is available. Without it, mod
 """
 
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
-from specinfer.kernels.decoder import LayerCall
+from specinfer.kernels.decoder import LayerCall, LayersCall
 from specinfer.kernels.library import compute_alone, describe, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
 from specinfer.kernels.linear_call import GATES, Ending, LinearCall
@@ -25,6 +25,7 @@ __all__ = [
     "FlatPieces",
     "Float8Linear",
     "LayerCall",
+    "LayersCall",
     "LinearCall",
     "LowRank",
     "NativePieces",

@@ -1,7 +1,7 @@
 """A decoder layer on the native kernels: Llama's structure, with optional norms of attention and MLP results."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -50,7 +50,7 @@ class LayerCall:
         self.post_norms, self.gate = post_norms or (None, None), gate
         weights = (None if one is None else one.data_ptr() for one in (*norms, *self.post_norms))
         self._structure = _Layer(*(one.address for one in linears), *weights, norms[0].shape[0], eps, gate)
-        self._address = ctypes.addressof(self._structure)
+        self.address = ctypes.addressof(self._structure)
         self._max_rows = min(one.max_rows for one in linears)
         output, down = linears[1].panels, linears[3].panels
         results = norms[0].shape[0] + linears[0].outputs + output.inputs + down.inputs
@@ -93,7 +93,7 @@ class LayerCall:
             return
         scratch = torch.empty(tokens * self._scratch_floats) if scratch is None else scratch
         assert len(scratch) >= tokens * self._scratch_floats
-        addresses = (self._address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
+        addresses = (self.address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
         adapters = None if runs is None else runs.address
         given = None if inputs is None else inputs.data_ptr()
         call("specinfer_decode", *addresses, given, hidden.data_ptr(), scratch.data_ptr(), adapters)
@@ -132,3 +132,36 @@ class LayerCall:
         added = linear(x, runs=runs)
         added = added if sum_over_ranks is None else sum_over_ranks(added)
         hidden += added if post_norm is None else norm(added, post_norm, self.eps)
+
+
+class LayersCall:
+    """Layers called one after the other, in one native call.
+
+    Args:
+        layers: Calls of the layers.
+        attentions: Attention of each layer on one cache.
+        tables: [positions, rotated] float32 cosines and sines of each layer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCall],
+        attentions: Sequence[AttentionCall],
+        tables: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._alive = (list(layers), list(attentions), list(tables))
+        addresses = [
+            (layer.address, attention.address, cosines.data_ptr(), sines.data_ptr())
+            for layer, attention, (cosines, sines) in zip(layers, attentions, tables, strict=True)
+        ]
+        self._places = (ctypes.c_void_p * (4 * len(addresses)))(*(one for four in addresses for one in four))
+        self._arguments = (ctypes.addressof(self._places), len(addresses))
+
+    def has_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Return whether these are the tables it was made with."""
+        return all(one[0] is other[0] for one, other in zip(self._alive[2], tables, strict=True))
+
+    def __call__(self, pieces: NativePieces, hidden: Tensor, scratch: Tensor, runs: AdapterRuns | None) -> None:
+        """Compute the layers in place on `hidden`; the arguments are those of `LayerCall.__call__`."""
+        adapters = None if runs is None else runs.address
+        call("specinfer_decode_all", *self._arguments, pieces.address, hidden.data_ptr(), scratch.data_ptr(), adapters)

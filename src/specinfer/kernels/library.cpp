@@ -227,6 +227,14 @@ PUBLIC void specinfer_decode(const Layer *layer, const Attention *attention, con
     native->decode(layer, attention, pieces, cosines, sines, inputs, hidden, room, runs, threads);
 }
 
+// Layers one after the other. places: [count][4] addresses of each one's layer, attention, cosines and sines.
+PUBLIC void specinfer_decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden,
+                                 float *room, const Runs *runs, int threads) {
+    for (int64_t i = 0; i < count; i++, places += 4)
+        native->decode((const Layer *)places[0], (const Attention *)places[1], pieces, (const float *)places[2],
+                       (const float *)places[3], nullptr, hidden, room, runs, threads);
+}
+
 PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,
                                 int64_t *ids, double *sums, int64_t room) {
     return native->choose(scores, size, least, key, sampled, ids, sums, room);

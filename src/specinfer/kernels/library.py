@@ -13,7 +13,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 20  # version of structures and functions, as in types.h
+_LAYOUT = 21  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_rotate.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
         loaded.specinfer_decode.argtypes = [pointer] * 9 + [number]
+        loaded.specinfer_decode_all.argtypes = [pointer, size, *[pointer] * 4, number]
         least, key = ctypes.c_float, ctypes.c_uint64
         loaded.specinfer_choose.argtypes = [pointer, size, least, key, number, pointer, pointer, size]
         loaded.specinfer_choose.restype = size

@@ -7,13 +7,14 @@ float32 from layer to layer. Models of other kinds run as transformers defines t
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import QuantizedEmbedding, norm, packs_type
+from specinfer.kernels import LayersCall, QuantizedEmbedding, norm, packs_type
 from specinfer.kernels.quantization import BITS
-from specinfer.model.batch import ForwardBatch
+from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_layer import Layer, Packing, Rotations, call_of, can_fuse_layers, norm_weight, taken_apart
 from specinfer.model.layer_kind import kind_of
 from specinfer.model.linears import HEAD_BITS
@@ -53,6 +54,7 @@ class FusedDecoder(nn.Module):
             self._take_embedding(trunk.embed_tokens, model.lm_head, packing)
         self.group: Group = Alone()  # the ranks with shards of the same layers
         self._rotations = Rotations(trunk.rotary_emb)
+        self._calls: WeakKeyDictionary[KVStore, LayersCall] = WeakKeyDictionary()
 
     def _take_embedding(self, embedding: Any, head: Any, packing: Packing) -> None:
         dtype = embedding.dtype if isinstance(embedding, QuantizedEmbedding) else embedding.weight.dtype
@@ -86,6 +88,9 @@ class FusedDecoder(nn.Module):
         sum_over_ranks = self.group.all_reduce if self.group.size > 1 else None
         known = self._scratch_floats(hidden.shape[0]) if sum_over_ranks is None else None
         scratch = None if known is None else torch.empty(hidden.shape[0] * known)  # not allocated for each layer
+        if scratch is not None and watch is None and self.stream is None:
+            self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters)
+            return hidden
         if watch is not None:
             watch(0, hidden)
         for i, layer in enumerate(self.layers):
@@ -99,6 +104,15 @@ class FusedDecoder(nn.Module):
             if watch is not None:
                 watch(i + 1, hidden)
         return hidden
+
+    def _in_one_call(self, store: KVStore, positions: int) -> LayersCall:
+        """Return the call of all layers on a store, made anew when tables have become longer."""
+        tables = [self._rotations.table(layer.rotation, positions) for layer in self.layers]
+        calls = self._calls.get(store)
+        if calls is None or not calls.has_tables(tables):
+            attentions = [layer.attention(store, i) for i, layer in enumerate(self.layers)]
+            calls = self._calls[store] = LayersCall([layer.call for layer in self.layers], attentions, tables)
+        return calls
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] float32 rows of the embedding, without its scale."""
