@@ -2,7 +2,7 @@
 
 A lookup drafts without a pass of a model, so it may pay where a model's passes take longer than their tokens save: on
 text that repeats itself, its prompt or an earlier answer. Looking up takes time too, which on other text is lost. So
-lookups rest while they lose more than a small share of the time, and try again from time to time and with new requests.
+lookups rest while they lose more than a small share of the time, and try again now and then and with a new request.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,7 +44,7 @@ class LookupPolicy:
 
     def budget(self, spans: Sequence[Span]) -> TreeBudget:
         """Return the budget of each request of a step: only draft tokens that are worth the time of their rows."""
-        if self.names and any(span.request.num_output == 1 for span in spans):
+        if len(spans) == 1 and spans[0].request.num_output == 1:  # in a batch, requests begin all the time
             self._rest, self._gain = 0, min(self._gain, _MOST_KEPT)
         if self.is_resting:
             return OFF

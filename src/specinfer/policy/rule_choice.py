@@ -87,9 +87,11 @@ class RuleChoice:
         if reads_prompt or record.is_first_of_size:
             return
         shared = record.time - sum(seconds for _, _, seconds in unreported)
-        for rule, tokens, _ in unreported:
-            own = [seconds for other, _, seconds in unreported if other == rule]
-            self._yields[rule].add(tokens, shared + sum(own) / len(own) * len(unreported), self.DECAY)
+        for rule in self.RULES:
+            own = [(tokens, seconds) for other, tokens, seconds in unreported if other == rule]
+            verifying = len(unreported) * sum(seconds for _, seconds in own) / max(len(own), 1)  # if it verified all
+            for tokens, _ in own:
+                self._yields[rule].add(tokens, shared + verifying, self.DECAY)
         if any(each.passes < self.TRIAL for each in self._yields.values()):
             return
         rates = {rule: each.tokens_per_second for rule, each in self._yields.items()}
