@@ -1,4 +1,4 @@
-"""Decoders whose layers are of a kind in `layer_kind.py`, computed in one native call per layer.
+"""Decoders whose layers are of a kind in `layer_kind.py`, computed in one native call.
 
 Products with the same input are computed together (queries, keys and values; gates and values). Hidden states stay
 float32 from layer to layer. Models of other kinds run as transformers defines them.
