@@ -40,9 +40,9 @@ class GuardedDrafter:
     def is_remote(self) -> bool:
         return self.as_async is not None and self.as_async.is_remote
 
-    def is_asked(self, budget: TreeBudget) -> bool:
-        """Return whether the budget uses it; a prediction belongs to the request, so no selection leaves it out."""
-        return self.name == PREDICTION or budget.asks(self.name)
+    def is_asked(self, request: Request, budget: TreeBudget) -> bool:
+        """Return whether it drafts for a request with this budget; no selection leaves out its prediction."""
+        return bool(request.prediction_ids) if self.name == PREDICTION else budget.asks(self.name)
 
     def launch(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
         """Start a draft; its `wait` raises what fails here."""

@@ -9,7 +9,6 @@ parallelism); what they draft does not depend on where they run.
 
 from collections.abc import Iterator, Sequence
 
-from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
@@ -72,8 +71,7 @@ class MergedDrafter:
             budgets = self._select(self.selection, spans, budgets)
         num_left = [budget.max_nodes for budget in budgets]
         drafted: dict[int, list[TokenTree]] = {}
-        has_predictions = any(span.request.prediction_ids for span in spans)
-        for group, later in self._groups(without=() if has_predictions else (PREDICTION,)):
+        for group, later in self._groups():
             shares = self._share(group, later, spans, budgets, num_left)
             drafts = {i: self._guarded[i].launch(spans, shares[i]) for i in reversed(shares)}
             trees = {i: self._guarded[i].collect(drafts[i], spans, shares[i]) for i in shares}
@@ -101,12 +99,12 @@ class MergedDrafter:
                 drafted.append(one.collect(one.launch(spans, shares), spans, shares))
         return [TokenTree.merge(trees) for trees in zip(*drafted, strict=True)]
 
-    def _groups(self, without: Sequence[str]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the drafters that draft at the same time, and those after them, but for those with these names.
+    def _groups(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the drafters that draft at the same time, and those after them.
 
         Each lookup drafts alone, since the next one gets what it leaves over. All models draft together.
         """
-        able = [i for i, drafter in enumerate(self._guarded) if drafter.is_able and drafter.name not in without]
+        able = [i for i, drafter in enumerate(self._guarded) if drafter.is_able]
         lookups = [i for i in able if self._guarded[i].as_async is None]
         models = [i for i in able if i not in lookups]
         for place, i in enumerate(lookups, start=1):
@@ -141,13 +139,13 @@ class MergedDrafter:
 
     def _share_of(self, i: int, rest: Sequence[int], request: Request, budget: TreeBudget, num_left: int) -> TreeBudget:
         """Return a drafter's budget for one request; `num_left` nodes are left to it and the rest of the drafters."""
-        if not self._guarded[i].is_asked(budget):
+        if not self._guarded[i].is_asked(request, budget):
             return OFF
         if self._may_choose_for(request):
             return budget.share(budget.max_nodes)
         if budget.widths:
             return budget.share(budget.max_nodes).cut(budget.max_depth, num_left)
-        asked = [j for j in rest if self._guarded[j].is_asked(budget)]
+        asked = [j for j in rest if self._guarded[j].is_asked(request, budget)]
         return budget.share(self._budget_split.share(num_left, asked))
 
     def _select(
