@@ -58,14 +58,14 @@ def _common_fields(meta: Metadata) -> dict[str, Any]:
     header, num_layers = meta.header, meta.size("block_count")
     if num_layers > len(header.tensors):
         raise meta.error(f"{meta.arch}.block_count is {num_layers}, and there are {len(header.tensors)} tensors")
-    left_out = meta.get("nextn_predict_layers", int, 0)  # of several tokens after the last one
-    if not 0 <= left_out < num_layers:
-        raise meta.error(f"{meta.arch}.nextn_predict_layers is {left_out}, of {num_layers} layers")
+    num_mtp_layers = meta.get("nextn_predict_layers", int, 0)  # after the last layer of the model itself
+    if not 0 <= num_mtp_layers < num_layers:
+        raise meta.error(f"{meta.arch}.nextn_predict_layers is {num_mtp_layers}, of {num_layers} layers")
     fields = {
         "dtype": str(own_dtype(header)).removeprefix("torch."),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": meta.size("embedding_length"),
-        "num_hidden_layers": num_layers - left_out,
+        "num_hidden_layers": num_layers - num_mtp_layers,
         "max_position_embeddings": meta.size("context_length"),
         "rms_norm_eps": meta.positive("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -201,9 +201,8 @@ def _check_tensors(meta: Metadata, num_layers: int, plan: Iterable[tuple[str, We
             )
         known.add(name)
     # Layers for several tokens after the last one come last, and are not read.
-    is_left_out = {name: (found := _BLOCK.match(name)) and int(found[1]) >= num_layers for name in tensors}
     if meta.get("nextn_predict_layers", int, 0):
-        known |= {name for name, left_out in is_left_out.items() if left_out}
+        known |= {name for name in tensors if (found := _BLOCK.match(name)) and int(found[1]) >= num_layers}
     if others := sorted(tensors.keys() - known):
         raise meta.error(f"the tensor {others[0][:80]!r} has no place in such a model", TAKE_ANOTHER)
 

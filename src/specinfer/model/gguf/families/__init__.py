@@ -3,7 +3,7 @@
 from functools import partial
 
 from specinfer.model.gguf.families import channels, delta, kimi, mamba, plain, short_conv
-from specinfer.model.gguf.families.common import Family
+from specinfer.model.gguf.families.plan_parts import Family
 
 FAMILIES: dict[str, Family] = {
     "qwen3next": Family(delta.moe_fields, partial(delta.plan, layer=delta.qwen3_next_layer), False),

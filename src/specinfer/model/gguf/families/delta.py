@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.model.gguf.families.common import (
+from specinfer.model.gguf.families.plan_parts import (
     Fields,
     Plan,
     attention,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.model.gguf.families.common import Fields, Plan, experts, gated, in_layer, norms, outside
+from specinfer.model.gguf.families.plan_parts import Fields, Plan, experts, gated, in_layer, norms, outside
 from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 

@@ -57,7 +57,7 @@ def attention_fields(meta: Metadata, common: Fields, *, rotates: bool = True) ->
 
     Args:
         rotates: Whether a part of each head is rotated, or all of it. Otherwise attention does not know positions,
-            whatever the file says of rotations.
+            even if the file describes rotations.
     """
     heads, num_layers = meta.size("attention.head_count"), common["num_hidden_layers"]
     head_dim = meta.size("attention.key_length", common["hidden_size"] // heads)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from specinfer.model.gguf.families.common import (
+from specinfer.model.gguf.families.plan_parts import (
     Fields,
     Plan,
     attention,
