@@ -34,6 +34,7 @@ class AutoPolicy:
     RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile, for whatever reason
     MAX_RETRY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
     TEST_SHARE = 0.01
+    TEST_REVIEW = 10  # steps between looks at whether a test is due
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
 
     def __init__(self, costs: CostModel, lookups: Collection[str] = ()) -> None:
@@ -77,7 +78,7 @@ class AutoPolicy:
                 self._num_plain, self._plain_seconds = 0, 0.0
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
-        if self._num_plain >= self.RETRY and self._num_plain % 10 == 0 and self._may_test(spans):
+        if self._num_plain >= self.RETRY and self._num_plain % self.TEST_REVIEW == 0 and self._may_test(spans):
             self._num_plain, self._plain_seconds = 0, 0.0
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
         budget = self._lookups.budget(spans)

@@ -148,8 +148,7 @@ def _fastest(
             return False
         if runs_first and size not in best:
             run(size)
-            now = time.perf_counter()
-            started, before = started + now - before, now
+            started += time.perf_counter() - before
         prepare()
         before = time.perf_counter()
         run(size)

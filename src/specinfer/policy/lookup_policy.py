@@ -15,7 +15,7 @@ from specinfer.verify import Acceptance
 
 _MAX_NODES = 16  # of each request
 _MOST_LIKELY = 0.5  # no draft token has to be likelier than this
-_MARGIN = 1.25  # factor by which a draft token must be worth more than its row, because confidences are rough
+_MARGIN = 1.25  # factor by which a draft token must save more than its row takes, because confidences are rough
 _RATE = 0.02  # of learning what a step gains: some fifty steps are remembered
 _MOST_LOST = 0.01  # share of the time
 _MOST_GAINED, _MOST_KEPT = 0.3, 0.05  # the same, of what is remembered, and of that for a new request
@@ -43,7 +43,7 @@ class LookupPolicy:
         return not self.names or self._rest > 0
 
     def budget(self, spans: Sequence[Span]) -> TreeBudget:
-        """Return the budget of each request of a step: only draft tokens that are worth the time of their rows."""
+        """Return the budget of each request: draft tokens that are expected to save more than their rows take."""
         if len(spans) == 1 and spans[0].request.num_output == 1:  # in a batch, requests begin all the time
             self._rest, self._gain = 0, min(self._gain, _MOST_KEPT)
         if self.is_resting:

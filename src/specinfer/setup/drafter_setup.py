@@ -11,7 +11,6 @@ from specinfer.core.lookups import LOOKUPS, is_model, reserved_names
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
-from specinfer.drafters.merge.merged import parts_of
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.load import LoadedModel
@@ -181,8 +180,8 @@ class Speculator:
         if self.drafter is None:
             return FixedPolicy(why_off=TREE_OFF if self._is_off else NO_DRAFTER)
         make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
-        has_models = any(map(is_model, names := [one.name for one in parts_of(self.drafter)]))
-        lookups = [name for name in names if name in LOOKUPS] if has_models else []
+        names = [one.name for one in self.drafter.drafters]
+        lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
         auto: Callable[[CostModel], SpeculationPolicy] = partial(AutoPolicy, lookups=lookups)
         if learned and self._predictor is not None:
             auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
