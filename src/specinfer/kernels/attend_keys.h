@@ -168,8 +168,9 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
         const uint32_t *words[BLOCK];
-        if (pairs && dim == WIDE && any == ~0u) {
-            for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const uint16_t *)layer->keys + places[i]);
+        if ((pairs || layer->type == FP32) && dim == WIDE && any == ~0u) {
+            const int64_t bytes = pairs ? 2 : 4;
+            for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const char *)layer->keys + places[i] * bytes);
         } else {
             fetch_keys<WIDE>(layer, places, any, room.block);
             for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)room.block + i * columns;

@@ -84,7 +84,9 @@ static INLINE void widen(const uint16_t *place, int64_t dim, float *to, float fr
 // One key or value as floats.
 template <int WIDE>
 static INLINE void fetch(const void *pool, int type, int64_t place, int64_t dim, float *to) {
-    if (type == FP32)
+    if (type == FP32 && dim == WIDE)  // a length that the compiler knows
+        memcpy(to, (const float *)pool + place, 4 * WIDE);
+    else if (type == FP32)
         memcpy(to, (const float *)pool + place, 4 * dim);
     else if (type == BF16)
         widen<WIDE>((const uint16_t *)pool + place, dim, to, from_bf16, vectors_from_bf16);
