@@ -243,6 +243,11 @@ class Request:
         return len(self.token_ids) - len(self.prompt_ids)
 
     @property
+    def num_unread(self) -> int:
+        """Number of known tokens that are not computed yet; one for a decoding request."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """True if log-probabilities of prompt tokens were asked for and are not all known."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)

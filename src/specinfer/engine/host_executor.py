@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from specinfer.core.request import Request, Span
+from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter
 from specinfer.engine.drafting import asks_model, fit, is_sound
@@ -31,7 +31,6 @@ from specinfer.policy.rule_choice import RuleChoice
 from specinfer.verify import Acceptance, verify
 
 logger = logging.getLogger(__name__)
-UNHURRIED = 4  # one pass in so many, at most, goes without draft tokens for somebody's first token
 
 
 class HostExecutor:
@@ -60,7 +59,6 @@ class HostExecutor:
         self.take_arrivals: Callable[[], None] = lambda: None  # adds the requests that arrived since the step began
         self._steps: deque[InFlightStep] = deque()  # oldest first
         self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
-        self._num_unhurried = UNHURRIED  # passes since the last hurried one
         self._last_pass_end = 0.0  # by `time.perf_counter`
         self._waited = 0.0  # seconds that passes had waited for weights by then
 
@@ -181,7 +179,7 @@ class HostExecutor:
         """
         trees = [span.tree() for span in spans]
         decoding = [i for i, span in enumerate(spans) if span.produces_token]
-        if self._drafter is None or not decoding or self._is_hurried([spans[i].request for i in decoding]):
+        if self._drafter is None or not decoding or self._is_hurried:
             return trees, 0, 0
         asking, num_slots, num_budgeted = [spans[i] for i in decoding], self._num_draft_slots(spans), 0
         try:
@@ -206,18 +204,10 @@ class HostExecutor:
                 trees[i] = tree
         return trees, num_read, num_budgeted
 
-    def _is_hurried(self, requests: Sequence[Request]) -> bool:
-        """Return whether a pass goes without draft tokens, for a first token of one tenant among outputs of others.
-
-        Draft tokens would delay it. The others lose little, since a pass without them is shorter (unless weights are
-        streamed), and at most one pass in a few is hurried.
-        """
-        self._num_unhurried += 1
-        is_first = any(not request.num_output for request in requests) and self.target.loaded.stream is None
-        if not is_first or self._num_unhurried < UNHURRIED or len({request.tenant for request in requests}) < 2:
-            return False
-        self._num_unhurried = 0
-        return True
+    @property
+    def _is_hurried(self) -> bool:
+        """True if the pass goes without draft tokens, which cost next to no time where weights are streamed."""
+        return self._scheduler.first_tokens.is_hurried and self.target.loaded.stream is None
 
     def _num_draft_slots(self, spans: Sequence[Span]) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from specinfer.core.request import FinishReason, Request, Span
+from specinfer.engine.first_tokens import FirstTokens
 from specinfer.engine.grammar_turns import GrammarTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
@@ -61,6 +62,7 @@ class Scheduler:
         self.planner: SLOPlanner | None = None  # limits by latency targets; None without measured costs
         self.waiting = WaitingQueue()
         self.grammar_turns = GrammarTurns()
+        self.first_tokens = FirstTokens()
         self.running: list[Request] = []  # oldest first
         self._in_flight: set[Request] = set()  # requests in a pass in flight; some may have ended
         self._num_begun = 0
@@ -90,7 +92,7 @@ class Scheduler:
         preempted = self._preempt(num_groups)
         if not preempted:
             preempted = self._admit()
-        group = self.grammar_turns.choose(self._group(num_groups))
+        group = self.first_tokens.choose(self.grammar_turns.choose(self._group(num_groups)), self.planner)
         shares = self._shares(group)
         self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
@@ -139,13 +141,13 @@ class Scheduler:
             free -= len(self._in_flight)
             head = next(iter(self.waiting), None)
             if head is not None and len(self.running) < self._max_num_seqs and not self.waiting.is_full(head.tenant):
-                wanted = _num_unread(head) + len(spans)
+                wanted = head.num_unread + len(spans)
                 free -= wanted if wanted <= free else 0
         return max(free, 0) // num_passes
 
     def decoding(self) -> list[Request]:
         """Return the decoding requests in no pass: they have output, and only the last token is not computed."""
-        return [request for request in self._idle() if request.num_output and _num_unread(request) == 1]
+        return [request for request in self._idle() if request.num_output and request.num_unread == 1]
 
     def charge(self, requests: Sequence[Request]) -> None:
         """Charge one known token to each of these requests, which are in passes that were not scheduled here."""
@@ -191,7 +193,7 @@ class Scheduler:
         """
         shares = [1] * len(group)
         tokens_left, logprobs_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
-        unread = [_num_unread(request) - 1 for request in group]
+        unread = [request.num_unread - 1 for request in group]
         readers = [i for i, count in enumerate(unread) if count]  # oldest first
         if readers and self.planner is not None:
             decoding = [request for request, count in zip(group, unread, strict=True) if not count]
@@ -246,7 +248,7 @@ class Scheduler:
                 preempted = self._make_way(head)
         idle = self._idle()
         slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight) - num_guessed
-        unread = [_num_unread(request) for request in idle if _num_unread(request) > 1]
+        unread = [request.num_unread for request in idle if request.num_unread > 1]
         tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
         tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
@@ -261,7 +263,7 @@ class Scheduler:
             available = self._cache.num_available
             self._attach(request)
             slots_left -= available - self._cache.num_available  # cached slots that it shares can no longer be evicted
-            count = _num_unread(request)
+            count = request.num_unread
             if count > slots_left:  # a prompt that does not fit would be preempted halfway
                 self._cache.free(request.request_id)
                 request.num_computed = 0
@@ -348,8 +350,3 @@ def _computes_beginning(other: Request, request: Request) -> bool:
         and len(other.token_ids) >= end < len(request.token_ids)
         and other.token_ids[:end] == request.token_ids[:end]
     )
-
-
-def _num_unread(request: Request) -> int:
-    """Return the number of known tokens that are not computed yet; one for a decoding request."""
-    return len(request.token_ids) - request.num_computed

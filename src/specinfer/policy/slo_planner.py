@@ -147,6 +147,10 @@ class SLOPlanner:
         fast = chunks[rates >= _reading_rate(reading, now, float(rates.max()))].min(initial=most)
         return min(int(max(in_time, fast)), most)
 
+    def pass_seconds(self, num_tokens: int) -> float:
+        """Return the seconds of a target pass over this many tokens."""
+        return float(self._costs.target(num_tokens))
+
     # ------------------------------------------------------------------------------------- parts
 
     def _tpots(self, requests: Sequence[Request], now: float, num_requests: int) -> Floats:
