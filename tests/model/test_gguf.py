@@ -123,7 +123,7 @@ def test_contexts_of_phi3_end_where_the_factors_for_long_ones_begin(tmp_path: Pa
     with pytest.raises(ModelError, match=r"'rope_factors_short\.weight' has the shape \[3\]; fetch the file again"):
         find_folder(path)
     write_model(path, "phi3", rope_parameters=LONGROPE, phi3__rope__scaling__original_context_length=0, **sizes)
-    with pytest.raises(ModelError, match="original_context_length is missing from the metadata"):
+    with pytest.raises(ModelError, match="original_context_length is 0, not a number from 1"):
         find_folder(path)
 
 
@@ -299,13 +299,13 @@ def test_a_space_comes_before_the_text_unless_the_file_turns_it_off(tmp_path: Pa
     [
         ({"arch": "rwkv7"}, "models of architecture 'rwkv7' are not read from GGUF"),
         ({"llama__block_count": 2**22}, "llama.block_count is 4194304"),
-        ({"llama__block_count": 3}, "the tensor 'blk.2.attn_q.weight' is missing"),
+        ({"llama__block_count": 3}, "the tensor 'blk.2.attn_norm.weight' is missing"),
         ({"llama__block_count": 1}, "the tensor 'blk.1.attn_k.weight' has no place"),
         ({"llama__embedding_length": 2**31}, "llama.embedding_length is 2147483648, not a number from 1"),
         ({"llama__embedding_length": 2**20}, "'token_embd.weight' has the shape .* ask for"),
         ({"llama__attention__head_count": None}, "llama.attention.head_count is missing"),
         ({"llama__attention__head_count": "four"}, "llama.attention.head_count is 'four', which is of the wrong type"),
-        ({"llama__attention__head_count_kv": [2, 2]}, "head_count_kv .* wrong type"),
+        ({"llama__attention__head_count_kv": [2, 1]}, "head_count_kv has 2 numbers for different layers"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, not a number above 0"),
         ({"llama__attention__value_length": 16}, "value_length is not the size of a head, 8"),
         ({"llama__rope__scaling__type": "longrope"}, "positions scaled by 'longrope' are not read"),

@@ -168,7 +168,10 @@ def _write_file(
     try:
         with Shards(source) as shards:
             stage("writing", len(shards.sources))
-            count = write_gguf(partial, load_config(source), shards.sources, tokenizer, config.to, note)
+            count = write_gguf(
+                partial, load_config(source), shards.sources, lambda: load_plain(source, "auto").state_dict(),
+                tokenizer, config.to, note,
+            )  # fmt: skip
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)

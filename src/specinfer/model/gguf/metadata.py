@@ -56,8 +56,10 @@ class Metadata:
             raise self.error(f"{self.arch}.{name} has no number from 0 to {_MOST} for each of {count} layers")
         return [int(one) for one in values[:count]]
 
-    def only(self, name: str, count: int) -> int:
+    def only(self, name: str, count: int, default: int) -> int:
         """Return the number above 0 that all layers with one have in common; `count` is that of layers."""
+        if self.get(name, (int, list)) is None:
+            return default
         found = {size for size in self.sizes(name, count) if size}
         if len(found) != 1:
             raise self.error(f"{self.arch}.{name} has {len(found)} numbers for different layers", TAKE_ANOTHER)

@@ -14,33 +14,28 @@ LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_fa
 LLAMA3 = "rope_freqs.weight"
 
 
-def read_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+def read_rope(meta: Metadata, rotated: int) -> dict[str, Any]:
     """Return `rope_parameters` of config.json for heads of which so many numbers are rotated.
 
     Raises:
         GgufError: Positions are scaled in a way that is not read.
     """
-    header, arch = meta.header, meta.arch
+    tensors = meta.header.tensors
     theta, scaling = meta.positive("rope.freq_base", 10000.0), meta.get("rope.scaling.type", str, "none")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if arch == "phi3":
-        rope |= _phi3_rope(meta, head_dim)
-    elif LLAMA3 in header.tensors:
-        rope = _llama3_rope(header, theta, head_dim)
+    if not tensors.keys().isdisjoint(LONGROPE.values()):
+        rope |= _longrope(meta, rotated)
+    elif LLAMA3 in tensors:
+        rope = _llama3_rope(meta.header, theta, rotated)
     elif scaling in ("linear", "yarn"):
         rope = {"rope_type": scaling, "rope_theta": theta, "factor": meta.positive("rope.scaling.factor")}
         if scaling == "yarn":
             original = "rope.scaling.original_context_length"
             name = original if meta.get(original, int) else "context_length"
             rope["original_max_position_embeddings"] = meta.size(name)
-            if arch == "gpt-oss":
-                rope["truncate"] = False  # its makers do not round the ends of the ramp
     elif scaling != "none":
         raise meta.error(f"positions scaled by {scaling!r} are not read", TAKE_ANOTHER)
-    if arch != "gemma3":
-        return rope
-    local = meta.positive("rope.freq_base_swa", 10000.0)
-    return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return rope
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
@@ -72,24 +67,17 @@ def _llama3_rope(header: GgufHeader, theta: float, head_dim: int) -> dict[str, A
     raise GgufError(header.path, "its frequencies of positions are scaled in a way that is not known", TAKE_ANOTHER)
 
 
-def _phi3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Return the settings of rotations, with factors for short and for long contexts if the file has them."""
-    header, rotated = meta.header, meta.get("rope.dimension_count", int, head_dim)
-    rope: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim}
+def _longrope(meta: Metadata, rotated: int) -> dict[str, Any]:
+    """Return the settings of rotations with factors for short and for long contexts."""
     factors = {}
     for name, stored in LONGROPE.items():
-        if (place := header.tensors.get(stored)) is not None:
-            if place.shape != (rotated // 2,):
-                raise meta.error(f"the tensor {stored!r} has the shape {list(place.shape)}")
-            factors[name] = read_tensor(place, torch.float32).tolist()
-    if not factors:
-        return rope
-    if missing := sorted(set(LONGROPE.values()) - set(header.tensors)):
-        raise meta.error(f"the tensor {missing[0]!r} is missing")
-    original = meta.get("rope.scaling.original_context_length", int)
-    if original is None or original < 1:
-        raise meta.missing("rope.scaling.original_context_length")
-    rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
-    if "phi3.rope.scaling.attn_factor" in header.metadata:
+        if (place := meta.header.tensors.get(stored)) is None:
+            raise meta.error(f"the tensor {stored!r} is missing")
+        if place.shape != (rotated // 2,):
+            raise meta.error(f"the tensor {stored!r} has the shape {list(place.shape)}")
+        factors[name] = read_tensor(place, torch.float32).tolist()
+    original = meta.size("rope.scaling.original_context_length")
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    if meta.get("rope.scaling.attn_factor", (int, float)) is not None:
         rope["attention_factor"] = meta.positive("rope.scaling.attn_factor")
     return rope

@@ -1,6 +1,6 @@
 """Writing of GGUF files: a model's weights, configuration and tokenizer, as the reader and llama.cpp take them.
 
-What a file says is read again before the file gets its name. A configuration that it cannot hold is refused.
+What a file would say is read before it is written. A configuration that it cannot hold is refused.
 """
 
 import json
@@ -11,44 +11,62 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from transformers import AutoConfig, PreTrainedConfig
 
 from specinfer.core.errors import ModelError
-from specinfer.model.gguf.architectures import plan_weights
-from specinfer.model.gguf.config import read_config
-from specinfer.model.gguf.header import read_header
-from specinfer.model.gguf.rope import llama3_factors
+from specinfer.model.gguf.config import EXACT, read_config
+from specinfer.model.gguf.families import FAMILIES
+from specinfer.model.gguf.families.plan_parts import Family
+from specinfer.model.gguf.header import GgufHeader, TensorPlace
+from specinfer.model.gguf.rope import LLAMA3, LONGROPE, llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
+from specinfer.model.gguf.stored import StoredTensors
 from specinfer.model.gguf.tokenizer import LLAMA3_RULES, name_rule
-from specinfer.model.gguf.weights import Weight, in_pairs
 
 TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")
-_FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 _OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: more bits
 _MORE_BITS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of some layers of Q4_K_M: 6 bits
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
-_EXACT = ("ffn_gate_inp.weight",)  # routers
 _INSTEAD = "use --to int4 or int8, or the converter of llama.cpp"
+# Metadata of all architectures, by names of config.json: the first that a family has.
 _SIZES = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim", "rope.dimension_count": "head_dim", "vocab_size": "vocab_size",
-    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "attention.value_length": "head_dim", "attention.sliding_window": "sliding_window", "vocab_size": "vocab_size",
+    "expert_count": "num_experts num_local_experts n_routed_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_epsilon",
 }  # fmt: skip
-_FIELDS = (*dict.fromkeys(_SIZES.values()), "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "attention_bias")
+_ORIGINAL = "original_max_position_embeddings"
+_DEFAULTS = (("partial_rotary_factor", 1.0), ("beta_fast", 32.0), ("beta_slow", 1.0))
+_NO_POSITIONS = 2**20  # the context that is written for models that have no limit
+# Fields that change nothing of what a model computes, or of which a file has another form.
+_IGNORED = {
+    "attention_dropout", "block_ff_dim", "bos_token_id", "embd_pdrop", "eos_token_id", "hidden_dropout",
+    "initializer_range", "max_window_layers", "model_type", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "resid_pdrop", "router_aux_loss_coef", "use_cache",
+}  # fmt: skip
 
 
 def write_gguf(
-    file: Path, config: Any, sources: Mapping[str, Any], tokenizer: Any, kind: str, note: Callable[[int], None]
+    file: Path,
+    config: Any,
+    weights: Mapping[str, Any],
+    load_definition: Callable[[], Mapping[str, Any]],
+    tokenizer: Any,
+    kind: str,
+    note: Callable[[int], None],
 ) -> int:
     """Write a model, one tensor in memory at a time; return the number of matrices of fewer bits.
 
     Args:
         config: transformers' configuration.
-        sources: Weights by name, with `shape` and `read`.
+        weights: Weights by name, with `shape` and `read`.
+        load_definition: Function that returns the weights by their names in the definition, for families whose
+            checkpoints have others.
         tokenizer: transformers' tokenizer.
         kind: One of `TYPES`, for matrices but for routers, embeddings and the output head.
         note: Called with the number of tensors done.
@@ -56,76 +74,111 @@ def write_gguf(
     Raises:
         ModelError: A GGUF file cannot hold such a model.
     """
-    fields: dict[str, Any] = {name: getattr(config, name, None) for name in _FIELDS}
-    fields["head_dim"] = fields["head_dim"] or config.hidden_size // config.num_attention_heads
-    arch = _architecture(config)
-    plan: dict[str, list[Weight]] = {}
-    for stored, weight in plan_weights(arch, fields):
-        plan.setdefault(stored, []).append(weight)
-    _check_names({one.name for weights in plan.values() for one in weights}, set(sources))
-    writer = GGUFWriter(file, arch)
-    _add_fields(writer, arch, fields)
-    _add_tokenizer(writer, tokenizer, config.vocab_size)
+    fields = _fields(config)
+    arch, family = _architecture(fields)
+    tensors = StoredTensors(family, fields, weights)
+    if tensors.missing():
+        tensors = StoredTensors(family, fields, load_definition())
+    _check_names(tensors)
     layers = int(fields["num_hidden_layers"])
-    kinds = {stored: _kind_of(stored, weights[0].shape, kind, layers) for stored, weights in plan.items()}
-    for stored, weights in plan.items():
-        _announce(writer, stored, _shape(weights), kinds[stored])
-    rope = fields["rope_parameters"]
-    factors = llama3_factors(rope, fields["head_dim"]) if rope["rope_type"] == "llama3" else []
-    if factors:
-        _announce(writer, "rope_freqs.weight", (len(factors),), GGMLQuantizationType.F32)
+    kinds = {stored: _kind_of(stored, shape, kind, layers) for stored, shape in tensors.shapes.items()}
+    rotations = _rotations(fields)
+    metadata = {f"{arch}.{key}": value for key, value in (_keys(fields) | family.keys(fields)).items()}
+    metadata |= _tokenizer_metadata(tokenizer, config.vocab_size)
+    places = {name: TensorPlace(shape, kinds[name], 0, 0, file) for name, shape in tensors.shapes.items()}
+    places |= _written(rotations, file)
+    _check(GgufHeader(file, metadata | {"general.architecture": arch}, places), config)
+    writer = GGUFWriter(file, arch)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    for name, place in places.items():
+        size = math.prod(gguf.quant_shape_to_byte_shape(place.shape, place.kind))
+        writer.add_tensor_info(name, place.shape, np.dtype(np.float32), size, raw_dtype=place.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for number, (stored, weights) in enumerate(plan.items(), start=1):
-        writer.write_tensor_data(rounded(_numbers(weights, sources), kinds[stored]))
+    for number, stored in enumerate(tensors.shapes, start=1):
+        writer.write_tensor_data(rounded(tensors.read(stored).contiguous().numpy(), kinds[stored]))
         note(number)
-    if factors:
-        writer.write_tensor_data(np.array(factors, dtype=np.float32))
+    for numbers in rotations.values():
+        writer.write_tensor_data(np.array(numbers, dtype=np.float32))
     writer.close()
-    _check_fields(file, fields)
     return sum(one not in _PLAIN and stored not in _OUTSIDE for stored, one in kinds.items())
 
 
-def _architecture(config: Any) -> str:
-    family = config.model_type
-    if family not in _FAMILIES:
-        raise _refusal(f"family {family!r} is not written as GGUF ({', '.join(_FAMILIES)} are)")
-    types = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in types or (family == "mistral" and getattr(config, "sliding_window", None)):
-        raise _refusal(f"family {family!r} with sliding windows is not written as GGUF")
-    if config.hidden_act != "silu":
-        raise _refusal(f"hidden_act {config.hidden_act!r} has no place in a GGUF file")
-    return _FAMILIES[family]
+def _architecture(fields: Mapping[str, Any]) -> tuple[str, Family]:
+    family = fields["model_type"] + (" with experts" if "moe" in (fields.get("layer_types") or ()) else "")
+    found = {one: (arch, how) for arch, how in FAMILIES.items() for one in how.written}
+    if family not in found:
+        raise _refusal(f"family {family!r} is not written as GGUF ({', '.join(sorted(found))} are)")
+    return found[family]
+
+
+def _check_names(tensors: StoredTensors) -> None:
+    """Refuse a model whose weights are not those of its family."""
+    if missing := tensors.missing():
+        raise ModelError(f"model: weight {missing[0]} is missing; fetch the model again")
+    for name in tensors.others():  # inverse frequencies are computed by all readers
+        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+            raise _refusal(f"weight {name} has no place in a GGUF file")
 
 
 def _refusal(fault: str) -> ModelError:
     return ModelError(f"model: {fault}; {_INSTEAD}")
 
 
-def _check_names(planned: set[str], found: set[str]) -> None:
-    found = {name for name in found if not name.endswith("rotary_emb.inv_freq")}  # computed by all readers
-    if missing := sorted(planned - found):
-        raise ModelError(f"model: weight {missing[0]} is missing; fetch the model again")
-    if others := sorted(found - planned - {"lm_head.weight"}):
-        raise _refusal(f"weight {others[0]} has no place in a GGUF file")
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the fields of config.json with the size of a head, if the family has any."""
+    names = (*config.attribute_map, "num_hidden_layers", "layer_types")  # which some families have under other names
+    fields: dict[str, Any] = config.to_dict() | {name: getattr(config, name) for name in names if hasattr(config, name)}
+    if heads := fields.get("num_attention_heads"):
+        fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
+    return fields
 
 
-def _add_fields(writer: Any, arch: str, fields: Mapping[str, Any]) -> None:
-    for key, name in _SIZES.items():
-        if fields[name] is not None:
-            writer.add_uint32(f"{arch}.{key}", fields[name])
-    rope = fields["rope_parameters"]
-    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", fields["rms_norm_eps"])
-    writer.add_float32(f"{arch}.rope.freq_base", rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_string(f"{arch}.rope.scaling.type", rope["rope_type"])
-        writer.add_float32(f"{arch}.rope.scaling.factor", rope["factor"])
-        if (original := rope.get("original_max_position_embeddings")) is not None:
-            writer.add_uint32(f"{arch}.rope.scaling.original_context_length", original)
+def _keys(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata that all architectures share."""
+    keys: dict[str, Any] = {"context_length": _NO_POSITIONS}
+    for key, names in _SIZES.items():
+        if (value := next((fields[name] for name in names.split() if fields.get(name) is not None), None)) is not None:
+            keys[key] = value
+    if rope := _rope(fields):
+        keys["rope.dimension_count"] = int(fields["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        keys["rope.freq_base"] = float(rope["rope_theta"])
+        keys["rope.scaling.attn_factor"] = rope.get("attention_factor")
+        keys["rope.scaling.original_context_length"] = rope.get(_ORIGINAL) or fields.get(_ORIGINAL)
+        if rope["rope_type"] in ("linear", "yarn"):
+            keys["rope.scaling.type"], keys["rope.scaling.factor"] = rope["rope_type"], float(rope["factor"])
+    return keys
 
 
-def _add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int) -> None:
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of rotations, of Gemma's layers that see all tokens, or none."""
+    rope: dict[str, Any] = fields.get("rope_parameters") or {}
+    full: dict[str, Any] = rope.get("full_attention", rope)
+    return full
+
+
+def _rotations(fields: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the factors of rotations that are tensors of the file."""
+    rope = _rope(fields)
+    if rope.get("rope_type") == "llama3":
+        return {LLAMA3: llama3_factors(rope, fields["head_dim"])}
+    return {LONGROPE[name]: rope[name] for name in LONGROPE} if rope.get("rope_type") == "longrope" else {}
+
+
+def _written(rotations: Mapping[str, list[float]], file: Path) -> dict[str, TensorPlace]:
+    """Return the places of factors, which are written to the file so that they can be read before the rest is there."""
+    places, at = {}, 0
+    with file.open("wb") as opened:
+        for name, numbers in rotations.items():
+            size = opened.write(np.array(numbers, dtype=np.float32).tobytes())
+            places[name] = TensorPlace((len(numbers),), GGMLQuantizationType.F32, at, size, file)
+            at += size
+    return places
+
+
+def _tokenizer_metadata(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model, added = state["model"], {one["id"]: one for one in state["added_tokens"]}
     is_known = model["type"] == "BPE" and not model.get("byte_fallback")
@@ -139,23 +192,32 @@ def _add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int) -> None:
     types = [TokenType.NORMAL if i in tokens else TokenType.UNUSED for i in range(vocab_size)]
     for i, one in added.items():
         types[i] = TokenType.CONTROL if one["special"] else TokenType.USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(rule)
-    writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)])
-    writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
-    ids = tokenizer("a").input_ids
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if (found := getattr(tokenizer, f"{name}_token_id")) is not None:
-            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", found)
-    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
-    writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    ids, template = tokenizer("a").input_ids, tokenizer.chat_template
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule,
+        "tokenizer.ggml.tokens": [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)],
+        "tokenizer.ggml.token_type": [int(one) for one in types],
+        "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
+        "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == tokenizer.bos_token_id,
+        "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] == tokenizer.eos_token_id,
+        "tokenizer.chat_template": template if isinstance(template, str) else None,
+    }
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif value is not None:
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
 
 
 def _kind_of(stored: str, shape: tuple[int, ...], kind: str, layers: int) -> GGMLQuantizationType:
-    if len(shape) < 2 or stored.endswith(_EXACT):
+    if len(shape) < 2 or EXACT.fullmatch(stored):
         return GGMLQuantizationType.F32
     if shape[-1] % 32:
         return GGMLQuantizationType.F16
@@ -173,35 +235,25 @@ def _has_more_bits(layer: int, layers: int) -> bool:
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 
 
-def _shape(weights: list[Weight]) -> tuple[int, ...]:
-    return weights[0].shape if weights[0].expert is None else (len(weights), *weights[0].shape)
+def _check(header: GgufHeader, config: Any) -> None:
+    """Refuse a configuration that a file does not hold as it is."""
+    read = read_config(header)
+    found, wanted = AutoConfig.for_model(**read).to_dict(), config.to_dict()
+    for name in sorted(type(config)().to_dict().keys() - PreTrainedConfig().to_dict().keys() - _IGNORED):
+        value = wanted.get(name)
+        pairs = value if isinstance(value, dict) else {name: value}
+        there = found.get(name) if isinstance(value, dict) else found
+        for part, one in pairs.items():
+            if not _is_same(one, (there or {}).get(part)) and (part, one) not in _DEFAULTS:
+                raise _refusal(f"{part} {one!r} has no place in a GGUF file")
 
 
-def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> None:
-    size = math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
-    writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
-
-
-def _numbers(weights: list[Weight], sources: Mapping[str, Any]) -> np.ndarray:
-    """Return a tensor of the file in float32: a weight, or those of all experts."""
-    found = []
-    for one in weights:
-        numbers = sources[one.name].read().float()
-        if tuple(numbers.shape) != one.shape:
-            raise ModelError(f"model: weight {one.name} has the shape {list(numbers.shape)}, not {list(one.shape)}")
-        found.append((in_pairs(numbers, one.heads) if one.heads else numbers) + one.less)
-    result: np.ndarray = (found[0] if weights[0].expert is None else torch.stack(found)).contiguous().numpy()
-    return result
-
-
-def _check_fields(file: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse a configuration that the file does not hold as it is."""
-    read = read_config(read_header(file))
-    found = read | read["rope_parameters"]
-    wanted = {name: value for name, value in fields.items() if name in read and name != "rope_parameters"}
-    for name, value in (wanted | fields["rope_parameters"]).items():
-        if value is None or (name, value) == ("partial_rotary_factor", 1.0):
-            continue
-        is_number = isinstance(value, float) and isinstance(found.get(name), float)  # of which files hold 32 bits
-        if not (math.isclose(found[name], value, rel_tol=1e-6) if is_number else found.get(name) == value):
-            raise _refusal(f"{name} {value!r} has no place in a GGUF file")
+def _is_same(wanted: Any, found: Any) -> bool:
+    """Return whether two values are the same; files hold numbers in 32 bits."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return all(_is_same(one, found.get(name)) or (name, one) in _DEFAULTS for name, one in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(wanted) == len(found) and all(map(_is_same, wanted, found))
+    if isinstance(wanted, float) and isinstance(found, float):
+        return math.isclose(wanted, found, rel_tol=1e-6)
+    return bool(wanted == found)

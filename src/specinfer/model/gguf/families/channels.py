@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from specinfer.model.gguf.families.plan_parts import (
+    Family,
     Fields,
     Plan,
     attention,
@@ -12,6 +13,7 @@ from specinfer.model.gguf.families.plan_parts import (
     experts,
     gated,
     in_layer,
+    kv_heads_by_layer,
     norms,
     outside,
 )
@@ -22,7 +24,7 @@ from specinfer.model.gguf.weights import Weight
 def _mamba(module: str, hidden: int, inner: int, state: int, rank: int, taps: int) -> Plan:
     """Yield the tensors of a Mamba layer."""
     yield "ssm_in.weight", Weight(f"{module}.in_proj.weight", (2 * inner, hidden))
-    yield "ssm_conv1d.weight", Weight(f"{module}.conv1d.weight", (inner, 1, taps))
+    yield "ssm_conv1d.weight", Weight(f"{module}.conv1d.weight", (inner, 1, taps), stored=(inner, taps))
     yield "ssm_conv1d.bias", Weight(f"{module}.conv1d.bias", (inner,))
     yield "ssm_x.weight", Weight(f"{module}.x_proj.weight", (rank + 2 * state, inner))
     yield "ssm_dt.weight", Weight(f"{module}.dt_proj.weight", (inner, rank))
@@ -73,6 +75,16 @@ def _period(meta: Metadata, what: str, layers: Sequence[int], num_layers: int) -
     return period, layers[0]
 
 
+def _jamba_keys(fields: Fields) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": kv_heads_by_layer(fields),
+        "ssm.inner_size": fields["mamba_expand"] * fields["hidden_size"],
+        "ssm.state_size": fields["mamba_d_state"],
+        "ssm.conv_kernel": fields["mamba_d_conv"],
+        "ssm.time_step_rank": fields["mamba_dt_rank"],
+    }
+
+
 def plan_jamba(fields: Fields, _names: Collection[str]) -> Plan:
     """Yield the tensors of Jamba."""
     hidden, width, count = fields["hidden_size"], fields["intermediate_size"], fields["num_experts"]
@@ -111,6 +123,16 @@ def mamba_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     }
 
 
+def _mamba_keys(fields: Fields) -> dict[str, Any]:
+    return {
+        "ssm.dt_b_c_rms": fields["model_type"] == "falcon_mamba",
+        "ssm.inner_size": fields["expand"] * fields["hidden_size"],
+        "ssm.state_size": fields["state_size"],
+        "ssm.conv_kernel": fields["conv_kernel"],
+        "ssm.time_step_rank": fields["time_step_rank"],
+    }
+
+
 def plan_mamba(fields: Fields, _names: Collection[str]) -> Plan:
     """Yield the tensors of a model of Mamba layers alone."""
     hidden, state, rank = fields["hidden_size"], fields["state_size"], fields["time_step_rank"]
@@ -118,3 +140,9 @@ def plan_mamba(fields: Fields, _names: Collection[str]) -> Plan:
     for i in range(fields["num_hidden_layers"]):
         layer = _mamba("mixer", hidden, hidden * fields["expand"], state, rank, fields["conv_kernel"])
         yield from in_layer(i, [*norms({"attn_norm": "norm"}, hidden), *layer], "backbone.layers")
+
+
+FAMILIES = {
+    "mamba": Family(mamba_fields, plan_mamba, written=("mamba", "falcon_mamba"), keys=_mamba_keys),
+    "jamba": Family(jamba_fields, plan_jamba, written=("jamba",), keys=_jamba_keys),
+}

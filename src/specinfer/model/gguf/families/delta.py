@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from specinfer.model.gguf.families.plan_parts import (
+    HEAD_NORMS,
+    Family,
     Fields,
     Plan,
     attention,
@@ -28,7 +30,6 @@ from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
 _NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _DEFAULT_INTERVAL = 4  # one in so many layers has attention
 
 
@@ -75,6 +76,18 @@ def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     }
 
 
+def _keys(fields: Fields) -> dict[str, Any]:
+    values = fields["linear_num_value_heads"]
+    return {
+        "full_attention_interval": [*fields["layer_types"], "full_attention"].index("full_attention") + 1,
+        "ssm.conv_kernel": fields["linear_conv_kernel_dim"],
+        "ssm.state_size": fields["linear_key_head_dim"],
+        "ssm.group_count": fields["linear_num_key_heads"],
+        "ssm.time_step_rank": values,
+        "ssm.inner_size": values * fields["linear_value_head_dim"],
+    }
+
+
 def plan(fields: Fields, names: Collection[str], *, layer: Callable[[Fields, bool], Plan]) -> Plan:
     """Yield the tensors of a model.
 
@@ -88,7 +101,7 @@ def plan(fields: Fields, names: Collection[str], *, layer: Callable[[Fields, boo
         yield from in_layer(i, norms(_NORMS, hidden, 1.0))
         if kind == "full_attention":
             yield from in_layer(i, attention(fields, per_head=2))
-            yield from in_layer(i, norms(_HEAD_NORMS, fields["head_dim"], 1.0))
+            yield from in_layer(i, norms(HEAD_NORMS, fields["head_dim"], 1.0))
         else:
             yield from in_layer(i, layer(fields, f"blk.{i}.ssm_in.weight" in names))
         if "num_experts" in fields:
@@ -186,3 +199,12 @@ def _parts_of_heads(stored: Tensor, heads: int, sizes: Sequence[int], kept: Sequ
     """Return some parts of the rows of each head, one part after the other; `sizes` are those of all parts."""
     parts = stored.unflatten(0, (heads, -1)).split(list(sizes), dim=1)
     return torch.cat([parts[i].flatten(0, 1) for i in kept])
+
+
+FAMILIES = {
+    "qwen3next": Family(moe_fields, partial(plan, layer=qwen3_next_layer), False),
+    "qwen35": Family(dense_fields, partial(plan, layer=qwen3_5_layer), written=("qwen3_5_text",), keys=_keys),
+    "qwen35moe": Family(
+        moe_fields, partial(plan, layer=qwen3_5_layer), False, written=("qwen3_5_moe_text",), keys=_keys
+    ),
+}

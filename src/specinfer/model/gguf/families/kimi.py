@@ -5,11 +5,19 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.model.gguf.families.plan_parts import Fields, Plan, experts, gated, in_layer, norms, outside
+from specinfer.model.gguf.families.plan_parts import (
+    NORMS,
+    Family,
+    Fields,
+    Plan,
+    experts,
+    gated,
+    in_layer,
+    norms,
+    outside,
+)
 from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
-
-_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 
 
 def read_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def plan(fields: Fields, names: Collection[str]) -> Plan:
     hidden = fields["hidden_size"]
     yield from outside(fields)
     for i, (kind, feed_forward) in enumerate(zip(fields["layer_types"], fields["mlp_layer_types"], strict=True)):
-        yield from in_layer(i, norms(_NORMS, hidden))
+        yield from in_layer(i, norms(NORMS, hidden))
         if kind == "full_attention":
             yield from in_layer(i, _latent(fields, f"blk.{i}.attn_kv_b.weight" in names))
         else:
@@ -106,3 +114,8 @@ def _experts(fields: Fields) -> Plan:
     yield "exp_probs_b.bias", Weight("mlp.gate.e_score_correction_bias", (count,))
     yield from experts("mlp.experts", hidden, width, count)
     yield from gated("mlp.shared_experts", hidden, width * fields["n_shared_experts"], end="_shexp")
+
+
+FAMILIES = {
+    "kimi-linear": Family(read_fields, plan),
+}

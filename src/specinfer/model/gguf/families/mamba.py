@@ -1,9 +1,11 @@
 """Models with Mamba-2 layers: Granite 4, Nemotron-H, Falcon-H1, and those of such layers alone."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 from specinfer.model.gguf.families.plan_parts import (
+    Family,
     Fields,
     Plan,
     attention,
@@ -12,6 +14,8 @@ from specinfer.model.gguf.families.plan_parts import (
     experts,
     gated,
     in_layer,
+    kv_heads_by_layer,
+    multiplier_keys,
     multipliers,
     norms,
     outside,
@@ -44,6 +48,12 @@ def _sizes(meta: Metadata, names: _Names = _USUAL) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
+def _size_keys(fields: Fields, names: _Names = _USUAL) -> dict[str, Any]:
+    heads, dim, *sizes = (fields[name] for name in names)
+    named = dict(zip(("ssm.group_count", "ssm.state_size", "ssm.conv_kernel"), sizes, strict=True))
+    return {"ssm.inner_size": heads * dim, "ssm.time_step_rank": heads, **named}
+
+
 def _has_bias(meta: Metadata) -> bool:
     return any(name.endswith(".ssm_conv1d.bias") for name in meta.header.tensors)
 
@@ -56,12 +66,12 @@ def mamba2(
     hidden, inner = fields["hidden_size"], heads * dim
     channels = inner + 2 * groups * state
     yield "ssm_in.weight", Weight(f"{module}.in_proj.weight", (inner + channels + heads, hidden))
-    yield "ssm_conv1d.weight", Weight(f"{module}.conv1d.weight", (channels, 1, taps))
+    yield "ssm_conv1d.weight", Weight(f"{module}.conv1d.weight", (channels, 1, taps), stored=(channels, taps))
     if has_bias:
         yield "ssm_conv1d.bias", Weight(f"{module}.conv1d.bias", (channels,))
     yield "ssm_dt.bias", Weight(f"{module}.dt_bias", (heads,))
-    yield "ssm_a", Weight(f"{module}.A_log", (heads,), is_log=True)
-    yield "ssm_d", Weight(f"{module}.D", (heads,))
+    yield "ssm_a", Weight(f"{module}.A_log", (heads,), stored=(heads, 1), is_log=True)
+    yield "ssm_d", Weight(f"{module}.D", (heads,), stored=(heads, 1))
     if has_norm:
         yield "ssm_norm.weight", Weight(f"{module}.norm.weight", (inner,), stored=(groups, inner // groups))
     yield "ssm_out.weight", Weight(f"{module}.out_proj.weight", (hidden, inner))
@@ -73,8 +83,7 @@ def mamba2(
 def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     """Return the fields of config.json of Granite 4 with Mamba-2 layers."""
     kv_heads = meta.sizes("attention.head_count_kv", common["num_hidden_layers"])
-    count = meta.get("expert_count", int, 0)
-    wide = meta.size("feed_forward_length")
+    count, wide = meta.get("expert_count", int, 0), meta.size("feed_forward_length")
     return {
         "model_type": "granitemoehybrid",
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -88,6 +97,18 @@ def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "intermediate_size": meta.size("expert_feed_forward_length", wide) if count else wide,
         "shared_intermediate_size": meta.size("expert_shared_feed_forward_length", wide) if count else wide,
         **(meta.experts("num_local_experts") if count else {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    }
+
+
+def _granite_keys(fields: Fields) -> dict[str, Any]:
+    wide, shared = fields["intermediate_size"], fields["shared_intermediate_size"]
+    sizes = {"expert_feed_forward_length": wide, "expert_shared_feed_forward_length": shared}
+    return {
+        "attention.head_count_kv": kv_heads_by_layer(fields),
+        "rope.scaling.finetuned": fields["position_embedding_type"] == "rope",
+        **({"feed_forward_length": wide} | sizes if fields["num_local_experts"] else {"feed_forward_length": shared}),
+        **multiplier_keys(fields),
+        **_size_keys(fields),
     }
 
 
@@ -148,6 +169,21 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
             "moe_latent_size": meta.size("moe_latent_size") if meta.get("moe_latent_size", int) else None,
         }
     return fields
+
+
+def _nemotron_keys(fields: Fields) -> dict[str, Any]:
+    widths = {"mlp": fields["intermediate_size"], "moe": fields["moe_intermediate_size"]}
+    return {
+        "attention.head_count_kv": kv_heads_by_layer(fields),
+        "feed_forward_length": [widths.get(kind, 0) for kind in fields["layer_types"]],
+        "expert_shared_feed_forward_length": fields["moe_shared_expert_intermediate_size"],
+        "expert_group_count": fields["n_group"],
+        "expert_group_used_count": fields["topk_group"],
+        "expert_weights_norm": fields["norm_topk_prob"],
+        "expert_weights_scale": float(fields["routed_scaling_factor"]),
+        "moe_latent_size": fields["moe_latent_size"],
+        **_size_keys(fields, _OF_NEMOTRON),
+    }
 
 
 def _groups(meta: Metadata) -> dict[str, int]:
@@ -251,3 +287,13 @@ def plan_mamba2(fields: Fields, _names: Collection[str]) -> Plan:
     for i in range(fields["num_hidden_layers"]):
         layer = mamba2(fields, "mixer", _OF_MAMBA, has_bias=fields["use_conv_bias"])
         yield from in_layer(i, [*norms({"attn_norm": "norm"}, fields["hidden_size"]), *layer], "backbone.layers")
+
+
+_NEMOTRON = Family(nemotron_fields, plan_nemotron, written=("nemotron_h",), keys=_nemotron_keys)
+FAMILIES = {
+    "granitehybrid": Family(granite_fields, plan_granite, written=("granitemoehybrid",), keys=_granite_keys),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON._replace(written=("nemotron_h with experts",)),
+    "falcon-h1": Family(falcon_fields, plan_falcon, written=("falcon_h1",), keys=_size_keys),
+    "mamba2": Family(mamba2_fields, plan_mamba2, written=("mamba2",), keys=partial(_size_keys, names=_OF_MAMBA)),
+}

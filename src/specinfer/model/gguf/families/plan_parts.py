@@ -11,6 +11,9 @@ from specinfer.model.gguf.weights import Weight
 Fields = Mapping[str, Any]
 Plan = Iterator[tuple[str, Weight]]
 GATED = ("gate_proj", "up_proj", "down_proj")
+QKV = ("attn_q", "attn_k", "attn_v", "attn_output")
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
 class Family(NamedTuple):
@@ -22,11 +25,19 @@ class Family(NamedTuple):
         plan: Function of all fields, and of the names of the file's tensors.
         stacks_experts: Whether experts become stacks as in the definition, see `StackedSource`; or each is a weight
             of its own, as in checkpoints.
+        transposes_experts: Whether these stacks are transposed, and have gates beside values; or gates before values.
+        written: transformers' model types that are written as this architecture; " with experts" follows where some
+            layers are experts alone.
+        keys: Function of the fields of config.json that returns the metadata of this architecture alone, see
+            `writing.py`. None is not written.
     """
 
     read_fields: Callable[[Metadata, Fields], dict[str, Any]]
     plan: Callable[[Fields, Collection[str]], Plan]
     stacks_experts: bool = True
+    transposes_experts: bool = False
+    written: tuple[str, ...] = ()
+    keys: Callable[[Fields], dict[str, Any]] = lambda _: {}
 
 
 def in_layer(number: int, pairs: Iterable[tuple[str, Weight]], layers: str = "model.layers") -> Plan:
@@ -52,18 +63,23 @@ def norms(names: Mapping[str, str], size: int, less: float = 0.0) -> Plan:
         yield f"{stored}.weight", Weight(f"{name}.weight", (size,), less=less)
 
 
-def attention_fields(meta: Metadata, common: Fields, *, rotates: bool = True) -> dict[str, Any]:
+def attention_fields(
+    meta: Metadata, common: Fields, *, rotates: bool = True, may_rotate_part: bool = True
+) -> dict[str, Any]:
     """Return the fields of config.json for attention in some layers.
 
     Args:
         rotates: Whether a part of each head is rotated, or all of it. Otherwise attention does not know positions,
             even if the file describes rotations.
+        may_rotate_part: Whether less than a whole head may be rotated.
     """
     heads, num_layers = meta.size("attention.head_count"), common["num_hidden_layers"]
-    head_dim = meta.size("attention.key_length", common["hidden_size"] // heads)
-    if meta.size("attention.value_length", head_dim) != head_dim:
-        raise meta.error(f"{meta.arch}.attention.value_length is not the size of a head, {head_dim}", TAKE_ANOTHER)
-    kv_heads = meta.only("attention.head_count_kv", num_layers)
+    usual = common["hidden_size"] // heads
+    head_dim = meta.size("attention.key_length", usual if may_rotate_part else meta.size("rope.dimension_count", usual))
+    for name in ("attention.value_length", *(() if may_rotate_part else ("rope.dimension_count",))):
+        if meta.size(name, head_dim) != head_dim:
+            raise meta.error(f"{meta.arch}.{name} is not the size of a head, {head_dim}", TAKE_ANOTHER)
+    kv_heads = meta.only("attention.head_count_kv", num_layers, heads)
     meta.check_heads(heads, kv_heads)
     fields = {
         "num_attention_heads": heads,
@@ -79,13 +95,43 @@ def attention_fields(meta: Metadata, common: Fields, *, rotates: bool = True) ->
     return {**fields, "rope_parameters": rope if part == 1 else {**rope, "partial_rotary_factor": part}}
 
 
+def whole_fields(
+    meta: Metadata, common: Fields, family: str, model_class: str, *, may_rotate_part: bool = False
+) -> dict[str, Any]:
+    """Return the fields of config.json of a model with attention and an MLP in all layers.
+
+    Args:
+        family: transformers' model_type.
+        model_class: transformers' class.
+        may_rotate_part: As for `attention_fields`.
+    """
+    return {
+        "model_type": family,
+        "architectures": [model_class],
+        **attention_fields(meta, common, may_rotate_part=may_rotate_part),
+        "intermediate_size": meta.size("feed_forward_length"),
+    }
+
+
+_MULTIPLIERS = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
+
+
 def multipliers(meta: Metadata) -> dict[str, float]:
     """Return the factors of Granite's definition."""
-    names = {
-        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    }  # fmt: skip
-    return {name: meta.positive(stored, 1.0) for name, stored in names.items()}
+    return {name: meta.positive(stored, 1.0) for name, stored in _MULTIPLIERS.items()}
+
+
+def multiplier_keys(fields: Fields) -> dict[str, Any]:
+    """Return the metadata of the factors of Granite's definition."""
+    return {stored: float(fields[name]) for name, stored in _MULTIPLIERS.items()}
+
+
+def kv_heads_by_layer(fields: Fields) -> list[int]:
+    """Return the heads of keys of each layer, of those without attention 0."""
+    return [fields["num_key_value_heads"] * (kind == "full_attention") for kind in fields["layer_types"]]
 
 
 def expansion(meta: Metadata, common: Fields) -> int:
@@ -112,6 +158,15 @@ def attention(
     yield "attn_k.weight", Weight(f"{module}.k_proj.weight", (kv_heads * dim, hidden), key)
     yield "attn_v.weight", Weight(f"{module}.v_proj.weight", (kv_heads * dim, hidden))
     yield "attn_output.weight", Weight(f"{module}.{out}.weight", (hidden, heads * dim))
+
+
+def with_biases(pairs: Iterable[tuple[str, Weight]], names: Collection[str] | None = None) -> Plan:
+    """Yield matrices, and the bias of each whose name in the file is among `names`, or of all."""
+    for stored, one in pairs:
+        yield stored, one
+        if names is None or stored.removesuffix(".weight") in names:
+            name = one.name.removesuffix("weight") + "bias"
+            yield stored.removesuffix("weight") + "bias", replace(one, name=name, shape=one.shape[:1])
 
 
 def gated(module: str, hidden: int, width: int, names: tuple[str, str, str] = GATED, end: str = "") -> Plan:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from specinfer.model.gguf.families.plan_parts import (
+    Family,
     Fields,
     Plan,
     attention,
@@ -11,6 +12,7 @@ from specinfer.model.gguf.families.plan_parts import (
     experts,
     gated,
     in_layer,
+    kv_heads_by_layer,
     norms,
 )
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
@@ -61,6 +63,15 @@ def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     }
 
 
+def _keys(fields: Fields) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": kv_heads_by_layer(fields),
+        "shortconv.l_cache": fields["conv_L_cache"],
+        "leading_dense_block_count": fields.get("num_dense_layers"),
+        "expert_gating_func": _SIGMOID if "num_dense_layers" in fields else None,
+    }
+
+
 def plan(fields: Fields, names: Collection[str]) -> Plan:
     """Yield the tensors of a model."""
     hidden, vocab = fields["hidden_size"], fields["vocab_size"]
@@ -83,7 +94,7 @@ def plan(fields: Fields, names: Collection[str]) -> Plan:
 
 
 def _convolution(hidden: int, taps: int) -> Plan:
-    yield "shortconv.conv.weight", Weight("conv.conv.weight", (hidden, 1, taps))
+    yield "shortconv.conv.weight", Weight("conv.conv.weight", (hidden, 1, taps), stored=(hidden, taps))
     yield "shortconv.in_proj.weight", Weight("conv.in_proj.weight", (3 * hidden, hidden))
     yield "shortconv.out_proj.weight", Weight("conv.out_proj.weight", (hidden, hidden))
 
@@ -93,3 +104,9 @@ def _experts(fields: Fields) -> Plan:
     yield "ffn_gate_inp.weight", Weight("feed_forward.gate.weight", (count, hidden))
     yield "exp_probs_b.bias", Weight("feed_forward.expert_bias", (count,))
     yield from experts("feed_forward.experts", hidden, fields["moe_intermediate_size"], count)
+
+
+FAMILIES = {
+    "lfm2": Family(dense_fields, plan, written=("lfm2",), keys=_keys),
+    "lfm2moe": Family(moe_fields, plan, written=("lfm2_moe",), keys=_keys),
+}

@@ -1,0 +1,116 @@
+"""A model's weights as the tensors of a GGUF file: undoes what `GgufSource.read` does."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.core.errors import ModelError
+from specinfer.model.gguf.families.plan_parts import Family, Fields
+from specinfer.model.gguf.weights import Weight, in_pairs
+
+EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<end>weight|bias)")
+_NAMES = ("token_embd_norm.weight",)  # of norms that families have under several names: the one of new files
+
+
+class StoredTensors:
+    """The tensors of a file, by name: their shapes, and their numbers, read one at a time.
+
+    Args:
+        fields: Fields of config.json.
+        weights: The model's weights by name, with `read`, or as tensors.
+    """
+
+    def __init__(self, family: Family, fields: Fields, weights: Mapping[str, Any]) -> None:
+        self._weights, self._is_transposed = weights, family.transposes_experts
+        self._parts: dict[str, list[Weight]] = defaultdict(list)
+        pieces: dict[str, list[str]] = defaultdict(list)
+        for stored, one in family.plan(fields, _NAMES):
+            self._parts[stored].append(one)
+            pieces[one.name].append(stored)
+        self._pieces = {name: found for name, found in pieces.items() if len(found) > 1}
+        self._gated = {
+            match["layer"] for name in pieces if (match := EXPERT.fullmatch(name)) and match["kind"] == "gate"
+        }
+        self.shapes = {stored: parts[0].stored_shape for stored, parts in self._parts.items()}
+
+    def missing(self) -> list[str]:
+        """Return the names of weights that the model does not have."""
+        names = (one.name for parts in self._parts.values() for one in parts)
+        return sorted(name for name in names if name not in self._weights and self._stack_of(name) not in self._weights)
+
+    def others(self) -> list[str]:
+        """Return the names of the model's weights that have no tensor."""
+        names = {one.name for parts in self._parts.values() for one in parts}
+        return sorted(set(self._weights) - names - {self._stack_of(name) for name in names})
+
+    def read(self, stored: str) -> Tensor:
+        """Return a tensor's numbers in float32.
+
+        Raises:
+            ModelError: A weight has another shape than the configuration says.
+        """
+        parts = self._parts[stored]
+        result = torch.empty(self.shapes[stored])
+        for one, target in zip(parts, result if parts[0].expert is not None else [result] * len(parts), strict=True):
+            _store(self._numbers(one, stored), one, target)
+        return result
+
+    def _numbers(self, weight: Weight, stored: str) -> Tensor:
+        name = weight.name
+        found = self._whole(name) if name in self._weights else self._of_stack(name)
+        size = found.numel()
+        if name in self._pieces:
+            pieces = self._pieces[name]
+            rows = [self._parts[one][0].shape[-2] for one in pieces]
+            parts = found.view(*weight.shape[:-2], sum(rows), weight.shape[-1]).split(rows, dim=-2)
+            found = parts[pieces.index(stored)]
+        if found.numel() != torch.Size(weight.shape).numel():
+            raise ModelError(f"model: weight {name} has {size} numbers, which are not those of {list(weight.shape)}")
+        return found.reshape(weight.shape).float()
+
+    def _whole(self, name: str) -> Tensor:
+        found = self._weights[name]
+        tensor: Tensor = found if isinstance(found, Tensor) else found.read()
+        return tensor
+
+    def _stack_of(self, name: str) -> str:
+        """Return the name of the stack that has an expert's weight, or the name itself."""
+        if (match := EXPERT.fullmatch(name)) is None:
+            return name
+        return stack_name(match, has_gates=match["layer"] in self._gated)
+
+    def _of_stack(self, name: str) -> Tensor:
+        match, stack = EXPERT.fullmatch(name), self._stack_of(name)
+        assert match is not None
+        found = self._whole(stack)[int(match["number"])]
+        if self._is_transposed:
+            found = found.mT if match["end"] == "weight" else found
+        if "gate_up" not in stack:
+            return found
+        is_up = match["kind"] == "up"
+        return found[is_up::2] if self._is_transposed else found.chunk(2)[is_up]
+
+
+def stack_name(expert: re.Match[str], *, has_gates: bool) -> str:
+    """Return the name of the weight that an expert's matrix, or its bias, is a part of in definitions."""
+    kind = "gate_up" if has_gates and expert["kind"] != "down" else expert["kind"]
+    return f"{expert['layer']}.{kind}_proj{'_bias' if expert['end'] == 'bias' else ''}"
+
+
+def _store(numbers: Tensor, weight: Weight, target: Tensor) -> None:
+    """Write a weight's numbers to its places in a tensor of the file."""
+    numbers = -numbers.exp() if weight.is_log else numbers + weight.less
+    if weight.inputs:
+        columns = torch.tensor([column for part in weight.inputs for column in part])
+        numbers = torch.empty_like(numbers).index_copy_(1, columns, numbers)
+    if weight.order is None:
+        target.copy_((in_pairs(numbers, weight.heads) if weight.heads else numbers).view(target.shape))
+        return
+    rows = target.view(-1) if target.ndim > 2 else target  # some orders move numbers within a matrix of each head
+    shape = target.shape if target.ndim > 2 else (len(target), 1)
+    places = weight.order(torch.arange(len(rows)).view(shape)).flatten()
+    rows[places] = numbers.reshape(len(places), *rows.shape[1:])
