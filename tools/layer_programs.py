@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
+from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
+from specinfer.kernels.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
 from specinfer.kernels.triton import product as products
 from specinfer.kernels.triton.gate import gate
 from specinfer.kernels.triton.norm import add_norm
+from specinfer.kernels.triton.recurrence import convolve, recur
 from specinfer.kernels.triton.rotary import rotate_and_store
 from specinfer.kernels.triton.weights import widen
 
@@ -28,6 +31,17 @@ _WEIGHTS: dict[str, tuple[int, int, torch.dtype, tuple[str, ...]]] = {
     "IQ4_NL": (4, 32, torch.float16, ("levels",)),
     "NVFP4": (4, 16, torch.float32, ("levels",)),
     "AWQ": (4, 128, torch.float16, ("zeros",)),
+}
+# Heads, heads of keys, sizes of keys and values, what has a decay, whether a value is a change, and a bound of decays.
+_RECURRENCES: dict[str, tuple[int, int, int, int, Decays, bool, float]] = {
+    "Qwen3-Next": (32, 16, 128, 128, "head", True, 0.0),
+    "OLMo": (30, 30, 96, 192, "head", True, 0.0),
+    "Kimi": (32, 32, 128, 128, "key", True, 0.0),
+    "Bailing": (32, 32, 128, 128, "key", True, -5.0),
+    "Mamba-2": (128, 8, 128, 64, "head", False, 0.0),
+    "Falcon-H1": (24, 1, 256, 64, "head", False, 0.0),
+    "Mamba": (1, 1, 16, 5120, "column", False, 0.0),
+    "RG-LRU": (1, 1, 1, 2560, "column", False, 0.0),
 }
 _ROUNDED = ("int8", "int4", "fp8")  # that we round to; the others are of files
 
@@ -56,6 +70,32 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
+
+
+def recurrence_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Convolutions and recurrences in front of and between other parts of layers, of published models."""
+    long = partial(_empty, dtype=torch.int64)
+    for dtype in _DTYPES:
+        for taps, channels in ((4, 8192), (3, 2048)):
+            conv = ConvolutionCall(_empty(channels, 1, taps, dtype=dtype), None, activates=taps == 4)
+            name = f"convolve {str(dtype).removeprefix('torch.')} {taps}"
+            yield name, partial(convolve, _empty(_SLOTS, 1, channels, dtype=dtype), long(64, taps), conv)
+    one = long(64)
+    order = ScanOrder(64, 16, long(9), long(8), long(8), one, one, one, one, one)
+    for name, (heads, key_heads, keys, values, decays, is_delta, least) in _RECURRENCES.items():
+        steps, is_column = heads * (keys if decays == "key" else 1), decays == "column"
+        widths = [key_heads * keys, key_heads * keys, heads * values]
+        sizes = HeadSizes(heads, key_heads, keys, values, sum(widths), 0, widths[0], 2 * widths[0])
+        decay, skip = _empty(*((keys, values) if is_column else (heads,)), dtype=torch.float32), None
+        if not is_delta and not is_column:
+            skip = _empty(heads, dtype=torch.float32)
+        bias = None if is_column else _empty(steps, dtype=torch.float32)
+        call = RecurrenceCall(sizes, bias, decay, skip, (least, 1.0), is_delta=is_delta, decays=decays)
+        mixed, pool = (_empty(*shape, dtype=torch.float32) for shape in ((64, sum(widths)), (64, heads, keys, values)))
+        stored = _empty(_SLOTS, 1, steps + heads * is_delta, dtype=torch.bfloat16)
+        if is_column:
+            stored = _empty(64, 1, values, dtype=torch.float32)
+        yield f"recur {name}", partial(recur, mixed, call, order, stored, pool)
 
 
 def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], object]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from layer_programs import layer_cases
+from layer_programs import layer_cases, recurrence_cases
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
@@ -247,7 +247,8 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, choices=DEVICES, help="compute capability")
     parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
     options = parser.parse_args()
-    cases = [*attention_cases(options.arch), *step_cases(), *draft_cases(), *layer_cases(options.arch)]
+    cases = [*attention_cases(options.arch), *step_cases(), *draft_cases()]
+    cases += [*layer_cases(options.arch), *recurrence_cases()]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
     if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
         sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")

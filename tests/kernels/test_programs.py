@@ -19,6 +19,7 @@ OF_LAYERS = [
     "product bfloat16 fp8, 32",
     "product bfloat16 Q4_K, 1 ",
 ]
+WITHOUT_ATTENTION = ["convolve bfloat16 4", "recur"]
 OF_LOGITS = ["truncation 128256", "truncation 262144", "adjustment"]
 OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "frontier 4", "guesses 64", "tree 64", "ancestors 64", "kept"]
 
@@ -33,7 +34,7 @@ def compiled(folder: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return compiled(tmp_path_factory.mktemp("compiled"), *SOME, *OF_LOGITS, *OF_DRAFTS, *OF_LAYERS)
+    return compiled(tmp_path_factory.mktemp("compiled"), *SOME, *OF_LOGITS, *OF_DRAFTS, *OF_LAYERS, *WITHOUT_ATTENTION)
 
 
 def kernels_of(report: str, names: list[str]) -> set[str]:
@@ -64,8 +65,12 @@ def test_kernels_of_layers_compile(report: str) -> None:
     assert kernels_of(report, OF_LAYERS) == {*between, *products, "add_parts_program"}
 
 
+def test_kernels_of_layers_without_attention_compile(report: str) -> None:
+    assert kernels_of(report, WITHOUT_ATTENTION) == {"convolve_program", "recur_program"}
+
+
 def test_numbers_of_usual_kernels_fit_into_registers(report: str) -> None:
-    names = ("attend 128", *OF_LAYERS, *OF_LOGITS, *OF_DRAFTS)
+    names = ("attend 128", *OF_LAYERS, *OF_LOGITS, *OF_DRAFTS, *WITHOUT_ATTENTION)
     usual = [line for line in report.splitlines() if line.startswith(names) and "_program" in line]
     assert len(usual) > 15
     assert all(" 0 bytes of stack" in line for line in usual), "numbers do not all fit into registers:\n" + report

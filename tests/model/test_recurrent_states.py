@@ -91,13 +91,14 @@ def test_tokens_are_scanned_once_and_prefixes_continue_at_a_kept_state(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scanned: dict[Scan, int] = {}  # by pass
-    new = Scan.new.func
+    arrays = Scan._arrays
 
-    def counted(self: Scan) -> torch.Tensor:
-        scanned[self] = len(self.slots)
-        return new(self)
+    def counted(self: Scan) -> Any:
+        found = arrays(self)
+        scanned[self] = len(found[0])
+        return found
 
-    monkeypatch.setattr(Scan, "new", property(counted))
+    monkeypatch.setattr(Scan, "_arrays", counted)
     target, (prompt,) = _target(runner_of, 16), random_prompts([60])
     run(make_engine(target, max_num_batched_tokens=16), [make_request("a", prompt, GREEDY)])
     assert sum(scanned.values()) == 60 + 12 - 1
@@ -136,6 +137,22 @@ def test_the_least_recently_used_state_makes_way() -> None:
     assert keep(5, 6, 7)[2] == -1  # a pass takes no row twice
     states.begin([np.asarray([5])])  # another token is computed for the slot
     assert [states.find(np.asarray([slot]))[0] for slot in (5, 6)] == [0, 1]
+
+
+def test_a_row_that_a_request_reads_is_written_for_no_other_one() -> None:
+    states = RecurrentStates({0: (2,)}, 2, 10, CPU)
+
+    def of_pass(*prefixes_and_slots: tuple[int, int]) -> list[tuple[int, int]]:
+        states.begin([np.asarray([slot]) for _, slot in prefixes_and_slots])
+        read = [states.find(np.asarray([prefix]))[1] for prefix, _ in prefixes_and_slots]
+        claimed = [states.claim(slot, row) for (_, slot), row in zip(prefixes_and_slots, read, strict=True)]
+        states.wrote(0)
+        return list(zip(read, claimed, strict=True))
+
+    ((_, first), (_, second)) = of_pass((8, 0), (9, 1))
+    assert of_pass((0, 2), (1, 3)) == [(first, first), (second, second)]
+    # Both read one row: the first takes the other, and there is none for the second.
+    assert of_pass((2, 4), (2, 5)) == [(first, second), (first, -1)]
 
 
 def test_states_are_part_of_the_memory_plan(runner_of: Runners, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,11 @@
 """Operations of decoder layers on GPUs: Triton kernels for tensors on a GPU, plain PyTorch for others.
 
-Each is documented at its plain version in `plain_layer`.
+Each is documented at its plain version in `plain_layer` or `plain_recurrence`.
 """
 
 from torch import Tensor
 
-from specinfer.kernels import plain_layer
+from specinfer.kernels import plain_layer, plain_recurrence
 from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.kernels.triton import by_device, runs_on
 
@@ -20,6 +20,8 @@ def _runs_on(tensor: Tensor) -> bool:
 add_norm = by_device(_runs_on, plain_layer.add_norm, "norm")
 rotate_and_store = by_device(_runs_on, plain_layer.rotate_and_store, "rotary")
 gate = by_device(_runs_on, plain_layer.gate, "gate")
+convolve = by_device(_runs_on, plain_recurrence.convolve, "recurrence")
+recur = by_device(_runs_on, plain_recurrence.recur, "recurrence")
 
 
 def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from specinfer.kernels.panels import TYPES
 
 # What has a decay of its own: a head's state, each of its rows (keys), or each number in it.
 Decays = Literal["head", "key", "column"]
-_DECAYS: dict[Decays, int] = {"head": 0, "key": 1, "column": 2}
+DECAYS: dict[Decays, int] = {"head": 0, "key": 1, "column": 2}
 _Integers = npt.NDArray[np.int64]
 
 
@@ -108,15 +108,18 @@ class ConvolutionCall:
         weight: [channels, 1, taps] filters.
         bias: [channels], or None.
         activates: Whether SiLU follows.
+
+    Attributes:
+        weight: [taps, channels] float32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, activates: bool) -> None:
-        self._weight, self._activates = weight.detach().squeeze(1).float().T.contiguous(), activates
-        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.weight, self.activates = weight.detach().squeeze(1).float().T.contiguous(), activates
+        self.bias = None if bias is None else bias.detach().float().contiguous()
 
     @property
     def num_taps(self) -> int:
-        return len(self._weight)
+        return len(self.weight)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -128,13 +131,13 @@ class ConvolutionCall:
             inputs: [slots, 1, channels] of float32, bfloat16 or float16.
             paths: [tokens, taps] slots of the last tokens on each token's path, itself last; -1 before the first.
         """
-        taps, channels = self._weight.shape
+        taps, channels = self.weight.shape
         assert (inputs.shape[1:], paths.shape[1]) == ((1, channels), taps)
         assert inputs.is_contiguous()
         assert paths.is_contiguous()
-        bias = None if self._bias is None else self._bias.data_ptr()
-        addresses = (inputs.data_ptr(), self._weight.data_ptr(), bias)
-        layer = _Convolution(*addresses, channels, taps, TYPES[inputs.dtype], self._activates)
+        bias = None if self.bias is None else self.bias.data_ptr()
+        addresses = (inputs.data_ptr(), self.weight.data_ptr(), bias)
+        layer = _Convolution(*addresses, channels, taps, TYPES[inputs.dtype], self.activates)
         result = torch.empty(len(paths), channels)
         call("specinfer_convolve", ctypes.addressof(layer), paths.data_ptr(), result.data_ptr(), len(paths))
         return result
@@ -184,9 +187,8 @@ class RecurrenceCall:
         is_delta: bool = False,
         decays: Decays = "head",
     ) -> None:
-        self._sizes, self._limits, self._is_delta, self._decays = sizes, limits, is_delta, decays
-        vectors = (bias, decay, skip)
-        self._vectors = [None if one is None else one.detach().float().contiguous() for one in vectors]
+        self.sizes, self.limits, self.is_delta, self.decays = sizes, limits, is_delta, decays
+        self.bias, self.decay, self.skip = _numbers(bias), decay.detach().float().contiguous(), _numbers(skip)
         self._num_steps = sizes.num_heads * (sizes.key_dim if decays == "key" else 1)
         if decays == "column":
             assert not is_delta
@@ -207,22 +209,26 @@ class RecurrenceCall:
                 betas of all heads come before them. Of "column" decays [tokens, 1, value_dim] float32 steps.
             pool: [rows, heads, key_dim, value_dim] float32 kept states, or None for none.
         """
-        sizes, heads = self._sizes, self._sizes.num_heads
+        sizes, heads = self.sizes, self.sizes.num_heads
         assert mixed.is_contiguous()
         assert stored.is_contiguous()
         assert mixed.shape == (scan.num_tokens, sizes.num_channels)
         assert pool is None or (pool.shape[1:] == (heads, sizes.key_dim, sizes.value_dim) and pool.is_contiguous())
-        if self._decays == "column":
+        if self.decays == "column":
             assert (stored.shape, stored.dtype) == ((scan.num_tokens, 1, sizes.value_dim), torch.float32)
             rates = stored
         else:
-            assert stored.shape[1:] == (1, self._num_steps + heads * self._is_delta)
+            assert stored.shape[1:] == (1, self._num_steps + heads * self.is_delta)
             rates = torch.empty(scan.num_tokens, heads + self._num_steps)
-        tensors = (stored, pool, *self._vectors)
+        tensors = (stored, pool, self.bias, self.decay, self.skip)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        kind = (TYPES[stored.dtype], self._is_delta, _DECAYS[self._decays])
-        layer = _Recurrence(*addresses, *astuple(sizes), *self._limits, *kind)
+        kind = (TYPES[stored.dtype], self.is_delta, DECAYS[self.decays])
+        layer = _Recurrence(*addresses, *astuple(sizes), *self.limits, *kind)
         result = torch.empty(scan.num_results, heads, sizes.value_dim)
         places = (mixed.data_ptr(), rates.data_ptr(), result.data_ptr())
         call("specinfer_recur", ctypes.addressof(layer), scan.address, *places)
         return result
+
+
+def _numbers(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.detach().float().contiguous()

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur, recur_natively
-from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
@@ -73,10 +72,7 @@ class GatedDelta(nn.Module):
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         inputs, gate, rates = self._project(hidden_states[0])
         store_inputs(forward_batch, self.layer_idx, inputs, rates)
-        if forward_batch.uses_native:
-            out = recur_natively(forward_batch, self.layer_idx, *self._native)
-        else:
-            out = self._recur(forward_batch)[forward_batch.scan.new]
+        out = recur(forward_batch, self.layer_idx, *self._calls)
         out = out.to(inputs.dtype)
         norm, project = (self.o_norm, self.o_proj) if hasattr(self, "o_proj") else (self.norm, self.out_proj)
         normed = norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
@@ -104,42 +100,10 @@ class GatedDelta(nn.Module):
         return inputs, gate.flatten(1), torch.cat([beta.flatten(1), decay.flatten(1)], dim=-1)
 
     @cached_property
-    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         heads, keys = (self.num_v_heads, self.num_k_heads), self.num_k_heads * self.head_k_dim
         width = 2 * keys + self.num_v_heads * self.head_v_dim
         sizes = HeadSizes(*heads, self.head_k_dim, self.head_v_dim, width, query=0, key=keys, value=2 * keys)
         convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
         decay, limits = -self.A_log.float().exp(), (0.0, self.max_beta)
         return convolution, RecurrenceCall(sizes, self.dt_bias, decay, limits=limits, is_delta=True)
-
-    def _recur(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, value heads, value_dim] float32 results of the recurrence for all tokens of the scan."""
-        scan, store, layer = batch.scan, batch.store, self.layer_idx
-        stored = store.keys[layer]
-        mixed = functional.silu(convolve(self.conv1d, stored, scan.paths(self.conv1d.kernel_size[0])).to(stored.dtype))
-        widths = [self.num_k_heads * self.head_k_dim] * 2 + [self.num_v_heads * self.head_v_dim]
-        query, key, value = (one.unflatten(1, (heads, -1)).float() for one, heads in zip(
-            mixed.split(widths, dim=-1), (self.num_k_heads, self.num_k_heads, self.num_v_heads), strict=True
-        ))  # fmt: skip
-        repeats = self.num_v_heads // self.num_k_heads
-        query, key = (unit(one).repeat_interleave(repeats, dim=1) for one in (query, key))
-        query = query * self.head_k_dim**-0.5
-        beta, decay = store.values[layer][scan.slots, 0].chunk(2, dim=-1)
-        beta = beta.sigmoid().float() * self.max_beta
-        kept = (-self.A_log.float().exp() * functional.softplus(decay.float() + self.dt_bias)).exp()
-
-        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            states = states * kept[of][..., None, None]
-            found = torch.einsum("nhkv,nhk->nhv", states, key[of])
-            change = (value[of] - found) * beta[of].unsqueeze(-1)
-            states = states + key[of].unsqueeze(-1) * change.unsqueeze(-2)
-            return states, torch.einsum("nhkv,nhk->nhv", states, query[of])
-
-        result = torch.empty_like(value)
-        recur(batch, layer, self.state_shape, step, result)
-        return result
-
-
-def unit(vectors: Tensor) -> Tensor:
-    """Return vectors of length 1, where they are not almost 0."""
-    return vectors * torch.rsqrt(vectors.pow(2).sum(dim=-1, keepdim=True) + 1e-6)

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.gated_delta import unit
-from specinfer.model.recurrent.recurrence import recur, recur_natively
-from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
@@ -73,50 +71,17 @@ class KimiDelta(nn.Module):
         else:
             gate, decay = self.g_b_proj(self.g_a_proj(hidden)), forget.f_b_proj(forget.f_a_proj(hidden))
         store_inputs(forward_batch, self.layer_idx, inputs, torch.cat([self.b_proj(hidden), decay], dim=-1))
-        if forward_batch.uses_native:
-            out = recur_natively(forward_batch, self.layer_idx, *self._native)
-        else:
-            out = self._recur(forward_batch)[forward_batch.scan.new]
+        out = recur(forward_batch, self.layer_idx, *self._calls)
         out = out.to(inputs.dtype)
         normed = self.o_norm(out.flatten(0, 1), gate.reshape(-1, self.head_dim))
         mixed: Tensor = self.o_proj(normed.view(len(out), -1))
         return mixed.unsqueeze(0)
 
     @cached_property
-    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         heads, dim, gate = self.num_heads, self.head_dim, self._gate
         width = heads * dim
         sizes = HeadSizes(heads, heads, dim, dim, 3 * width, query=0, key=width, value=2 * width)
         decay, limits = -gate.A_log.float().exp().flatten(), (self.least_decay or 0.0, 1.0)
         recurrence = RecurrenceCall(sizes, gate.dt_bias, decay, limits=limits, is_delta=True, decays="key")
         return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True), recurrence
-
-    def _recur(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
-        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
-        mixed = functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype)).float()
-        mixed = mixed.unflatten(1, (3, self.num_heads, self.head_dim))
-        query, key, value = unit(mixed[:, 0]) * self.head_dim**-0.5, unit(mixed[:, 1]), mixed[:, 2]
-        stored = batch.store.values[self.layer_idx][batch.scan.slots, 0]
-        beta = stored[:, : self.num_heads].sigmoid().float()
-        kept = self._log_decay(stored[:, self.num_heads :].unflatten(1, (self.num_heads, -1)).float()).exp()
-
-        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            states = states * kept[of].unsqueeze(-1)
-            found = torch.einsum("nhkv,nhk->nhv", states, key[of])
-            change = (value[of] - found) * beta[of].unsqueeze(-1)
-            states = states + key[of].unsqueeze(-1) * change.unsqueeze(-2)
-            return states, torch.einsum("nhkv,nhk->nhv", states, query[of])
-
-        result = torch.empty_like(value)
-        recur(batch, self.layer_idx, self.state_shape, step, result)
-        return result
-
-    def _log_decay(self, projected: Tensor) -> Tensor:
-        """Return [tokens, heads, channels] the logarithm of what a token keeps of each channel."""
-        gate = self._gate
-        rate: Tensor = gate.A_log.float().exp().view(-1, 1)
-        shifted: Tensor = projected + gate.dt_bias.float().view(self.num_heads, -1)
-        if self.least_decay is not None:
-            return (rate * shifted).sigmoid() * self.least_decay
-        return -rate * functional.softplus(shifted)

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur, recur_natively
+from specinfer.model.recurrent.recurrence import recur
 from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Blocks
 
@@ -54,34 +53,18 @@ class Lightning(nn.Module):
         # transformers has query, key and value of a head together.
         inputs = self.qkv_proj(hidden).unflatten(1, (self.num_heads, 3, -1)).transpose(1, 2).flatten(1)
         store_inputs(batch, self.layer_idx, inputs, inputs.new_zeros(len(inputs), self.num_heads))
-        if batch.uses_native:
-            out = recur_natively(batch, self.layer_idx, *self._native)
-        else:
-            out = self._recur(batch)[batch.scan.new]
+        out = recur(batch, self.layer_idx, *self._calls)
         normed = self.norm(out.flatten(1).to(inputs.dtype))
         mixed: Tensor = self.out_proj(self.output_gate(hidden).sigmoid() * normed)
         return mixed.unsqueeze(0), None
 
     @cached_property
-    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         width = self.num_heads * self.head_dim
         sizes = HeadSizes(
             self.num_heads, self.num_heads, self.head_dim, self.head_dim, 3 * width, query=0, key=width, value=2 * width
         )
-        activation = ConvolutionCall(torch.ones(3 * width, 1, 1), None, activates=True)
-        zeros, decay = torch.zeros(self.num_heads), -self.slope_rate.float().flatten()
+        decay = -self.slope_rate.float().flatten()
+        activation = ConvolutionCall(decay.new_ones(3 * width, 1, 1), None, activates=True)
+        zeros = torch.zeros_like(decay)
         return activation, RecurrenceCall(sizes, zeros, decay, zeros, (1.0, 1.0))
-
-    def _recur(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
-        mixed = functional.silu(batch.store.keys[self.layer_idx][batch.scan.slots, 0]).float()
-        query, key, value = mixed.unflatten(1, (3, self.num_heads, self.head_dim)).unbind(dim=1)
-        kept = (-self.slope_rate.float()).exp()
-
-        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            states = states * kept + key[of].unsqueeze(-1) * value[of].unsqueeze(-2)
-            return states, torch.einsum("nhkv,nhk->nhv", states, query[of])
-
-        result = torch.empty_like(value)
-        recur(batch, self.layer_idx, self.state_shape, step, result)
-        return result

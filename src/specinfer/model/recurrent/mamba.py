@@ -17,8 +17,8 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur, recur_channels_natively
-from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.recurrence import convolve, recur_channels
+from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
@@ -58,7 +58,8 @@ class Mamba(nn.Module):
         batch, layer = forward_batch, self.layer_idx
         inputs, gate = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
         store_inputs(batch, layer, inputs, inputs.new_empty(len(inputs), self.rank + 2 * self.state_size))
-        mixed = self._convolve(batch)
+        convolution, recurrence = self._calls
+        mixed = convolve(batch, batch.store.keys[layer], batch.scan.paths(convolution.num_taps), convolution)
         widths = [self.rank, self.state_size, self.state_size]
         parts = self.x_proj(mixed[batch.scan.new].to(inputs.dtype)).split(widths, dim=-1)
         if hasattr(self, "dt_layernorm"):  # Mamba's first models have no norms
@@ -67,42 +68,21 @@ class Mamba(nn.Module):
         projected = torch.cat(parts, dim=-1)
         stored = batch.store.values[layer]
         stored[batch.slots, 0] = projected.to(stored.dtype)
-        out = self._recur(batch, mixed.float()) * functional.silu(gate.float())
+        out = self._recur(batch, recurrence, mixed) * functional.silu(gate.float())
         result: Tensor = self.out_proj(out.to(inputs.dtype))
         return result.unsqueeze(0)
 
     @cached_property
-    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         states, width = self.state_size, self.width
         sizes = HeadSizes(1, 1, states, width, 2 * states + width, query=states, key=0, value=2 * states)
         recurrence = RecurrenceCall(sizes, None, -self.A_log.float().exp().T, decays="column")
         return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True), recurrence
 
-    def _convolve(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, width] results of the convolution for all tokens of the scan."""
-        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv1d.kernel_size[0])
-        if batch.uses_native:
-            return self._native[0](stored, paths)
-        return functional.silu(convolve(self.conv1d, stored, paths).to(stored.dtype))
-
-    def _recur(self, batch: ForwardBatch, x: Tensor) -> Tensor:
+    def _recur(self, batch: ForwardBatch, call: RecurrenceCall, x: Tensor) -> Tensor:
         """Return the [tokens, width] float32 results of the recurrence; x: [scanned, width] its inputs."""
-        stored = batch.store.values[self.layer_idx][batch.scan.slots, 0]
+        stored = batch.store.values[self.layer_idx][batch.scan.paths(1)[:, 0], 0]
         low, ends = stored.split([self.rank, 2 * self.state_size], dim=-1)
         steps: Tensor = functional.softplus(self.dt_proj(low).float())
-        added = steps * x
         rest: Tensor = self.D.float() * x[batch.scan.new]
-        if batch.uses_native:
-            mixed = torch.cat([ends.float(), added], dim=-1)
-            return rest + recur_channels_natively(batch, self.layer_idx, self._native[1], mixed, steps)
-        key, query = ends.float().chunk(2, dim=-1)
-        decay = -self.A_log.float().exp().T
-
-        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            kept = (decay * steps[of].unsqueeze(1)).exp()
-            states = states * kept + key[of].unsqueeze(-1) * added[of].unsqueeze(-2)
-            return states, torch.einsum("nsw,ns->nw", states, query[of])
-
-        result = torch.empty_like(x)
-        recur(batch, self.layer_idx, self.state_shape, step, result)
-        return rest + result[batch.scan.new]
+        return rest + recur_channels(batch, self.layer_idx, call, torch.cat([ends.float(), steps * x], dim=-1), steps)

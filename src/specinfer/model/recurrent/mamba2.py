@@ -8,7 +8,6 @@ Source: Transformers are SSMs (Dao and Gu, arXiv 2405.21060).
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,8 +15,8 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur, recur_natively
-from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.recurrence import recur
+from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
@@ -74,17 +73,14 @@ class Mamba2(nn.Module):
         projected = projected if self.factors is None else projected * self.factors.to(projected.dtype)
         gate, inputs, steps = projected.split([width, width + 2 * groups, self.num_heads], dim=-1)
         store_inputs(forward_batch, self.layer_idx, inputs, steps)
-        if forward_batch.uses_native:
-            out = recur_natively(forward_batch, self.layer_idx, *self._native)
-        else:
-            out = self._recur(forward_batch)[forward_batch.scan.new]
+        out = recur(forward_batch, self.layer_idx, *self._calls)
         out = out.flatten(1)
         out = self.norm(out, gate) if self.has_norm else out * functional.silu(gate.float())
         mixed: Tensor = self.out_proj(out.to(inputs.dtype))
         return mixed.unsqueeze(0)
 
     @cached_property
-    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
         sizes = HeadSizes(
             self.num_heads, self.num_groups, self.state_size, self.head_dim, width + 2 * groups,
@@ -93,27 +89,3 @@ class Mamba2(nn.Module):
         convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
         decay = -self.A_log.float().exp()
         return convolution, RecurrenceCall(sizes, self.dt_bias, decay, self.D, self.step_limits)
-
-    def _recur(self, batch: ForwardBatch) -> Tensor:
-        """Return [scanned, heads, head_dim] float32 results of the recurrence for all tokens of the scan."""
-        scan, store, layer = batch.scan, batch.store, self.layer_idx
-        stored = store.keys[layer]
-        mixed = functional.silu(convolve(self.conv1d, stored, scan.paths(self.conv1d.kernel_size[0])).to(stored.dtype))
-        width, groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
-        x, key, query = mixed.float().split([width, groups, groups], dim=-1)
-        x = x.unflatten(1, (self.num_heads, -1))
-        repeats = self.num_heads // self.num_groups
-        key, query = (one.unflatten(1, (self.num_groups, -1)).repeat_interleave(repeats, dim=1) for one in (key, query))
-        steps = store.values[layer][scan.slots, 0]
-        steps = functional.softplus(steps + self.dt_bias.to(steps.dtype)).clamp(*self.step_limits).float()
-        kept = (-self.A_log.float().exp() * steps).exp()
-        added = x * steps.unsqueeze(-1)
-
-        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            states = states * kept[of][..., None, None] + key[of].unsqueeze(-1) * added[of].unsqueeze(-2)
-            return states, torch.einsum("nhsp,nhs->nhp", states, query[of])
-
-        result = torch.empty_like(x)
-        recur(batch, layer, self.state_shape, step, result)
-        result += self.D.float().unsqueeze(-1) * x
-        return result

@@ -15,8 +15,8 @@ from torch.nn import functional
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur, recur_channels_natively
-from specinfer.model.recurrent.short_conv import convolve, store_inputs
+from specinfer.model.recurrent.recurrence import convolve, recur_channels
+from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Blocks
 
 _DECAY = -8.0  # of a gate that is fully open, for each unit of the parameter
@@ -61,16 +61,17 @@ class RgLru(nn.Module):
         return mixed.unsqueeze(0), None
 
     @cached_property
-    def _native(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         # Keys and queries are 1, and steps the logarithms of what is kept.
         sizes = HeadSizes(1, 1, 1, self.width, 1 + self.width, query=0, key=0, value=1)
-        recurrence = RecurrenceCall(sizes, None, torch.ones(1, self.width), decays="column")
+        decay = torch.ones(1, self.width, device=self.conv_1d.weight.device)
+        recurrence = RecurrenceCall(sizes, None, decay, decays="column")
         return ConvolutionCall(self.conv_1d.weight, self.conv_1d.bias, activates=False), recurrence
 
     def _recur(self, batch: ForwardBatch) -> Tensor:
         """Return [tokens, width] results of the recurrence."""
-        stored, paths = batch.store.keys[self.layer_idx], batch.scan.paths(self.conv_1d.kernel_size[0])
-        mixed = self._native[0](stored, paths) if batch.uses_native else convolve(self.conv_1d, stored, paths)
+        (convolution, recurrence), stored = self._calls, batch.store.keys[self.layer_idx]
+        mixed = convolve(batch, stored, batch.scan.paths(convolution.num_taps), convolution)
         x, unit = mixed.to(stored.dtype), self.rg_lru
         taken, kept = (
             self._gate(x, weight, bias)
@@ -83,20 +84,8 @@ class RgLru(nn.Module):
         is_first = batch.scan.paths(2)[:, :1] < 0  # of its request; the others are scaled by what they leave
         scale = (1 - (2 * decay).exp()).sqrt().masked_fill(is_first, 1.0)
         added = (x * taken * scale.to(x.dtype)).float()
-        if batch.uses_native:
-            ones = torch.ones(len(added), 1)
-            return recur_channels_natively(
-                batch, self.layer_idx, self._native[1], torch.cat([ones, added], dim=-1), decay.float()
-            )
-        kept = decay.exp().float()
-
-        def step(of: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-            states = states * kept[of] + added[of]
-            return states, states
-
-        result = torch.empty_like(added)
-        recur(batch, self.layer_idx, self.state_shape, step, result)
-        return result[batch.scan.new]
+        mixed = torch.cat([added.new_ones(len(added), 1), added], dim=-1)
+        return recur_channels(batch, self.layer_idx, recurrence, mixed, decay.float())
 
     def _gate(self, x: Tensor, weight: Any, bias: Any) -> Tensor:
         """Return [tokens, width] a gate, each block of channels from itself."""

@@ -1,13 +1,14 @@
-"""The order in which recurrent layers compute the tokens of a pass: level by level, each from its parent's state."""
+"""The order in which recurrent layers compute the tokens of a pass, each from its parent's state."""
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.recurrence import NativeScan
 from specinfer.model.recurrent.states import NO_ROW, Ints, RecurrentStates
 
@@ -27,22 +28,6 @@ class Part(Protocol):
     def num_known(self) -> int: ...
 
 
-class Level(NamedTuple):
-    """Tokens that are computed at once.
-
-    Attributes:
-        tokens: [n] index into the tokens of the scan.
-        sources: [n] index into the tokens of the level before; at the first level, rows of kept states, or -1.
-        kept: [k] index into `tokens` of those whose states are kept.
-        rows: [k] rows of their states.
-    """
-
-    tokens: Tensor
-    sources: Tensor
-    kept: Tensor
-    rows: Tensor
-
-
 class Scan:
     """The tokens of a pass, after those of each prefix that follow its kept state and are computed once more."""
 
@@ -56,73 +41,56 @@ class Scan:
             self._starts.append(start)
             self._rows.append(row)
         self._kept = [
-            states.claim(int(piece.slots[piece.num_known - 1])) if piece.num_known else NO_ROW for piece in pieces
+            states.claim(int(piece.slots[piece.num_known - 1]), row) if piece.num_known else NO_ROW
+            for piece, row in zip(pieces, self._rows, strict=True)
         ]
         self._parents = [parents_of(piece) for piece in pieces]
 
     @cached_property
     def native(self) -> NativeScan:
         """The scan in the form that native kernels read."""
-        slots = self.slots.numpy()
+        return NativeScan(*self._arrays())
+
+    @cached_property
+    def order(self) -> ScanOrder:
+        """The scan in the form that other kernels read."""
+        return ScanOrder.of(*self._arrays(), self._device)
+
+    def _arrays(self) -> tuple[Ints, list[Ints], list[int], Ints, Ints, int]:
+        """Return slots, parents, first rows, rows, rows of the results and their number, as `NativeScan` has them."""
+        slots, new = self._path_slots(1)[:, 0], self._new
         rows = np.full(len(slots), NO_ROW, dtype=np.int64)
         results = np.full(len(slots), NO_ROW, dtype=np.int64)
-        new = self.new.numpy()
         results[new] = np.arange(len(new))
         ends = np.cumsum([len(piece.slots) for piece in self._pieces])
         for piece, kept, end in zip(self._pieces, self._kept, ends.tolist(), strict=True):
             if kept != NO_ROW:
                 rows[new[end - len(piece.slots) + piece.num_known - 1]] = kept
         parents = [np.maximum(one[start:] - start, -1) for one, start in zip(self._parents, self._starts, strict=True)]
-        return NativeScan(slots, parents, self._rows, rows, results, len(new))
-
-    def _tensor(self, values: Sequence[int] | Ints) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """[scanned] slots of all tokens of the scan."""
-        return self.paths(1)[:, 0]
+        return slots, parents, self._rows, rows, results, len(new)
 
     def paths(self, count: int) -> Tensor:
         """Return [scanned, count] slots of the last tokens on each token's path, itself last; -1 before the first."""
         if count not in self._paths:
-            parts = zip(self._pieces, self._parents, self._starts, strict=True)
-            paths = [path_slots(piece, parents, start, count) for piece, parents, start in parts]
-            self._paths[count] = self._tensor(np.concatenate(paths))
+            self._paths[count] = torch.from_numpy(self._path_slots(count)).to(self._device)
         return self._paths[count]
+
+    def _path_slots(self, count: int) -> Ints:
+        parts = zip(self._pieces, self._parents, self._starts, strict=True)
+        return np.concatenate([path_slots(piece, parents, start, count) for piece, parents, start in parts])
 
     @cached_property
     def new(self) -> Tensor:
         """[tokens] index of the packed tokens of the pass in those of the scan."""
+        return torch.from_numpy(self._new).to(self._device)
+
+    @cached_property
+    def _new(self) -> Ints:
         found, end = [], 0
         for piece, parents, start in zip(self._pieces, self._parents, self._starts, strict=True):
             end += len(parents) - start
             found.append(np.arange(end - len(piece.slots), end))
-        return self._tensor(np.concatenate(found))
-
-    @cached_property
-    def levels(self) -> list[Level]:
-        found: list[tuple[list[int], list[int], list[int], list[int]]] = []
-        first = 0  # of the piece, in the scan
-        for piece, parents, start, row, kept in zip(
-            self._pieces, self._parents, self._starts, self._rows, self._kept, strict=True
-        ):
-            places: list[tuple[int, int]] = []  # level of each token, and its index there
-            last_known = len(parents) - len(piece.slots) + piece.num_known - 1
-            for i, parent in enumerate(parents[start:].tolist()):
-                level, source = (0, row) if parent < start else places[parent - start]
-                level += parent >= start
-                if level == len(found):
-                    found.append(([], [], [], []))
-                tokens, sources, kept_ones, rows = found[level]
-                places.append((level, len(tokens)))
-                if kept != NO_ROW and start + i == last_known:
-                    kept_ones.append(len(tokens))
-                    rows.append(kept)
-                tokens.append(first + i)
-                sources.append(source)
-            first += len(parents) - start
-        return [Level(*(self._tensor(values) for values in level)) for level in found]
+        return np.concatenate(found)
 
 
 def parents_of(piece: Part) -> Ints:

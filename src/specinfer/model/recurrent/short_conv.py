@@ -7,11 +7,11 @@ a node never sees another branch, and accepted paths, cached prefixes and preemp
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from specinfer.kernels.recurrence import ConvolutionCall
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.recurrence import convolve
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
@@ -23,22 +23,6 @@ def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor |
     """
     more = inputs[:, :0] if more is None else more
     batch.store.store(layer, batch.slots, inputs.unsqueeze(1), more.unsqueeze(1))
-
-
-def convolve(conv: nn.Conv1d, stored: Tensor, paths: Tensor) -> Tensor:
-    """Return the [tokens, channels] float32 results of a convolution with one filter for each channel.
-
-    Args:
-        stored: [slots, 1, channels] inputs by slot.
-        paths: [tokens, kernel_size] slots of the last tokens on each token's path, itself last; -1 before the first.
-    """
-    weight = conv.weight.squeeze(1).float()
-    result = torch.zeros(len(paths), len(weight), device=paths.device) if conv.bias is None else conv.bias.float()
-    for i, slots in enumerate(paths.unbind(dim=1)):
-        inputs = stored[slots.clamp(min=0), 0].float()
-        # Not multiplied by 0: what a slot had before may be NaN.
-        result = result + inputs.masked_fill((slots < 0).unsqueeze(-1), 0.0) * weight[:, i]
-    return result
 
 
 class ShortConv(nn.Module):
@@ -60,10 +44,10 @@ class ShortConv(nn.Module):
         inputs = before * x
         store_inputs(forward_batch, self.layer_idx, inputs)
         paths, stored = forward_batch.paths(self.conv.kernel_size[0]), forward_batch.store.keys[self.layer_idx]
-        mixed = self._native(stored, paths) if forward_batch.uses_native else convolve(self.conv, stored, paths)
+        mixed = convolve(forward_batch, stored, paths, self._call)
         out: Tensor = self.out_proj(after * mixed.to(inputs.dtype))
         return out.unsqueeze(0)
 
     @cached_property
-    def _native(self) -> ConvolutionCall:
+    def _call(self) -> ConvolutionCall:
         return ConvolutionCall(self.conv.weight, self.conv.bias, activates=False)

@@ -6,6 +6,7 @@ pass is kept under the token's slot. Whoever has this slot in its prefix continu
 was accepted since, one that was preempted, a fork, and another one with the same prefix.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -41,6 +42,7 @@ class RecurrentStates:
         self._last_used = np.zeros(num_rows, dtype=np.int64)
         self._clock = 0
         self._pending: dict[int, int] = {}  # slots by the rows that the pass writes
+        self._readers: Counter[int] = Counter()  # requests of the pass that read a row
         self._unwritten: set[int] = set()  # layers that have not written them yet
 
     def clear(self) -> None:
@@ -52,6 +54,7 @@ class RecurrentStates:
     def begin(self, new_slots: Sequence[Ints]) -> None:
         """Begin a pass that writes these slots; states of their former tokens, and of a failed pass, are dropped."""
         self._pending.clear()
+        self._readers.clear()
         if not len(self._row_of):
             return
         self._clock += 1
@@ -69,16 +72,21 @@ class RecurrentStates:
         if not len(known):
             return 0, NO_ROW
         row = int(rows[known[-1]])
+        self._readers[row] += 1
         self._last_used[row] = self._clock
         return int(known[-1]) + 1, row
 
-    def claim(self, slot: int) -> int:
-        """Return the row for the state after the token in a slot, or -1 if the pass has taken all.
+    def claim(self, slot: int, own: int = NO_ROW) -> int:
+        """Return the row for the state after the token in a slot, or -1 if the pass needs all.
 
-        A row that the same pass reads may be taken: layers read all states before they write any.
+        A row that the pass reads is taken only for the one request that reads it: requests are computed side by side.
+
+        Args:
+            own: The row that the request reads.
         """
         order = np.lexsort((self._last_used, self._slot_of >= 0))  # free rows first
-        row = next((int(one) for one in order if int(one) not in self._pending), NO_ROW)
+        needed = self._pending.keys() | {row for row, count in self._readers.items() if row != own or count > 1}
+        row = next((int(one) for one in order if int(one) not in needed), NO_ROW)
         if row != NO_ROW:
             if (former := self._slot_of[row]) >= 0:
                 self._row_of[former] = NO_ROW
