@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gguf_files import write_model
+from quantized_files import save_quantized
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
@@ -27,7 +28,7 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
 from specinfer.parallel.shard_spec import ShardSpec
-from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run
+from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run, save_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Folders = Callable[..., Path]
@@ -242,13 +243,33 @@ def test_what_does_not_agree_is_not_used(
         assert "fused device layers" in caplog.text
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_codes_of_a_file_stay_packed(is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and values of several types are computed one after the other, and a tied embedding is read from codes."""
+@pytest.fixture
+def keeps_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU were a GPU, with the plain twins of its products."""
     monkeypatch.setattr(LoadConfig, "_has_kernels_for_codes", True)
     monkeypatch.setattr(
         QuantizedLinear, "multiply", lambda self, rows: layer_ops.product(rows.contiguous(), self.stored, self.bias)
     )
+
+
+@pytest.mark.usefixtures("keeps_codes")
+def test_nvfp4_of_a_folder_stays_packed(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    plain = save_quantized(save_model(tmp_path / "source", **sizes), tmp_path / "quantized", "NVFP4")
+    loaded = load_model(tmp_path / "quantized", torch.bfloat16, CPU, native=False)
+    assert loaded.stored_types == "NVFP4"
+    down: Any = loaded.model.get_submodule("model.layers.0.mlp.down_proj")
+    assert (down.codes.shape, down.group) == ((128, 128), 16)
+    exact = load_model(plain, torch.float32, CPU, native=False)
+    assert torch.equal(down.weight, exact.model.get_submodule("model.layers.0.mlp.down_proj").weight.bfloat16())
+    wanted = _logits(exact)
+    assert (_logits(_decoder(loaded)) - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.usefixtures("keeps_codes")
+def test_codes_of_a_file_stay_packed(is_tied: bool, tmp_path: Path) -> None:
+    """Queries and values of several types are computed one after the other, and a tied embedding is read from codes."""
     path = tmp_path / "m.gguf"
     kinds = {"attn_v": "Q6_K", "token_embd": "Q6_K", "ffn_down": "IQ4_XS"}
     write_model(path, kind="Q4_K", kinds=kinds, hidden_size=256, intermediate_size=256, tie_word_embeddings=is_tied)

@@ -56,7 +56,7 @@ def test_greedy_text_is_that_of_the_decoded_model(name: str, source: Path, tmp_p
     assert _texts(tmp_path / "quantized", drafters="suffix", tree="2,1,1") == wanted
 
 
-@pytest.mark.parametrize("name", ["pack-quantized", "GPTQ"])
+@pytest.mark.parametrize("name", ["pack-quantized", "GPTQ", "AWQ"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_decoded_is_not_rounded_again_and_layers_left_whole_stay_whole(
     name: str, dtype: torch.dtype, source: Path, tmp_path: Path
@@ -83,10 +83,10 @@ def test_codes_are_those_of_the_format(name: str, source: Path, tmp_path: Path) 
     plain = load_file(save_quantized(source, tmp_path / "quantized", name) / "model.safetensors")
     with Shards(tmp_path / "quantized", None) as shards:
         kept = {key for key, source in shards.sources.items() if source.has_codes}
-        assert bool(kept) == (name in KEPT)
+        assert bool(kept) == (name in (*KEPT, "NVFP4"))
         for key in kept:
             _, weight = shards.sources[key].codes()
-            assert weight.bits == KEPT[name]
+            assert weight.bits == KEPT.get(name, 4)
             torch.testing.assert_close(dequantize(weight), plain[key], rtol=1e-6, atol=0)
         assert all("_proj" in key for key in kept)
 
@@ -99,6 +99,19 @@ def test_a_scale_of_many_inputs_is_that_of_each_group_of_the_kernels(name: str, 
     assert found is not None
     assert found.keeps(stored, (40, 384))
     torch.testing.assert_close(dequantize(found.quantized(stored)), plain, rtol=1e-6, atol=0)
+
+
+@native
+def test_codes_that_only_gpus_compute_with_are_decoded_with_a_warning(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_quantized(source, tmp_path / "quantized", "NVFP4")
+    loaded = load_model(tmp_path / "quantized", torch.bfloat16, CPU)
+    assert (loaded.stored_types, loaded.compute_path) == (None, "native fused layers")
+    assert "NVFP4 weights" in caplog.text
+    caplog.clear()
+    load_model(tmp_path / "quantized", torch.float32, CPU)
+    assert not caplog.text
 
 
 @native

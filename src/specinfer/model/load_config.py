@@ -13,6 +13,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse
+from specinfer.model.quantized.sources import is_for_gpus
 from specinfer.parallel.shard_spec import ShardSpec
 
 
@@ -69,10 +70,12 @@ class LoadConfig:
             return self.native and self.offload.offload is None and why_not_on(self.device) is None
         return self.has_native_kernels and library() is not None
 
-    def keeps_codes_of(self, name: str) -> bool:
-        """Return whether a weight that is stored as codes is computed with as it is; on GPUs experts are not."""
+    def keeps_codes_of(self, name: str, source: Any) -> bool:
+        """Return whether a weight is computed with as it is stored; on GPUs experts are not."""
         keeps_experts = self.device.type == "cpu" and self.config.model_type in experts.FAMILIES
-        return self.keeps_codes and (".experts." not in name or keeps_experts)
+        if not self.keeps_codes or (".experts." in name and not keeps_experts) or not source.has_codes:
+            return False
+        return not (self.has_native_kernels and is_for_gpus(source))
 
     def fuses(self, definition: Any) -> bool:
         """Return whether `FusedDecoder` can run the definition; of quantized weights it has integers only."""

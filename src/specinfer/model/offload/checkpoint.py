@@ -46,8 +46,8 @@ class Checkpoint:
     Args:
         progress: Callback for the progress of reading.
         dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
-        keeps_codes: Function of a name, whether the weight is computed with as it is stored if that is possible.
-            Experts become a stack together, or none of them does: they are kept if one is.
+        keeps_codes: Function of a name and its source, whether the weight is computed with as it is stored. Experts
+            become a stack together, or none of them does: they are kept if one is.
 
     Raises:
         ModelError: The weights cannot be used.
@@ -58,11 +58,11 @@ class Checkpoint:
         folder: Path,
         progress: ProgressCallback | None = None,
         dtype: torch.dtype | None = None,
-        keeps_codes: Callable[[str], bool] = lambda _: False,
+        keeps_codes: Callable[[str, Any], bool] = lambda *_: False,
     ) -> None:
         self.folder = folder
         self.shards = Shards(folder, dtype)
-        self._coded = {name for name, source in self.shards.sources.items() if keeps_codes(name) and source.has_codes}
+        self._coded = {name for name, source in self.shards.sources.items() if keeps_codes(name, source)}
         self._experts = {_experts_of(name) for name in self._coded} - {None}
         self._outlines: dict[str, tuple[str, QuantizedWeight]] = {}
         self.progress = progress or (lambda *_: None)

@@ -38,6 +38,7 @@ def find_fp4(settings: Fields, weights: Fields) -> Format | None:
         ("weight_packed", "weight_scale", *(("weight_global_scale",) if is_nv else ())), ("input_global_scale",),
         lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), 4,
         lambda tensors: _nibbles(tensors["weight_packed"], lower_first=True), scaling, levels=_FP4,
+        least=16 if is_nv else 32,
     )  # fmt: skip
 
 

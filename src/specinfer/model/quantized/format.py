@@ -47,6 +47,7 @@ class Format:
         codes: Function from the tensors to the codes [out, in].
         levels: [16] numbers that codes of 4 bits stand for, halves of whole ones, or those of FP8; None for themselves.
         scaling: Function from the other tensors to the scales.
+        least: Inputs of the smallest groups that share a scale in codes which kernels compute with.
     """
 
     names: tuple[str, ...]
@@ -56,11 +57,18 @@ class Format:
     codes: Callable[[Tensors], Tensor]
     scaling: Callable[[Tensors], Scaling]
     levels: Tensor | None = None
+    least: int = _GROUP
 
     @property
     def kind(self) -> str:
         """The type of the codes, to be shown."""
-        return f"int{self.bits}" if self.levels is None else "FP8" if self.is_fp8 else "MXFP4"
+        fp4 = "NVFP4" if self.is_for_gpus else "MXFP4"
+        return f"int{self.bits}" if self.levels is None else "FP8" if self.is_fp8 else fp4
+
+    @property
+    def is_for_gpus(self) -> bool:
+        """True if only the kernels of GPUs have groups as small."""
+        return self.least < _GROUP
 
     @property
     def is_fp8(self) -> bool:
@@ -93,7 +101,7 @@ class Format:
         size = _group_size(scaling, shape)
         in_order = torch.arange(shape[1]) // size
         return (
-            (size % (_FP8_GROUP if self.is_fp8 else _GROUP) == 0 or size == shape[1])
+            (size % (_FP8_GROUP if self.is_fp8 else self.least) == 0 or size == shape[1])
             and (scaling.groups is None or torch.equal(scaling.groups.long(), in_order))
             and self._narrowed(scaling) is not None
             and (scaling.zeros is None or int(scaling.zeros.max()) < 256)
@@ -106,7 +114,7 @@ class Format:
         size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, self._narrowed(scaling)
         assert self.bits is not None
         assert scales is not None
-        group = _FP8_GROUP if self.is_fp8 else 64 if bits == 8 and size % 64 == 0 else _GROUP
+        group = _FP8_GROUP if self.is_fp8 else 64 if bits == 8 and size % 64 == 0 else self.least
 
         def of_groups(numbers: Tensor) -> Tensor:
             numbers = _two_dims(numbers)
@@ -120,7 +128,8 @@ class Format:
             return QuantizedWeight(codes, of_groups(scales), 8, inputs, group, levels=LEVELS)
         if self.levels is not None:
             codes = _padded(codes.to(torch.uint8), group)  # the first level is 0
-            return QuantizedWeight(codes, of_groups(scales), 4, inputs, levels=(2 * self.levels).to(torch.int8))
+            levels = (2 * self.levels).to(torch.int8)
+            return QuantizedWeight(codes, of_groups(scales), 4, inputs, group, levels=levels)
         if zeros is None and self.bits < bits:
             codes = codes + (middle - (1 << self.bits - 1))
         codes = _padded(codes.to(torch.uint8), group, middle)
@@ -131,6 +140,8 @@ class Format:
         if self.is_fp8:
             return scaling.scales.float()
         scales = scaling.scales if self.levels is None else scaling.scales / 2  # of whole levels
+        if self.is_for_gpus:
+            return scales.float()
         fitting = [torch.bfloat16] if self.levels is not None else [torch.float16, torch.bfloat16]
         for dtype in fitting[: 2 if scaling.zeros is None else 1]:
             if torch.equal(scales.to(dtype).float(), scales.float()):
