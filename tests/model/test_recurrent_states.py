@@ -155,6 +155,17 @@ def test_a_row_that_a_request_reads_is_written_for_no_other_one() -> None:
     assert of_pass((2, 4), (2, 5)) == [(first, second), (first, -1)]
 
 
+def test_a_single_request_uses_no_more_rows_than_it_keeps_states() -> None:
+    states = RecurrentStates({0: (1,)}, 8, 16, CPU)
+    rows = set()
+    for _ in range(5):  # slot 0 is that of a prefix, slot 1 is overwritten by every pass
+        for slot in (0, 1) if not rows else (1,):
+            states.begin([np.array([slot])])
+            rows.add(states.claim(slot))
+            states.wrote(0)
+    assert len(rows) == 2
+
+
 def test_states_are_part_of_the_memory_plan(runner_of: Runners, caplog: pytest.LogCaptureFixture) -> None:
     loaded = runner_of(FAMILY).loaded
     each = sum(pool.nbytes for pool in kept_states(loaded.model, 1, 8, CPU).pools.values())

@@ -84,7 +84,9 @@ class RecurrentStates:
         Args:
             own: The row that the request reads.
         """
-        order = np.lexsort((self._last_used, self._slot_of >= 0))  # free rows first
+        is_used = self._slot_of >= 0
+        # Free rows first, of these the one that was used last: its memory is at hand.
+        order = np.lexsort((np.where(is_used, self._last_used, -self._last_used), is_used))
         needed = self._pending.keys() | {row for row, count in self._readers.items() if row != own or count > 1}
         row = next((int(one) for one in order if int(one) not in needed), NO_ROW)
         if row != NO_ROW:
