@@ -37,6 +37,7 @@ from specinfer.learning.settings import AdaptationConfig
 from specinfer.learning.traffic import Traffic, batches, last_part, pieces
 from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.learning.versions import RECORD, AdaptationFolder, Versions
+from specinfer.model.definition import load_config
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.model.trainable import load_trainable, save_trainable
@@ -433,6 +434,16 @@ def test_hits_are_those_of_a_plain_pass(model_folder: Folders, quantization: str
         sum(min(p[i, j], q[i, token]) for j, token in enumerate(row)) for i, row in enumerate(example.top_ids.tolist())
     ]
     assert np.allclose(hits_of(loaded, sampled, VOCAB), overlap, atol=1e-4 if exact else 0.1)
+
+
+def test_a_model_without_attention_is_trained(model_folder: Folders, tmp_path: Path) -> None:
+    folder = model_folder("qwen3_5_text", tokenizer=True, layer_types=["linear_attention"] * 3)
+    model = load_trainable(folder, CPU)
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad.any()
+    save_trainable(model, folder, tmp_path / "copy")
+    assert load_config(tmp_path / "copy").use_cache
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "falcon-7b", "mpt", "gpt2", "qwen3_moe", "gemma2", "gpt_neox"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from torch import nn
 
 import reference
 from specinfer.core.config import EngineConfig
+from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token, num_states, plan_capacity
+from specinfer.model.load import load_model
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.recurrent.scan import Scan, parents_of
@@ -164,6 +167,23 @@ def test_a_single_request_uses_no_more_rows_than_it_keeps_states() -> None:
             rows.add(states.claim(slot))
             states.wrote(0)
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("nemotron_h", "n_groups", 3),
+        ("nemotron_h", "mamba_num_heads", 3),
+        ("bamba", "mamba_n_groups", 3),
+        ("qwen3_5_text", "linear_num_key_heads", 3),
+    ],
+)
+def test_heads_that_do_not_fit_their_keys_are_refused(
+    family: str, field: str, value: int, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder(family, **{field: value})
+    with pytest.raises(ModelError, match=rf"heads of keys cannot serve .* correct .*\b{field}\b.* in config.json"):
+        load_model(folder, torch.float32, CPU)
 
 
 def test_states_are_part_of_the_memory_plan(runner_of: Runners, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ def load_trainable(folder: Path, device: torch.device) -> Any:
         raise ModelError(f"model: {origin_of(folder)} cannot be loaded for training: {first_line(error)}") from error
     # The folder's own file is copied instead; an error that transformers sees in it must not prevent saving.
     model.generation_config = type(model.generation_config)()
+    _use_cache(model, False)  # which transformers cannot make for models without attention
     return model.eval().requires_grad_(True).to(device)
 
 
@@ -39,10 +40,16 @@ def save_trainable(model: Any, origin: Path, folder: Path) -> None:
     Raises:
         OSError, SafetensorError: The folder cannot be written.
     """
+    _use_cache(model, True)  # in the folder
     with quietly():
         model.save_pretrained(folder)
+    _use_cache(model, False)
     (folder / "generation_config.json").unlink()
     copy_beside(origin, folder)
+
+
+def _use_cache(model: Any, uses: bool) -> None:
+    model.config.get_text_config().use_cache = uses
 
 
 def copy_beside(origin: Path, folder: Path) -> None:

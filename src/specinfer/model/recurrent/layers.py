@@ -63,6 +63,13 @@ LOOP_REPLACED = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba"})
 _BOTH = "hybrid"  # attention and a recurrence side by side: what they store is numbered one after the other
 LAYER_TYPES = frozenset({"conv", "linear_attention", _BOTH})  # names in `layer_types` of what is replaced
 
+# Names in config.json, of which a family has one each: heads, heads of keys, and the size of a head.
+_HEAD_FIELDS = (
+    ("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "num_heads"),
+    ("mamba_n_groups", "n_groups", "linear_num_key_heads"),
+    ("mamba_d_head", "mamba_head_dim", "linear_value_head_dim", "head_dim"),
+)
+
 FEED_FORWARD_TYPES = frozenset({"mlp", "moe"})  # names of layers that mix no tokens, and store nothing
 
 
@@ -98,7 +105,9 @@ def replace_layers(model: nn.Module) -> nn.Module:
         if name and (around := _kind(module, _AROUND)) is not None:
             model.set_submodule(name, around(module))
         if (kind := _kind(module, _REPLACED)) is not None:
-            model.set_submodule(name, _replaced(kind, name, module, types))
+            layer = _replaced(kind, name, module, types)
+            _check_heads(layer, config.get_text_config())
+            model.set_submodule(name, layer)
             num_left -= 1
     if num_left:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(_types(config))}")
@@ -113,6 +122,22 @@ def _replaced(kind: Any, name: str, module: nn.Module, types: Sequence[str]) -> 
         return RgLru(module, int(name.split(".")[-2]))
     layer: nn.Module = kind(module)
     return layer
+
+
+def _check_heads(layer: nn.Module, config: Any) -> None:
+    """Refuse heads of keys that cannot serve the same number of heads each."""
+    if isinstance(layer, Mamba2):
+        sizes = (layer.num_heads, layer.num_groups, layer.head_dim)
+    elif isinstance(layer, GatedDelta):
+        sizes = (layer.num_v_heads, layer.num_k_heads, layer.head_v_dim)
+    else:
+        return
+    if sizes[0] % sizes[1]:
+        fields = (next(name for name in names if hasattr(config, name)) for names in _HEAD_FIELDS)
+        raise ModelError(
+            f"model: {sizes[1]} heads of keys cannot serve {sizes[0]} heads of {sizes[2]} numbers; "
+            f"correct {' or '.join(fields)} in config.json"
+        )
 
 
 def _kind(module: nn.Module, kinds: Mapping[str, type[nn.Module]]) -> Any:
