@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from torch import Tensor
 
     from specinfer.bench.latency_report import LatencyReport
-    from specinfer.core.request import Request, StepTrace
+    from specinfer.core.request import Request
     from specinfer.core.step_record import StepRecord
+    from specinfer.core.step_trace import StepTrace
     from specinfer.core.tree import TokenTree
     from specinfer.llm import LLM
     from specinfer.verify import Acceptance

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specinfer.core.logprob import Logprob
-from specinfer.core.request import Request, StepTrace
+from specinfer.core.request import Request
+from specinfer.core.step_trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True)

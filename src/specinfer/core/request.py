@@ -1,4 +1,4 @@
-"""The state of a request, its part in one step, and its speculation counters."""
+"""The state of a request, and its part in one step."""
 
 import enum
 import math
@@ -13,6 +13,8 @@ from specinfer.core.lora import Adapter
 from specinfer.core.noise import UniformStream, derive_seed
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
+from specinfer.core.speculation_stats import SpeculationStats
+from specinfer.core.step_trace import StepTrace
 from specinfer.core.text import TextBuffer
 from specinfer.core.token_counts import TokenCounts
 from specinfer.core.tree import TokenTree
@@ -37,138 +39,6 @@ class Fault(enum.Enum):
     LATE_END = enum.auto()  # it took longer than its limit
     STOPPED = enum.auto()  # the engine stopped
     BROKEN = enum.auto()  # an internal failure
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """Speculation counters of one request. The keys of `as_dict` are vLLM's, and `reason`.
-
-    Attributes:
-        reason: Why most of the passes had no tree, or None if they had one or the request has not ended.
-    """
-
-    max_depth: int = 0
-    num_spec_steps: int = 0  # target passes with at least one draft token
-    num_plain_steps: int = 0  # target passes that emitted a token without a draft
-    num_draft_tokens: int = 0
-    num_generated: int = 0
-    histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # tree depth -> accepted tokens -> steps
-    reason: str | None = None
-
-    def record(self, num_guessed: int, depth: int, num_accepted: int, num_generated: int) -> None:
-        """Count one pass: the size and depth of its tree, and the accepted and emitted tokens."""
-        self.num_generated += num_generated
-        if not num_guessed:
-            self.num_plain_steps += 1
-            return
-        self.max_depth = max(self.max_depth, depth)
-        self.num_spec_steps += 1
-        self.num_draft_tokens += num_guessed
-        histogram = self.histograms.setdefault(depth, {})
-        histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
-
-    def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        histograms = {
-            depth: _summed(self.histograms.get(depth, {}), other.histograms.get(depth, {}))
-            for depth in sorted({*self.histograms, *other.histograms})
-        }
-        return SpeculationStats(
-            max(self.max_depth, other.max_depth),
-            self.num_spec_steps + other.num_spec_steps,
-            self.num_plain_steps + other.num_plain_steps,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_generated + other.num_generated,
-            histograms,
-            self.reason or other.reason,
-        )
-
-    @property
-    def acceptance_histogram(self) -> dict[int, int]:
-        """Number of steps, by number of accepted tokens."""
-        return _summed(*self.histograms.values())
-
-    @property
-    def num_accepted_draft_tokens(self) -> int:
-        return sum(accepted * steps for accepted, steps in self.acceptance_histogram.items())
-
-    @property
-    def num_target_passes(self) -> int:
-        """Target passes that emitted tokens; prefill passes before the first token do not count."""
-        return self.num_spec_steps + self.num_plain_steps
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens emitted per target pass; 1.0 is plain decoding."""
-        passes = self.num_target_passes
-        return self.num_generated / passes if passes else 0.0
-
-    def as_dict(self) -> dict[str, object]:
-        accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps
-        all_depths = self.acceptance_histogram
-        return {
-            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-            "draft_acceptance_rate": accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
-            "acceptance_histogram": [all_depths.get(i, 0) for i in range(self.max_depth + 1)],
-            "acceptance_histogram_by_draft_length": {
-                str(depth): [histogram.get(i, 0) for i in range(depth + 1)]
-                for depth, histogram in sorted(self.histograms.items())
-            },
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_spec_tokens": self.max_depth,
-            "num_target_passes": self.num_target_passes,
-            "tokens_per_pass": self.tokens_per_pass,
-            "reason": self.reason,
-        }
-
-
-def _summed(*histograms: dict[int, int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for histogram in histograms:
-        for accepted, steps in histogram.items():
-            found[accepted] = found.get(accepted, 0) + steps
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class TracedNode:
-    """One draft token of a traced step.
-
-    Attributes:
-        parent: Index of its parent; 0 is the root, and the first node of `StepTrace.nodes` is 1.
-        drafters: Names of the drafters that proposed it.
-        q: Confidence as the drafters reported it, from 0 to 1.
-        p: Target probability of the token after its parent, before processing.
-    """
-
-    token: int
-    parent: int
-    drafters: tuple[str, ...]
-    q: float
-    p: float
-    accepted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepTrace:
-    """The token tree of one request in one step, and the result of its verification.
-
-    Attributes:
-        time: Seconds since the epoch.
-        position: Position of the root in prompt and output, from 0.
-        nodes: Draft tokens in tree order, without the root.
-        path: Indices of the accepted nodes.
-        next_token: Token emitted by the target after the path, or None if the output ended inside the path.
-    """
-
-    time: float
-    position: int
-    root: int
-    nodes: tuple[TracedNode, ...]
-    path: tuple[int, ...]
-    next_token: int | None
-    next_p: float | None
 
 
 @dataclass(slots=True, eq=False)

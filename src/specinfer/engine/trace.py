@@ -5,8 +5,9 @@ import time
 import torch
 from torch import Tensor
 
-from specinfer.core.request import Request, StepTrace, TracedNode
+from specinfer.core.request import Request
 from specinfer.core.step_record import StepRecord
+from specinfer.core.step_trace import StepTrace, TracedNode
 from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance
 

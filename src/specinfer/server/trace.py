@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.core.request import Request, StepTrace
+from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
+from specinfer.core.step_trace import StepTrace
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
 from specinfer.engine.trace import trace_step
