@@ -12,6 +12,7 @@ from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 from specinfer.kernels.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
 from specinfer.kernels.triton import product as products
 from specinfer.kernels.triton.gate import gate
+from specinfer.kernels.triton.low_rank import add_low_rank
 from specinfer.kernels.triton.norm import add_norm
 from specinfer.kernels.triton.recurrence import convolve, recur
 from specinfer.kernels.triton.rotary import rotate_and_store
@@ -67,6 +68,8 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"rotate {name} {dim}{' norms' * has_norms}", _rotation(dtype, dim, has_norms=has_norms)
         gated = _empty(64, 2 * 14336, dtype=dtype)
         yield f"gate {name}", partial(gate, gated)
+        x, lanes, places = _empty(64, 4096, dtype=dtype), _empty(64, dtype=torch.int32), _empty(3, 5, dtype=torch.int64)
+        yield f"low rank {name}", partial(add_low_rank, _empty(64, 14336, dtype=dtype), x, lanes, places, 64)
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)

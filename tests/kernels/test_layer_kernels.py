@@ -20,9 +20,9 @@ from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 pytest.importorskip("triton")
 import interpreter as interpreter
 from specinfer.kernels.triton import gate as gates
+from specinfer.kernels.triton import low_rank, rotary, weights
 from specinfer.kernels.triton import norm as norms
 from specinfer.kernels.triton import product as products
-from specinfer.kernels.triton import rotary, weights
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -40,6 +40,30 @@ def _close(found: Tensor, wanted: Tensor) -> None:
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     rtol = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.002}[found.dtype]
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_add_to_their_rows_whatever_the_others_have(dtype: torch.dtype) -> None:
+    inputs, outputs, ranks, lanes = 70, 150, (0, 3, 0, 20), torch.tensor([1, 0, 3, 2, 1, 3], dtype=torch.int32)
+    x, y = _random((len(lanes), inputs), 0, dtype), _random((len(lanes), outputs), 1, dtype)
+    pairs = [
+        (_random((rank, inputs), i, dtype), _random((outputs, rank), i + 9, dtype)) if rank else None
+        for i, rank in enumerate(ranks)
+    ]
+    rows = [(0, 0, 0) if pair is None else (pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0])) for pair in pairs]
+    places, lanes = torch.tensor(rows, device=DEVICE).T.contiguous(), lanes.to(DEVICE)
+    found, wanted = y.clone(), y.clone()
+    low_rank.add_low_rank(found, x, lanes, places, 24)
+    plain_layer.add_low_rank(wanted, x, lanes, pairs)
+    near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    sizes = y.double().abs()
+    absolute = [None if pair is None else (pair[0].double().abs(), pair[1].double().abs()) for pair in pairs]
+    plain_layer.add_low_rank(sizes, x.double().abs(), lanes, absolute)
+    assert ((found.double() - wanted.double()).abs() <= near * sizes).all()
+    assert torch.equal(found[[1, 3]], y[[1, 3]])
+    alone = y[2:3].clone()
+    low_rank.add_low_rank(alone, x[2:3], lanes[2:3], places, 24)
+    assert torch.equal(alone, found[2:3])
 
 
 # ------------------------------------------------------------------------------------------------ between products

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native import ISAS, each_isa
-from specinfer.kernels import GATES, AdapterRuns, AdapterTable, Ending, LinearCall, LowRank, Panels, quantize
+from specinfer.kernels import (
+    GATES,
+    AdapterLanes,
+    AdapterRuns,
+    AdapterTable,
+    Ending,
+    LinearCall,
+    LowRank,
+    Panels,
+    quantize,
+)
 
 several_isas = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -117,3 +127,19 @@ def test_where_pytorch_multiplies_many_rows_adapters_are_added_too(isa: str) -> 
     torch.testing.assert_close(
         many(x, None, Ending.GATED, runs), call(x, None, Ending.GATED, runs), rtol=1e-3, atol=1e-3
     )
+
+
+def test_lanes_are_given_to_adapters_of_a_pass_and_taken_from_those_unused_longest() -> None:
+    first, second, third = (AdapterTable([LowRank(torch.ones(i, 2), torch.ones(4, i)), None]) for i in (1, 2, 3))
+    lanes = AdapterLanes(2, 2, 3, torch.device("cpu"))
+    assert lanes.place([first, None, second, first]) == [1, 0, 2, 1]
+    assert lanes.place([second, first]) == [2, 1]
+    assert lanes.place([third, first]) in ([2, 1], [1, 2])
+    assert lanes.place([first, second, third]) is None
+    kept = lanes.place([third])
+    assert kept is not None
+    assert lanes.tables[kept[0]] is third
+    assert third.layers[0] is not None
+    assert lanes.places[0, :, kept[0]].tolist() == [third.layers[0].down.data_ptr(), third.layers[0].up.data_ptr(), 3]
+    assert not lanes.places[1].any()
+    assert not lanes.places[:, :, 0].any()

@@ -15,6 +15,7 @@ OF_LAYERS = [
     "add_norm bfloat16 4",
     "rotate bfloat16 128 n",
     "gate bf",
+    "low rank bf",
     "product bfloat16 int8, 1 ",
     "product bfloat16 fp8, 32",
     "product bfloat16 Q4_K, 1 ",
@@ -62,7 +63,8 @@ def test_kernels_of_logits_compile(report: str) -> None:
 
 def test_kernels_of_layers_compile(report: str) -> None:
     between, products = {"add_norm_program", "rotate_program", "gate_program"}, {"product_program", "widen_program"}
-    assert kernels_of(report, OF_LAYERS) == {*between, *products, "add_parts_program"}
+    adapters = {"down_program", "up_program"}
+    assert kernels_of(report, OF_LAYERS) == {*between, *products, "add_parts_program", *adapters}
 
 
 def test_kernels_of_layers_without_attention_compile(report: str) -> None:

@@ -3,6 +3,7 @@
 Native code is built at installation if a compiler is available. Without it, models run on PyTorch alone.
 """
 
+from specinfer.kernels.adapter_lanes import AdapterLanes, AdapterRows
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.decoder import LayerCall, LayersCall
 from specinfer.kernels.library import compute_alone, describe, library
@@ -18,6 +19,8 @@ from specinfer.kernels.scales import WIDTH
 __all__ = [
     "GATES",
     "WIDTH",
+    "AdapterLanes",
+    "AdapterRows",
     "AdapterRuns",
     "AdapterTable",
     "AttentionCall",

@@ -4,6 +4,8 @@ Nothing here waits for the device or has a shape that depends on contents, so it
 rounded to the type of activations at the same places as in transformers.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -120,3 +122,17 @@ def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, o
         wide = dequantize(weight.part(part), rows.dtype)
         result[:, part] = functional.linear(rows, wide, None if bias is None else bias[part])
     return result
+
+
+def add_low_rank(y: Tensor, x: Tensor, lanes: Tensor, pairs: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+    """Add to `y` [rows, outputs] in place what the adapter of each row adds to a linear layer (arXiv 2106.09685).
+
+    Args:
+        x: [rows, inputs].
+        lanes: [rows] int32 number of the row's adapter.
+        pairs: Matrices [rank, inputs] and [outputs, rank] of each adapter, or None if it adds nothing.
+    """
+    for lane, pair in enumerate(pairs):
+        if pair is not None:
+            added = functional.linear(functional.linear(x.to(pair[0].dtype), pair[0]), pair[1]).to(y.dtype)
+            y += added.where((lanes == lane).unsqueeze(1), 0.0)

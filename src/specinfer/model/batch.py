@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
+from specinfer.kernels import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
 from specinfer.kernels.sight import sight
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
@@ -128,6 +128,7 @@ class ForwardBatch:
     features: Tensor | None = None  # [tokens, width] see `Piece`
     _paths: dict[int, Tensor] = field(default_factory=dict)
     adapters: AdapterRuns | None = None  # rows with adapters, or None if there are none
+    adapter_rows: AdapterRows | None = None  # the same of passes of fixed size
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:

@@ -38,13 +38,13 @@ def forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None = None,
         return fused
     if isinstance(model, DeviceDecoder | FeatureHead):
         assert hidden is None
-        with adapting(batch.adapters):
+        with adapting(batch.adapters or batch.adapter_rows):
             on_device: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, watch)
         return on_device
     if hidden is not None:
         batch = replace(batch, hidden=hidden.unsqueeze(0))
     try:
-        with _watched(model, watch), adapting(batch.adapters):
+        with _watched(model, watch), adapting(batch.adapters or batch.adapter_rows):
             output = model(
                 input_ids=batch.token_ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),

@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from specinfer.kernels import AdapterRuns
+from specinfer.kernels import AdapterRows, AdapterRuns
 
-_RUNS: ContextVar[AdapterRuns | None] = ContextVar("runs", default=None)
+_RUNS: ContextVar[AdapterRuns | AdapterRows | None] = ContextVar("runs", default=None)
 
 
 def hook(module: nn.Module, number: int) -> None:
@@ -19,7 +19,7 @@ def hook(module: nn.Module, number: int) -> None:
 
 
 @contextmanager
-def adapting(runs: AdapterRuns | None) -> Iterator[None]:
+def adapting(runs: AdapterRuns | AdapterRows | None) -> Iterator[None]:
     """Let hooks add what the adapters of these rows add, within the context."""
     if runs is None:
         yield

@@ -39,13 +39,15 @@ class Adapters:
         target: The target, or rank 0's shard of it.
         name: Name of the target, which adapters were trained with.
         ranks: The other ranks, or None for a whole target.
+
+    Attributes:
+        lanes: Places of the adapters of passes on a GPU, or None.
     """
 
     def __init__(self, target: LoadedModel, config: LoRAConfig, name: str, ranks: AdapterRanks | None = None) -> None:
         self.config, self._name, self._ranks = config, name, ranks
-        if target.device.type != "cpu":
-            logger.info("passes with adapters are launched kernel by kernel; those without are captured as before")
         self._sites = AdapterSites(target)
+        self.lanes = None if target.device.type == "cpu" else self._sites.lanes(config)
         self._linears = self._sites.linears | ({} if ranks is None else ranks.linears())
         self._lock = threading.Lock()
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()

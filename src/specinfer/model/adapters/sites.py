@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import AdapterTable, LowRank
+from specinfer.core.lora import LoRAConfig
+from specinfer.kernels import AdapterLanes, AdapterTable, LowRank
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.cut import LinearCut
@@ -82,6 +83,11 @@ class AdapterSites:
         self._place = loaded.device, loaded.dtype if is_half else torch.float32
         parts = [part for site in self._sites for part in site.parts.items()]
         self.linears = {name: _whole(shape, self._cuts.get(name)) for name, shape in parts}
+
+    def lanes(self, config: LoRAConfig) -> AdapterLanes:
+        """Return the places of the adapters of captured passes."""
+        parts = max(len(site.parts) for site in self._sites)
+        return AdapterLanes(len(self._sites), config.max_loras, config.max_lora_rank * parts, self._place[0])
 
     def table(self, pairs: Mapping[str, Pair]) -> AdapterTable:
         """Return what an adapter with these matrices, by names of linear layers, adds here."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
+from specinfer.kernels import AdapterLanes
 from specinfer.model.batch import KVStore, Piece, runs_of
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
@@ -35,7 +36,8 @@ class _Captured:
 class GraphRunner:
     """A runner of passes over static buffers.
 
-    Passes that are larger than all sizes, or have adapters, get buffers of their own and are not captured.
+    Passes that are larger than all sizes, or have more adapters than lanes, get buffers of their own and are not
+    captured.
 
     Args:
         name: Name of the model, for the log.
@@ -66,6 +68,7 @@ class GraphRunner:
         self._captured: OrderedDict[Size, _Captured] = OrderedDict()
         self._is_capturable = True
         self.why_not_captured: str | None = None  # set when a capture has failed
+        self.lanes: AdapterLanes | None = None  # set where requests may have adapters
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -103,18 +106,17 @@ class GraphRunner:
         """Return [rows, vocab] float32 logits as `ModelRunner.forward`; the runner's next pass overwrites them."""
         exact = Size.of(pieces)
         size = exact.padded()
-        adapters = any(piece.adapter is not None for piece in pieces)
         if (
-            adapters
-            or size is None
+            size is None
             or size.rows > MAX_ROWS
             or not self._table_holds(pieces)
             or not self._is_at_hand(size)
+            or (lanes := self._lanes_of(pieces, size)) is None
         ):
             return self._run_once(exact, pieces)
         captured = self._ready(size)
         try:
-            captured.buffers.fill(pieces)
+            captured.buffers.fill(pieces, lanes)
             captured.run()
         except BaseException:  # an interrupt too: changes of the table may not have been written
             self._table.forget()
@@ -124,6 +126,12 @@ class GraphRunner:
     def _table_holds(self, pieces: Sequence[Piece]) -> bool:
         longest = max(len(piece.prefix_slots) for piece in pieces)
         return len(pieces) <= self._table.requests and longest <= self._table.context
+
+    def _lanes_of(self, pieces: Sequence[Piece], size: Size) -> list[int] | None:
+        """Return the lane of each piece, or none if no piece has an adapter; None if there are too few lanes."""
+        if not size.adapts:
+            return []
+        return None if self.lanes is None else self.lanes.place([piece.adapter for piece in pieces])
 
     def _is_at_hand(self, size: Size) -> bool:
         """Return whether the size is captured or can be; after a failed capture no other is tried."""
@@ -151,7 +159,7 @@ class GraphRunner:
         return captured
 
     def _program(self, buffers: Buffers) -> Program:
-        batch, logits = buffers.batch(self._store), self._logits[: buffers.size.rows]
+        batch, logits = buffers.batch(self._store, self.lanes), self._logits[: buffers.size.rows]
 
         def program() -> None:
             buffers.update_table()

@@ -27,6 +27,7 @@ class Size:
         nodes: Most nodes of one request's tree part: earlier ones and new tokens.
         rows: Number of rows whose logits are computed.
         is_chain: Whether every new token sees all nodes before it, so that no mask is read.
+        adapts: Whether some rows have adapters.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Size:
     nodes: int
     rows: int
     is_chain: bool
+    adapts: bool = False
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Size":
@@ -47,6 +49,7 @@ class Size:
             nodes=max(piece.visible.shape[1] for piece in pieces),
             rows=sum(piece.num_logits for piece in pieces),
             is_chain=all(map(is_chain, pieces)),
+            adapts=any(piece.adapter is not None for piece in pieces),
         )
 
     def padded(self) -> "Size | None":
@@ -58,7 +61,7 @@ class Size:
         new = tokens if requests == 1 else min(1 << (self.new - 1).bit_length(), tokens)
         # Chunks of prompts need the logits of at most their last rows, trees of all rows.
         rows = requests if self.rows <= requests else tokens
-        return Size(tokens, requests, new, nodes, rows, self.is_chain)
+        return Size(tokens, requests, new, nodes, rows, self.is_chain, self.adapts)
 
 
 def at_least(ladder: Sequence[int], count: int) -> int | None:
