@@ -525,6 +525,8 @@ def test_chat_keeps_its_history(chat_model: str) -> None:
     assert "no answer yet" in noted[0]
     assert "24 tokens in" in noted[1]
     assert Chat.HELP in noted[-1]
+    noted = run(*words, "--verification", "auto", stdin="the story\n/stats\n").stderr.splitlines()
+    assert noted[-1].startswith("verification auto: ")
 
 
 def test_chat_refuses_a_model_without_a_template(target: str) -> None:

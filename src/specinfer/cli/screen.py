@@ -210,7 +210,8 @@ class Screen:
             self.note_if_empty(done.text, done.finish_reason, done.stop_reason)
         self.lines_of_numbers(lines)
         self.name_failures(outputs)
-        return Answer(text, lines[0] if lines else None, outputs[0]) if outputs else Answer(text, None)
+        numbers = "\n".join(lines[: 1 if self._rules is None else 2])  # without those about models
+        return Answer(text, numbers or None, outputs[0] if outputs else None)
 
     def _after_first(self, pieces: Iterator[Piece], llm: "LLM") -> Iterator[Piece]:
         """Yield the pieces; until the first one, show on a terminal how far a streamed target is with the prompt."""

@@ -29,10 +29,10 @@ _FORMS = (
     f"{', '.join(NEW_HEADS)} or new:dspark:LAYERSxWIDTH[xRANK] (of MLP and pairwise head), a head on the target's "
     "hidden states"
 )
-_CUT = re.compile(r"layers:(\d+)")
-_NEW = re.compile(r"new:(\d+)(?:x(\d+))?")
-_SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)(?:x(\d+))?")
-_HYBRID = re.compile(r"new:hybrid(?::(\d+)x(\d+))?")
+_CUT = re.compile(r"layers:(\d+)", re.ASCII)
+_NEW = re.compile(r"new:(\d+)(?:x(\d+))?", re.ASCII)
+_SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)(?:x(\d+))?", re.ASCII)
+_HYBRID = re.compile(r"new:hybrid(?::(\d+)x(\d+))?", re.ASCII)
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
@@ -86,20 +86,18 @@ def parse_initial_weights(name: str) -> InitialWeights:
     if name in NEW_HEADS:
         return InitialWeights(name, new_head=name)
     if sized := _SIZED_HEAD.fullmatch(name):
-        rank = None if sized[4] is None else _count("drafter", int(sized[4]), _MAX_HIDDEN)
-        sizes = _count("drafter", int(sized[2]), _MAX_LAYERS), _count("drafter", int(sized[3]), _MAX_HIDDEN)
-        return InitialWeights(name, new_head=sized[1], head_sizes=HeadSizes(*sizes, rank))
+        width = _size(name, "width", sized[3], _MAX_HIDDEN)
+        rank = None if sized[4] is None else _size(name, "rank", sized[4], _MAX_HIDDEN)
+        return InitialWeights(name, new_head=sized[1], head_sizes=HeadSizes(_layers(name, sized[2]), width, rank))
     if hybrid := _HYBRID.fullmatch(name):
-        num_layers = _count("drafter", int(hybrid[1] or NUM_LAYERS), _MAX_LAYERS)
-        width = None if hybrid[2] is None else _count("drafter", int(hybrid[2]), _MAX_HIDDEN)
+        num_layers, width = _layers(name, hybrid[1] or NUM_LAYERS), _hidden(name, hybrid[2])
         if width is not None:
             check_sizes(name, num_layers, width)
         return InitialWeights(name, num_layers=num_layers, hidden_size=width, is_hybrid=True)
     if cut := _CUT.fullmatch(name):
-        return InitialWeights(name, num_layers=_count("drafter", int(cut[1]), _MAX_LAYERS), is_cut=True)
+        return InitialWeights(name, num_layers=_layers(name, cut[1]), is_cut=True)
     if new := _NEW.fullmatch(name):
-        hidden = None if new[2] is None else _count("drafter", int(new[2]), _MAX_HIDDEN)
-        return InitialWeights(name, num_layers=_count("drafter", int(new[1]), _MAX_LAYERS), hidden_size=hidden)
+        return InitialWeights(name, num_layers=_layers(name, new[1]), hidden_size=_hidden(name, new[2]))
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     if name.startswith(("layers:", "new:")):
@@ -110,10 +108,18 @@ def parse_initial_weights(name: str) -> InitialWeights:
         raise ValueError(f"drafter: {str(error).removeprefix('model: ')}; or give {_FORMS}") from error
 
 
-def _count(field: str, value: int, most: int) -> int:
-    if not 1 <= value <= most:
-        raise ValueError(f"{field}: {value} is not from 1 to {most}; give {_FORMS}")
-    return value
+def _layers(name: str, given: str | int) -> int:
+    return _size(name, "number of layers", given, _MAX_LAYERS)
+
+
+def _hidden(name: str, given: str | None) -> int | None:
+    return None if given is None else _size(name, "hidden size", given, _MAX_HIDDEN)
+
+
+def _size(name: str, what: str, given: str | int, most: int) -> int:
+    if not 1 <= int(given) <= most:
+        raise ValueError(f"drafter: {name}: the {what}, {given}, is not from 1 to {most}; give {_FORMS}")
+    return int(given)
 
 
 def check_vocabulary(start: InitialWeights, target: Path) -> None:
