@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import save_eagle3
+from heads import save_block, save_eagle3
 from native import native
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TokenTree
+from specinfer.drafters.block_drafter import block_piece
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import load_head
@@ -29,6 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "eagle": {},
     "mtp of MiMo": {},
+    "dflash": {"num_layers": 2},
+    "jetspec": {"num_layers": 1},
+    "dspark": {},
+    "dflash with causal windows": {
+        "sliding_window_non_causal": False, "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True, "sliding_window": 8,
+    },
 }  # fmt: skip
 
 
@@ -38,6 +46,8 @@ def _folders(kind: str, folder: Path) -> tuple[Path, Path]:
         save_mtp(folder, "mimo")
         return folder, folder
     target = save_model(folder / "target", "llama", num_hidden_layers=8)
+    if (block := kind.partition(" ")[0]) in ("dflash", "jetspec", "dspark"):
+        return target, save_block(folder / "head", block, **KINDS[kind])
     save = save_eagle if kind == "eagle" else save_eagle3
     return target, save(folder / "head", **KINDS[kind])
 
@@ -45,15 +55,23 @@ def _folders(kind: str, folder: Path) -> tuple[Path, Path]:
 def _computed(
     target: Path, head: Path, dtype: torch.dtype, quantization: str | None, *, is_native: bool
 ) -> tuple[Tensor, Tensor, FeatureHead]:
-    """Return the logits of two passes, and the features that they store."""
+    """Return the logits of two passes, and the features that they store; of a block head those of two blocks."""
     loaded = load_model(target, dtype, torch.device("cpu"), native=is_native)
     runner = ModelRunner(load_head(head, loaded, quantization), 64)
-    assert isinstance(runner.loaded.model, FeatureHead)
+    loaded_head = runner.loaded.model
+    assert isinstance(loaded_head, FeatureHead)
     source = torch.Generator().manual_seed(0)
     (tokens,) = random_prompts([20])
     slots = runner.cache.reserve("one", 20)
     chain = Piece.of_span(tokens, TokenTree.root(tokens[-1]), runner.cache.slots("one"), slots)
     features = torch.randn(20, 32, generator=source).to(dtype)
+    if loaded_head.block is not None:
+        runner.forward([replace(chain, features=features, num_logits=0)])
+        runner.cache.commit("one", range(20))
+        own = runner.cache.reserve("one", 2 * loaded_head.block.size).reshape(2, -1)
+        ends = zip((20, 7), own, strict=True)
+        logits = runner.forward([block_piece(loaded_head.block, 5, slots[:end], new) for end, new in ends])
+        return logits, runner.tensors.taps[0][own.reshape(-1)].float(), loaded_head
     first = runner.forward([replace(chain, features=features, num_logits=7)]).clone()
     runner.cache.commit("one", range(20))
     slots = runner.cache.reserve("one", len(TREE))
@@ -61,7 +79,7 @@ def _computed(
     features = torch.randn(len(TREE), 32, generator=source).to(dtype)
     second = runner.forward([replace(tree, features=features)])
     stored = runner.tensors.taps[0][: 20 + len(TREE)]
-    return torch.cat([first, second]), stored.float(), runner.loaded.model
+    return torch.cat([first, second]), stored.float(), loaded_head
 
 
 @pytest.mark.covering(1)

@@ -94,6 +94,12 @@ class LinearCall:
             self._structure.next = self.following.address
             self.following._place(first + self.panels.outputs, stride)
 
+    def outputs_from(self, first: int) -> "LinearCall":
+        """Return a call of the outputs from `first` on, with the same weights in memory."""
+        assert self.following is None
+        dots = bool(self._structure.dots)
+        return LinearCall(self.panels.outputs_from(first), max_rows=self.max_rows, dots=dots, widens=self.widens)
+
     @property
     def chain(self) -> "list[LinearCall]":
         """This call and those that follow it."""

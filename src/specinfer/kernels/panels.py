@@ -94,6 +94,18 @@ class Panels:
             bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
         return cls(packed, scales, bias, inputs, outputs, kind)
 
+    def outputs_from(self, first: int) -> "Panels":
+        """Return the outputs from `first` on, where a panel must begin, without copying them."""
+        panel, size = first // WIDTH, self.packed.numel() // -(-self.outputs // WIDTH)
+        assert first % WIDTH == 0
+        return replace(
+            self,
+            packed=self.packed[panel * size :],
+            scales=None if self.scales is None else self.scales[panel:],
+            bias=None if self.bias is None else self.bias[first:],
+            outputs=self.outputs - first,
+        )
+
     def unpack(self) -> Tensor:
         """Return the [outputs, inputs] weights before packing, or the codes [outputs, padded inputs]."""
         depth = _filled(self.inputs, self.type)

@@ -19,6 +19,7 @@ from specinfer.kernels import (
     AttentionCall,
     LayerCall,
     LinearCall,
+    NativePieces,
     Panels,
     QuantizedLinear,
     QuantizedWeight,
@@ -86,24 +87,35 @@ class Layer:
             for call, parts in zip(self.call.linears, made_of, strict=True)
         ]
         self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
+        self._keys_and_values: LinearCall | None = None  # a part of the first call, see `read`
 
     def attention(self, store: KVStore, index: int) -> AttentionCall:
         """Return the attention over the store's keys and values, made once for each store."""
         call = self._attention.get(store)
         if call is None:
-            query_norm, key_norm = self.head_norms
-            call = self._attention[store] = AttentionCall(
-                store.keys[index],
-                store.values[index],
-                self.heads,
-                self.scale,
-                window=self.window,
-                query_norm=query_norm,
-                key_norm=key_norm,
-                eps=self.eps,
-                rotated=store.keys[index].shape[2],
-            )
+            call = self._attention[store] = self._attend(store, index, self.heads)
         return call
+
+    def read(self, store: KVStore, index: int, pieces: NativePieces, table: _Table, inputs: Tensor) -> None:
+        """Store the keys and values of contiguous float32 `inputs` [tokens, inputs], and compute nothing else."""
+        attend = self._attend(store, index, num_heads=0)
+        if self._keys_and_values is None:
+            self._keys_and_values = self.call.linears[0].outputs_from(self.heads * store.keys[index].shape[2])
+        attend.rotate(pieces, *table, self._keys_and_values(inputs))
+
+    def _attend(self, store: KVStore, index: int, num_heads: int) -> AttentionCall:
+        query_norm, key_norm = self.head_norms
+        return AttentionCall(
+            store.keys[index],
+            store.values[index],
+            num_heads,
+            self.scale,
+            window=self.window,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            eps=self.eps,
+            rotated=store.keys[index].shape[2],
+        )
 
 
 class Rotations:
@@ -133,18 +145,29 @@ class FusedLayers(nn.Module):
         self.layers = [Layer(layer, kind, config, packing) for layer in taken_apart(layers)]
         self._rotations = Rotations(rotary)
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, hidden: Tensor, inputs: Tensor | None = None, windowed: ForwardBatch | None = None
+    ) -> Tensor:
         """Run the layers on `hidden` [tokens, width] in place, and return it; both arguments are contiguous float32.
 
         Args:
             inputs: What the first layer's attention reads in place of the norm of `hidden`, or None.
+            windowed: The batch as layers with a window see it, or None for the same.
         """
-        pieces, positions = batch.native, int(batch.positions.max()) + 1
-        assert pieces is not None
+        positions = int(batch.positions.max()) + 1
         for i, layer in enumerate(self.layers):
+            pieces = (batch if windowed is None or layer.window is None else windowed).native
+            assert pieces is not None
             attention, table = layer.attention(batch.store, i), self._rotations.table(layer.rotation, positions)
             layer.call(attention, pieces, *table, hidden, runs=batch.adapters, inputs=None if i else inputs)
         return hidden
+
+    def read(self, batch: ForwardBatch, inputs: Tensor) -> None:
+        """Store the keys and values that each layer makes of contiguous float32 `inputs` [tokens, inputs]."""
+        pieces, positions = batch.native, int(batch.positions.max()) + 1
+        assert pieces is not None
+        for i, layer in enumerate(self.layers):
+            layer.read(batch.store, i, pieces, self._rotations.table(layer.rotation, positions), inputs)
 
     @property
     def num_bytes(self) -> int:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels import WIDTH, norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 
 _PAIRS = "markov_head.markov_w1.weight"
 
@@ -50,6 +51,7 @@ class BlockHead(FeatureHead):
         self.layers, self.rotary, self.norm = trunk.layers, trunk.rotary_emb, trunk.norm
         for name in ("fc", "hidden_norm", "layers", "norm"):
             checkpoint.fill(getattr(self, name), f"{name}.")
+        self._config = trunk.config
         self._sliding_is_causal = not bool(fields.get("sliding_window_non_causal", True))
         self.layer_shapes = shapes_of(trunk)
         self.take_ends(checkpoint, target, ends)
@@ -74,6 +76,12 @@ class BlockHead(FeatureHead):
         if self.confidence is not None:
             checkpoint.fill(self.confidence, "confidence_head.proj.")
 
+    def fuse(self, quantization: str | None) -> bool:
+        if all(layer.self_attn.q_proj.out_features % WIDTH == 0 for layer in self.layers):  # keys begin a panel
+            self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+        self._last_norm = self.norm.weight.float()
+        return self.fused is not None
+
     def project(self, taps: Sequence[Tensor]) -> Tensor:
         kind = self.hidden_norm.weight.dtype  # not of fc, whose weight is computed at each access if quantized
         features: Tensor = self.hidden_norm(self.fc(torch.cat([tap.to(kind) for tap in taps], dim=-1)))
@@ -83,9 +91,20 @@ class BlockHead(FeatureHead):
         """Return the logits of the rows of blocks; for tokens with features store their keys and values only."""
         if batch.features is not None:
             return self._read(batch, batch.features)
-        hidden = self.embedded(batch.token_ids).to(self.hidden_norm.weight.dtype).unsqueeze(0)
-        rotation = self.rotary(hidden, batch.positions.unsqueeze(0))
+        last = self._decoded(batch, self.embedded(batch.token_ids))
+        self.store(batch, last)
+        rows = batch.logit_rows
+        return self.logits(last if len(rows) == len(last) else last[rows])
+
+    def _decoded(self, batch: ForwardBatch, embedded: Tensor) -> Tensor:
+        """Return the [tokens, width] output of the layers after the last norm."""
+        kind = self.hidden_norm.weight.dtype
         causal = _causal(batch) if self._sliding_is_causal else batch
+        if self.fused is not None:
+            decoded = self.fused(batch, embedded.to(torch.float32, copy=True), windowed=causal)
+            return norm(decoded, self._last_norm, float(self._config.rms_norm_eps)).to(kind)
+        hidden = embedded.to(kind).unsqueeze(0)
+        rotation = self.rotary(hidden, batch.positions.unsqueeze(0))
         for layer in self.layers:
             is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
             hidden = layer(
@@ -94,17 +113,19 @@ class BlockHead(FeatureHead):
                 position_embeddings=rotation,
                 forward_batch=causal if is_sliding else batch,
             )
-        last = self.norm(hidden)[0]
-        self.store(batch, last)
-        return self.logits(last[batch.logit_rows])
+        last: Tensor = self.norm(hidden)[0]
+        return last
 
     def _read(self, batch: ForwardBatch, features: Tensor) -> Tensor:
+        if self.fused is not None:
+            self.fused.read(batch, features.float().contiguous())
+            return features.new_empty(0, 0)
         rotation = self.rotary(features.unsqueeze(0), batch.positions.unsqueeze(0))
         for i, layer in enumerate(self.layers):
             attention, shape = layer.self_attn, self.layer_shapes[i]
             key = attention.k_proj(features).view(-1, shape.num_kv_heads, shape.key_dim)
-            if (norm := getattr(attention, "k_norm", None)) is not None:
-                key = norm(key)
+            if (key_norm := getattr(attention, "k_norm", None)) is not None:
+                key = key_norm(key)
             key = rotate(key.transpose(0, 1).unsqueeze(0), *rotation)[0].transpose(0, 1)
             value = attention.v_proj(features).view(-1, shape.num_kv_heads, shape.value_dim)
             batch.store.store(i, batch.slots, key, value)
