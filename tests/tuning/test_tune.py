@@ -364,7 +364,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no out": (("--drafter", "new:1", "--data", "DATA"), "out: name a folder with --out"),
     "17 drafters": (("--drafter", "new:1") * 17 + ("--data", "DATA", "--out", "OUT"), "drafter: 17 given"),
     "ngram": (("--drafter", "ngram", "--data", "DATA", "--out", "OUT"), "'ngram' looks tokens up and learns nothing"),
-    "layers:0": (("--drafter", "layers:0", "--data", "DATA", "--out", "OUT"), "layers:0: the number of layers, 0, is not from 1 to 1000"),
+    "layers:0": (("--drafter", "layers:0", "--data", "DATA", "--out", "OUT"), "the number of layers, 0, is not from 1"),
     "layers:9": (("--drafter", "layers:9", "--data", "DATA", "--out", "OUT"), "the target has 3 layers"),
     "beside": (("--drafter", "new:1", "--beside", "new:1", "--data", "DATA", "--out", "OUT"), "has no weights yet"),
     "demo": (("--drafter", "demo", "--data", "DATA", "--out", "OUT"), "drafter: demo has other tokens"),

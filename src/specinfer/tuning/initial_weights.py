@@ -86,9 +86,9 @@ def parse_initial_weights(name: str) -> InitialWeights:
     if name in NEW_HEADS:
         return InitialWeights(name, new_head=name)
     if sized := _SIZED_HEAD.fullmatch(name):
-        width = _size(name, "width", sized[3], _MAX_HIDDEN)
         rank = None if sized[4] is None else _size(name, "rank", sized[4], _MAX_HIDDEN)
-        return InitialWeights(name, new_head=sized[1], head_sizes=HeadSizes(_layers(name, sized[2]), width, rank))
+        sizes = HeadSizes(_layers(name, sized[2]), _size(name, "width", sized[3], _MAX_HIDDEN), rank)
+        return InitialWeights(name, new_head=sized[1], head_sizes=sizes)
     if hybrid := _HYBRID.fullmatch(name):
         num_layers, width = _layers(name, hybrid[1] or NUM_LAYERS), _hidden(name, hybrid[2])
         if width is not None:
