@@ -12,6 +12,7 @@ from references_of_text import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
+from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.self_drafter import SelfDrafter
 from tiny import random_prompts, save_model
 
@@ -113,13 +114,60 @@ def test_a_copy_takes_no_memory_of_the_cache(target: Path) -> None:
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.parametrize("verification", ["coupled", "target-only"])
+def test_copies_that_are_chosen_or_not_change_no_text(verification: str, target: Path, tmp_path: Path) -> None:
+    small = save_model(tmp_path / "small", "llama", noise=0.5)
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.0, 0.8, 1.0))]
+    texts = []
+    for options in ({"tree": "off"}, {"tree": "2,1,1", "select": "hedge:1", "verification": verification}):
+        with llm_of(target, small, "self:int4", "self:sparse", **options) as llm:
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+            texts.append([list(one.outputs[0].token_ids) for one in outputs])
+            assert llm.target.cache.num_owned == 0
+    assert texts[0] == texts[1]
+    assert llm.drafter is not None
+    assert llm.drafter.selection is not None
+    assert llm.drafter.num_failures == {}
+    assert all(losses.mean is not None for losses in llm.drafter.selection.hedge._traffic.values()), "each is scored"
+
+
+@pytest.mark.parametrize("name", ["self:sparse", "self:int4"])
+def test_a_copy_is_scored_once_on_text_that_it_missed(name: str, target: Path, model: Any) -> None:
+    """The target's own weights are right about all of its greedy text."""
+    prompt = PROMPTS[1]
+    with llm_of(target, name, tree="1") as llm:
+        assert llm.drafter is not None
+        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        drafter._scoring = Scoring("shared-noise", drafter.vocabulary)
+        request = Request("one", list(prompt), GREEDY, seed=0)
+        llm.engine.add(request)
+        drafter.replay([request])
+        assert drafter.take_losses("one") == ([], []), "the target has not read the prompt"
+        while request.num_output < 9:
+            llm.engine.step()
+        drafter.forget("one")
+        drafter.replay([request])
+        losses = drafter.take_losses("one")
+        assert [len(losses.prompt), len(losses.output)] == [len(prompt) - 1, request.num_output]
+        if name == "self:sparse":
+            best = [reference.greedy(model, prompt[:end], 1)[0] for end in range(1, len(prompt))]
+            assert losses.prompt == [float(b != token) for b, token in zip(best, prompt[1:], strict=True)]
+            assert losses.output == [0.0] * request.num_output
+        drafter.replay([request])
+        assert drafter.take_losses("one") == ([], [])
+
+
+def test_copies_are_no_candidates_where_states_cannot_be_put_back(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="select: copies of a target that has layers without attention are not scored"):
+        LLM(save_model(tmp_path, "lfm2"), drafters=["self:int4", "self:int8"], select="hedge:1", dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"quantization": "int4"}, ModelError, "self:int4 is the target itself, which is int4 too"),
         ({"offload": "disk"}, ValueError, "offload_folder: self:int4 is read from a packed copy"),
         ({"adapt_drafters": True}, ValueError, "adapt_drafters: no drafter is a language model"),
-        ({"drafters": ["self:int4", "self:int8"], "select": "hedge:1"}, ValueError, "select: copies of the target"),
         ({"drafters": ["self:int3"]}, ModelError, "self:int3 is none of self:int8, self:int4"),
     ],
     ids=repr,

@@ -18,13 +18,13 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
-from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
 from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.kv_cache import Slots
+from specinfer.model.kv_cache import OutOfSlotsError, Slots
 from specinfer.model.load import LoadedModel, load_model, num_bytes_of
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.layer_stream import LayerStream
@@ -79,10 +79,14 @@ class BorrowedCache(DrafterCache):
         """Return the [1 + nodes] borrowed slots, that of the last known token first."""
         return self._cache.reserved(_borrower(request.request_id))
 
+    def is_read(self, request: Request) -> bool:
+        """Return whether the target has computed all known tokens but the last."""
+        return len(self._cache.slots(request.request_id)) == len(request.token_ids) - 1
+
     def sync(self, request: Request) -> Known | None:
         self.release(request.request_id)
-        if len(self._cache.slots(request.request_id)) != len(request.token_ids) - 1:
-            return None  # the target has not read the prompt yet
+        if not self.is_read(request):
+            return None
         self.known[request.request_id] = Known(request.token_ids, len(request.token_ids), len(request.token_ids))
         return self.known[request.request_id]
 
@@ -122,6 +126,47 @@ class SelfDrafter(SmallModelDrafter):
             for span in spans:  # the target's pass needs the slots
                 self._cache.release(span.request.request_id)
 
+    def can_read(self, request: Request) -> bool:
+        return self._cache.is_read(request)
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """Compute the last tokens again, after the keys and values of those before, to be scored on them."""
+        for start in range(0, len(requests), REPLAYED_TOGETHER):
+            group = [one for one in requests[start : start + REPLAYED_TOGETHER] if self.can_read(one)]
+            try:
+                self._score(group)
+            except OutOfSlotsError:
+                continue  # what is not scored now is scored later
+            finally:
+                for request in group:
+                    self._cache.release(request.request_id)
+
+    def _score(self, requests: Sequence[Request]) -> None:
+        assert self._scoring is not None
+        scored, pieces = [], []
+        for request in requests:
+            end = len(request.token_ids)
+            self._scoring.begin(request, end)
+            count = self._scoring.num_rows(request, 0, end, len(requests)) - 1  # the last token predicts no known one
+            if not count:
+                continue
+            known, first = self.runner.cache.slots(request.request_id), end - 1 - count
+            piece = Piece.of_span(
+                request.token_ids[first : end - 1], None, known[:first], self._cache.borrow(request, count)
+            )
+            pieces.append(self.runner.prepared(request, replace(piece, num_logits=count)))
+            scored.append(request)
+        if not pieces:
+            return
+        logits = self.vocabulary.compact(self.runner.forward(pieces))
+        for request, rows in zip(scored, logits.split([piece.num_logits for piece in pieces]), strict=True):
+            self._scoring.read(request, request.token_ids, rows)
+
+    def _sync(self, request: Request) -> Known | None:
+        if self._scoring:
+            self._scoring.skip(request)
+        return super()._sync(request)
+
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         request = growing_tree.request
         root = len(request.token_ids) - 1
@@ -141,7 +186,10 @@ class SelfDrafter(SmallModelDrafter):
         return self.runner.prepared(request, piece)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        self._growing_trees.pop(request.request_id, None)
+        growing_tree = self._growing_trees.pop(request.request_id, None)
+        if self._scoring and growing_tree is not None and growing_tree.request is request:
+            known = self._cache.known[request.request_id]
+            self._scoring.settle(request, request.token_ids[known.num_tokens :])
 
 
 def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedModel:

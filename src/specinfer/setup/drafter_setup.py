@@ -14,6 +14,7 @@ from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, SpeculationPolicy
@@ -137,8 +138,12 @@ class Speculator:
                 'select: drafters on other ranks are not scored; load the model with drafter_placement="first", or '
                 "leave select out"
             )
-        if config.max_asked is not None and any(isinstance(kind, SelfRunner) for kind in kinds):
-            raise ValueError("select: copies of the target are not scored; leave them out of drafters, or select")
+        copies = any(isinstance(kind, SelfRunner) for kind in kinds)
+        if config.max_asked is not None and copies and is_hybrid(self._target.loaded.model):
+            raise ValueError(
+                "select: copies of a target that has layers without attention are not scored; leave them out of "
+                "drafters, or select"
+            )
         if config.verification == AUTO and any(isinstance(kind, RemoteModel) for kind in kinds):
             raise ValueError(
                 "verification: drafters on other ranks draw for one rule; name coupled or traversal in place of auto, "
