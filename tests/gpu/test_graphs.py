@@ -40,7 +40,7 @@ def _tokens(folder: Path, small: Path, tree: str, **options: Any) -> tuple[list[
     return [output.outputs[0].token_ids for output in outputs], llm.target
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2", "qwen3_5_text", "bamba", "mamba"])
 def test_captured_passes_compute_what_others_do(
     family: str, model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

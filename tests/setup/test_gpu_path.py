@@ -80,15 +80,17 @@ def test_a_model_that_is_refused_says_why(model_folder: Callable[..., Path]) -> 
 
 
 def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
-    runners: tuple[ModelRunner, ModelRunner],
+    runners: tuple[ModelRunner, ModelRunner], model_folder: Callable[..., Path]
 ) -> None:
     target, small = runners
+    hybrid = ModelRunner(load_plain(model_folder("qwen3_5_text")), 200, graphs=Graphs(CPU))
     unpadded = ModelRunner(small.loaded, 200)
     reasons = {
         None: ([small, "ngram"], ["small", "ngram"]),
         "no drafter is a model": (["ngram"], ["ngram"]),
         "several drafters are models": ([small, small], ["small", "other"]),
         "passes of the drafter small are not captured": ([unpadded], ["small"]),
+        "the drafter small has convolutions or recurrent layers": ([hybrid], ["small"]),
     }
     for reason, (kinds, names) in reasons.items():
         assert why_not(target, make_drafter(kinds, VOCAB, names)) == reason
@@ -103,6 +105,8 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
         assert why_not_sampled(drafter, rule) == reason
         assert why_not_sampled(None, rule) is None
     assert why_not(unpadded, None) == "passes of the target are not captured"
+    assert hybrid.padded is not None
+    assert why_not(hybrid, None) == "the target has convolutions or recurrent layers"
 
 
 def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,16 @@ class ScanOrder:
         device: torch.device,
     ) -> Self:
         """Return the order of the same tokens as a `NativeScan`, sent to the device in one copy."""
+        arrays, num_places = cls.arrays_of(slots, parents, first_rows, rows, results)
+        there = torch.from_numpy(np.concatenate(list(arrays.values()))).to(device)
+        parts = dict(zip(arrays, there.split([len(array) for array in arrays.values()]), strict=True))
+        return cls(num_results, num_places, **parts)
+
+    @staticmethod
+    def arrays_of(
+        slots: _Integers, parents: Sequence[_Integers], first_rows: Sequence[int], rows: _Integers, results: _Integers
+    ) -> tuple[dict[str, _Integers], int]:
+        """Return the tensors' contents by name, and the number of places."""
         origins, places, first_places, num_places = [], [], [], 0
         for one in parents:
             origin, place, first, count = _places(one)
@@ -64,11 +74,11 @@ class ScanOrder:
             first_places.append(first + num_places if first >= 0 else -1)
             num_places += count
         starts = np.cumsum([0, *map(len, parents)])
-        firsts = [starts, np.asarray(first_rows), np.asarray(first_places)]
-        arrays = [*firsts, slots, np.concatenate(origins), np.concatenate(places), rows, results]
-        there = torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
-        parts = there.split([len(array) for array in arrays])
-        return cls(num_results, num_places, *parts)
+        arrays = {
+            "starts": starts, "first_rows": first_rows, "first_places": first_places, "slots": slots,
+            "origins": np.concatenate(origins), "places": np.concatenate(places), "rows": rows, "results": results,
+        }  # fmt: skip
+        return {name: np.asarray(values, dtype=np.int64) for name, values in arrays.items()}, num_places
 
 
 def _places(parents: _Integers) -> tuple[_Integers, _Integers, int, int]:
@@ -130,7 +140,7 @@ def recur(mixed: Tensor, call: RecurrenceCall, order: ScanOrder, stored: Tensor,
     # The last places and results are those of tokens that have none.
     held = torch.empty(order.num_places + 1, *state_shape, device=device)
     held[order.first_places] = states
-    result = torch.empty(order.num_results + 1, *state_shape[::2], device=device)
+    result = torch.zeros(order.num_results + 1, *state_shape[::2], device=device)
     kept_ones: list[tuple[Tensor, Tensor]] = []
     lengths = order.starts.diff()
     for i in range(int(lengths.max())):

@@ -129,6 +129,7 @@ class ForwardBatch:
     _paths: dict[int, Tensor] = field(default_factory=dict)
     adapters: AdapterRuns | None = None  # rows with adapters, or None if there are none
     adapter_rows: AdapterRows | None = None  # the same of passes of fixed size
+    padded_scan: scans.PaddedScan | None = None  # for passes of fixed shapes, of models with layers without attention
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -143,6 +144,8 @@ class ForwardBatch:
 
     def paths(self, count: int) -> Tensor:
         """Return [tokens, count] slots of the last tokens on each token's path, itself last; -1 before the first."""
+        if self.padded_scan is not None:
+            return self.padded_scan.paths(count)[: len(self.token_ids)]  # there are no other tokens to compute
         if count not in self._paths:
             parts = [(piece, scans.parents_of(piece)) for piece in self.pieces]
             paths = [
@@ -152,8 +155,10 @@ class ForwardBatch:
         return self._paths[count]
 
     @cached_property
-    def scan(self) -> scans.Scan:
+    def scan(self) -> "scans.Scan | scans.PaddedScan":
         """The order in which recurrent layers compute the tokens."""
+        if self.padded_scan is not None:
+            return self.padded_scan
         return scans.Scan(self.pieces, self.store.states, self.slots.device)
 
     @property

@@ -24,9 +24,11 @@ from specinfer.core.tree import TokenTree
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
 from specinfer.engine.trace import Tracer
 from specinfer.kernels import layer_ops, tree_ops
-from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
+from specinfer.kernels.plain_recurrence import ScanOrder
+from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
+from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model import capacity
-from specinfer.model.batch import ForwardBatch, Piece
+from specinfer.model.batch import Piece
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
@@ -39,9 +41,11 @@ from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.kv_cache import NO_SLOTS, KVTensors, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.recurrent.layers import kept_states, num_taps
+from specinfer.model.recurrent.scan import Scan
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import assembly
-from tiny import FAMILIES, VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, run, trees
+from tiny import FAMILIES, HYBRIDS, VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, run, trees
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 220
@@ -127,6 +131,16 @@ def test_what_is_too_large_has_no_size() -> None:
     assert Size(300, 300, 1, 1, 300, is_chain=True).padded() is None
     assert at_least(TOKENS, 513) is None
     assert [at_least(TOKENS, count) for count in (1, 3, 512)] == [1, 4, 512]
+
+
+def test_sizes_of_recurrent_layers_have_room_for_what_is_computed_once_more() -> None:
+    chain, tree = (Size(16, 1, 16, 32, 16, is_chain=is_chain) for is_chain in (True, False))
+    assert [replace(chain, scanned=scanned).padded() for scanned in (16, 17, 500)] == [
+        replace(chain, scanned=scanned) for scanned in (16, 24, 512)
+    ]
+    assert replace(tree, scanned=90).padded() == replace(tree, scanned=96)
+    assert replace(tree, scanned=97).padded() is None  # too many states of nodes at a time
+    assert replace(chain, scanned=513).padded() is None
 
 
 @pytest.mark.parametrize(
@@ -219,7 +233,7 @@ def test_only_what_is_new_is_written_to_the_table() -> None:
 # ------------------------------------------------------------------------------------------ whole models
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_tree_logits_are_those_of_each_path(family: str, loaded_of: Loaded) -> None:
     """Of every family, from caches and buffers full of what are no numbers."""
     runner, model = _runner(loaded_of(family)), make_model(family)
@@ -255,11 +269,20 @@ def _requests() -> list[Request]:
     return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
 
 
-QUICK = ("llama", "mpt", "gemma3_text", "gpt_oss")  # of the others the logits are compared above
+QUICK = (
+    "llama",
+    "mpt",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_5_text",
+    "lfm2",
+    "mamba",
+)  # of the others the logits are compared above
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+    "family",
+    [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES, *HYBRIDS)],
 )
 def test_families_generate_the_same_tokens(family: str, loaded_of: Loaded) -> None:
     """Greedy and sampled requests in one batch, prompts in chunks, with and without guesses of two drafters."""
@@ -356,7 +379,7 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     assert runs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_programs_take_nothing_from_the_host(
     family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +387,9 @@ def test_programs_take_nothing_from_the_host(
     loaded = load_model(model_folder(family), torch.bfloat16, CPU, native=False)
     there = torch.device("meta")
     loaded.model.to(there)
+    for module in loaded.model.modules():  # made when the model was loaded
+        module.__dict__.pop("_calls", None)
+        module.__dict__.pop("_call", None)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **features: Any) -> torch.Tensor:
         tensors = [keys, values, *(one for one in features.values() if isinstance(one, torch.Tensor))]
@@ -375,34 +401,37 @@ def test_programs_take_nothing_from_the_host(
         assert keys.device == slots.device == there
         assert all(one.stride(2) == 1 for one in new), "the kernel reads heads as they lie"
 
-    monkeypatch.setattr(tree_ops, "attend", attend)
-    monkeypatch.setattr(tree_ops, "store", store)
-    tokens, requests = 8, 2
+    def convolve(inputs: torch.Tensor, paths: torch.Tensor, call: ConvolutionCall) -> torch.Tensor:
+        assert inputs.device == paths.device == call.weight.device == there
+        return torch.empty(len(paths), inputs.shape[2], device=there)
 
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=there)
+    def recur(mixed: torch.Tensor, call: RecurrenceCall, order: ScanOrder, *others: torch.Tensor) -> torch.Tensor:
+        own = [value for one in (call, order) for name in dir(one) if torch.is_tensor(value := getattr(one, name))]
+        assert all(one.device == there and one.is_contiguous() for one in (mixed, *own, *others))
+        return torch.empty(order.num_results, call.sizes.num_heads, call.sizes.value_dim, device=there)
 
-    lengths, of_tokens, nodes = ints(requests), ints(tokens), ints(requests, 32)
-    layout = TreeLayout(
-        ints(requests, 64), lengths, ints(requests + 1), nodes, nodes, lengths, ints(tokens, 1), of_tokens, 4,
-        is_chain=False,
-    )  # fmt: skip
-    numbers = of_tokens.long()
-    store = KVTensors(loaded.layer_shapes, 20, loaded.dtype, there)
-    batch = ForwardBatch(numbers, numbers, numbers, numbers[:4], (), store, allows_native=False, layout=layout)
+    for module, stand_in in ((tree_ops, attend), (tree_ops, store), (layer_ops, convolve), (layer_ops, recur)):
+        monkeypatch.setattr(module, stand_in.__name__, stand_in)
+    size = Size(8, 2, 4, 32, 8, is_chain=False, scanned=12)
+    states = kept_states(loaded.model, 2, 20, there)
+    tensors = KVTensors(loaded.layer_shapes, 20, loaded.dtype, there, states=states)
+    batch = Buffers(size, SlotTable(2, 64, there), there, num_taps(loaded.model)).batch(tensors)
     with torch.inference_mode(), SynchronizationCheck():
         logits = forward(loaded.model, batch)
-    assert (logits.shape, logits.device, logits.dtype) == ((4, VOCAB), there, torch.float32)
+    assert (logits.shape, logits.device, logits.dtype) == ((8, VOCAB), there, torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma2", "gpt_oss", "falcon-rw"])
+@pytest.mark.parametrize("family", [
+    pytest.param("qwen3", marks=pytest.mark.slow), "gemma2", "gpt_oss", "falcon-rw", "lfm2", "qwen3_5_text",
+    pytest.param("mamba", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_programs_run_with_the_kernels_of_gpus(
     family: str, loaded_of: Loaded, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Triton's interpreter; first with nothing but padding, as before a capture."""
     pytest.importorskip("triton")
-    one = {"num_hidden_layers": 1}  # the interpreter is slow
+    one = {} if family in HYBRIDS else {"num_hidden_layers": 1}  # the interpreter is slow
     loaded = _on_gpus(model_folder(family, **one)) if family == "qwen3" else loaded_of(family, **one)
     runners = [_runner(loaded) for _ in range(2)]
     pieces = [_two_trees(runner) for runner in runners]
@@ -413,9 +442,10 @@ def test_programs_run_with_the_kernels_of_gpus(
     captured = Graphs.captured
 
     def warmed_up(self: Graphs, program: Program) -> Program:
-        before = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        pools = [*runners[1].tensors.keys, *runners[1].tensors.values, *runners[1].tensors.states.pools.values()]
+        before = [pool.nan_to_num(7.0) for pool in pools]
         program()
-        after = [pool.nan_to_num(7.0) for pool in runners[1].tensors.keys]
+        after = [pool.nan_to_num(7.0) for pool in pools]
         assert all(map(torch.equal, before, after)), "padding was stored"
         runs.append(program)
         return captured(self, program)
@@ -426,6 +456,25 @@ def test_programs_run_with_the_kernels_of_gpus(
     for runner in runners:
         runner.cache.free("a")
         runner.cache.free("b")
+
+
+def test_a_state_of_a_rejected_branch_is_noticed_in_a_padded_pass(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known-wrong arm: the state after the last node of a tree is kept as that after its root."""
+
+    def made(self: Scan, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self._pieces = [replace(piece, num_known=len(piece.slots)) for piece in self._pieces]  # type: ignore[type-var]
+
+    def outputs() -> list[list[int]]:
+        small = SmallModelDrafter(_runner(loaded_of("qwen3_5_text", noise=0.15)), VOCAB, "small")
+        return run(make_engine(_runner(loaded_of("qwen3_5_text")), small, (2, 2, 1)), _requests())
+
+    make, wanted = Scan.__init__, outputs()
+    assert wanted == run(make_engine(ModelRunner(loaded_of("qwen3_5_text"), NUM_SLOTS)), _requests())
+    monkeypatch.setattr(Scan, "__init__", made)
+    assert outputs() != wanted
 
 
 def _on_gpus(folder: Path) -> LoadedModel:

@@ -14,6 +14,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
+from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
@@ -47,6 +48,8 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
         return "the target is on several ranks"
     if target.padded is None:
         return "passes of the target are not captured"
+    if is_hybrid(target.loaded.model):
+        return "the target has convolutions or recurrent layers"
     if drafter is None:
         return None
     if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
@@ -59,6 +62,8 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
         return f"the drafter {small.name} drafts in another way"
     if small.runner.padded is None:
         return f"passes of the drafter {small.name} are not captured"
+    if is_hybrid(small.runner.loaded.model):
+        return f"the drafter {small.name} has convolutions or recurrent layers"
     if not small.shares_vocabulary:
         return f"the drafter {small.name} has another vocabulary"
     return None

@@ -20,7 +20,7 @@ _COLUMNS = 64  # of it at most, so that there are enough programs where a state 
 
 @triton.jit
 def convolve_program(
-    inputs, paths, weight, bias, out, channels,
+    inputs, paths, weight, bias, out, channels, stride,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATES: tl.constexpr,
 ):  # fmt: skip
     """Compute some channels of a token."""
@@ -30,7 +30,7 @@ def convolve_program(
     if HAS_BIAS:
         total = tl.load(bias + place, mask=inside, other=0.0)
     for tap in tl.static_range(TAPS):
-        slot = tl.load(paths + token * TAPS + tap)
+        slot = tl.load(paths + token * stride + tap)
         if slot >= 0:
             taken = tl.load(inputs + slot * channels + place, mask=inside, other=0.0).to(tl.float32)
             total += taken * tl.load(weight + tap * channels + place, mask=inside, other=0.0)
@@ -157,13 +157,14 @@ def convolve(inputs: Tensor, paths: Tensor, call: ConvolutionCall) -> Tensor:
     taps, channels = call.weight.shape
     assert inputs.shape[1:] == (1, channels)
     assert inputs.is_contiguous()
-    assert paths.is_contiguous()
+    assert paths.stride(1) == 1
     assert paths.shape[1] == taps
     result = torch.empty(len(paths), channels, device=paths.device)
     block = min(triton.next_power_of_2(channels), _CHANNELS)
     if len(paths):
         convolve_program[(len(paths), triton.cdiv(channels, block))](
             inputs, paths, call.weight, call.weight if call.bias is None else call.bias, result, channels,
+            paths.stride(0),
             TAPS=taps, BLOCK=block, HAS_BIAS=call.bias is not None, ACTIVATES=call.activates, num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -181,7 +182,7 @@ def recur(mixed: Tensor, call: RecurrenceCall, order: ScanOrder, stored: Tensor,
     assert pool is None or pool.is_contiguous()
     block_v = min(triton.next_power_of_2(values), _NUMBERS // block_k, _COLUMNS)
     held = torch.empty(order.num_places, heads, keys, values, device=mixed.device)
-    result = torch.empty(order.num_results, heads, values, device=mixed.device)
+    result = torch.zeros(order.num_results, heads, values, device=mixed.device)  # of padding, too
     decay, least = call.decay, call.limits[0]
     recur_program[(len(order.first_rows), heads, triton.cdiv(values, block_v))](
         mixed, stored, held if pool is None else pool, held, order.starts, order.first_rows, order.first_places,

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels import AdapterLanes, AdapterRows
+from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.tree_layout import WORD, TreeLayout, num_words
 from specinfer.model.batch import ForwardBatch, KVStore, Piece
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.recurrent.scan import PaddedScan, Scan
 
 _ALIGNMENT = 16  # bytes
 _UPDATES = 16  # slot table cells that a pass may change per request without separate copies
+_SCAN = "scan_"  # before the names of the tensors of a `ScanOrder`
+_OF_REQUESTS, _OF_SCANNED = ("first_rows", "first_places"), ("slots", "origins", "places", "rows", "results")
 _TYPES: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
 
 
@@ -27,10 +31,11 @@ class Buffers:
     Args:
         size: Size that passes are padded to.
         table: Slots of the prefixes, shared by all sizes.
+        taps: Most taps of a convolution, or 0 if the model has none.
     """
 
-    def __init__(self, size: Size, table: SlotTable, device: torch.device) -> None:
-        self.size, self._table = size, table
+    def __init__(self, size: Size, table: SlotTable, device: torch.device, taps: int = 0) -> None:
+        self.size, self._table, self._taps = size, table, taps
         tokens, requests, nodes = size.tokens, size.requests, size.nodes
         words = num_words(1 if size.is_chain else nodes)
         num_updates = _UPDATES * requests
@@ -50,6 +55,13 @@ class Buffers:
             "query_positions": (np.int32, (tokens,)),
             "lanes": (np.int32, (tokens,)),
         }
+        if taps:
+            scanned = dict.fromkeys(_OF_SCANNED, (np.int64, (size.scanned,)))
+            firsts = dict.fromkeys(_OF_REQUESTS, (np.int64, (requests,)))
+            shapes |= {f"{_SCAN}{name}": shape for name, shape in (scanned | firsts).items()}
+            shapes[f"{_SCAN}starts"] = (np.int64, (requests + 1,))
+            shapes[f"{_SCAN}new"] = (np.int64, (tokens,))
+            shapes[f"{_SCAN}paths"] = (np.int64, (size.scanned, taps))
         parts, end = {}, 0
         for name, (kind, shape) in shapes.items():
             num_bytes = np.dtype(kind).itemsize * int(np.prod(shape))
@@ -85,15 +97,23 @@ class Buffers:
             name: self._there[name] for name in ("token_ids", "positions", "slots", "logit_rows")
         }
         rows = AdapterRows(lanes, self._there["lanes"]) if self.size.adapts and lanes is not None else None
+        scan = self._scan() if self._taps else None
         return ForwardBatch(
-            **tensors, pieces=(), store=store, allows_native=False, layout=self.layout, adapter_rows=rows
-        )
+            **tensors, pieces=(), store=store, allows_native=False, layout=self.layout, adapter_rows=rows,
+            padded_scan=scan,
+        )  # fmt: skip
+
+    def _scan(self) -> PaddedScan:
+        there = {name.removeprefix(_SCAN): tensor for name, tensor in self._there.items() if name.startswith(_SCAN)}
+        paths, new = there.pop("paths"), there.pop("new")
+        num_places = 0 if self.size.is_chain else self.size.scanned
+        return PaddedScan(ScanOrder(self.size.tokens, num_places, **there), paths, new)
 
     def update_table(self) -> None:
         """Write the changes of prefixes to the slot table; part of every pass."""
         self._table.cells.index_copy_(0, self._there["update_cells"], self._there["update_slots"])
 
-    def fill(self, pieces: Sequence[Piece], lanes: Sequence[int] = ()) -> None:
+    def fill(self, pieces: Sequence[Piece], lanes: Sequence[int] = (), scan: Scan | None = None) -> None:
         """Fill the buffers with these pieces, one after the other; `lanes` are those of their adapters."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the previous pass reads the same memory
@@ -117,6 +137,10 @@ class Buffers:
             start, num_rows = end, num_rows + piece.num_logits
         host["starts"][len(pieces) + 1 :] = start
         host["query_positions"][:] = host["positions"]
+        if scan is not None:
+            for name, values in scan.host_arrays(self._taps).items():
+                host[f"{_SCAN}{name}"][: len(values)] = values
+            host[f"{_SCAN}starts"][len(pieces) :] = scan.num_tokens
         self._note_updates(pieces)
         self._bytes.copy_(self._sent, non_blocking=True)
         if self._copied is not None:
@@ -139,6 +163,8 @@ class Buffers:
         for array in self._host.values():
             array.fill(0)
         self._host["slots"].fill(-1)
+        for name in (*_OF_REQUESTS, *_OF_SCANNED, "paths") if self._taps else ():
+            self._host[f"{_SCAN}{name}"].fill(0 if name == "slots" else -1)
         self._host["update_cells"].fill(self._table.no_cell)
 
 

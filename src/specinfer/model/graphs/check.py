@@ -14,12 +14,12 @@ from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
-from specinfer.model.graphs.sizes import REQUESTS, at_least, loaded_sizes
+from specinfer.model.graphs.sizes import MAX_STATES, REQUESTS, at_least, loaded_sizes
 from specinfer.model.kv_cache import NO_SLOTS, KVTensors
 from specinfer.model.layer_check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
-from specinfer.model.recurrent.layers import is_hybrid
+from specinfer.model.recurrent.layers import largest_state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     logits = (
         MAX_ROWS * loaded.num_logits * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
     )
-    return table + logits + len(loaded_sizes(max_requests)) * _GRAPH_BYTES
+    states = MAX_STATES * largest_state_bytes(loaded.model)
+    return table + logits + states + len(loaded_sizes(max_requests)) * _GRAPH_BYTES
 
 
 def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
@@ -78,8 +79,6 @@ def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
         return "its layers are streamed"
     if not loaded.shard.is_whole:
         return "it is a shard of a model"
-    if is_hybrid(loaded.model):
-        return "it has convolutions or recurrent layers"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):

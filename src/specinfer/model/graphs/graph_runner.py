@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.kernels import AdapterLanes
-from specinfer.model.batch import KVStore, Piece, runs_of
+from specinfer.model.batch import KVStore, Piece, pack, runs_of
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.graphs.sizes import REQUESTS, Size, at_least, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.recurrent.layers import num_taps
+from specinfer.model.recurrent.scan import Scan
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class GraphRunner:
         max_requests: int,
     ) -> None:
         self._model, self._name, self._store, self._graphs, self._device = model, name, store, graphs, device
+        self._taps, self._recurs = num_taps(model), bool(store.states.pools)
         rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = rows
         # Not in inference mode, in which passes run: tensors made there could be modified only there.
@@ -83,7 +86,11 @@ class GraphRunner:
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Capture the usual sizes, largest first; others are captured at their first pass."""
-        sizes, graphs = loaded_sizes(self._max_requests), self._graphs
+        graphs, sizes = self._graphs, loaded_sizes(self._max_requests)
+        if self._taps:
+            # Plain decoding computes each token once. After a tree the accepted ones are computed once more.
+            scanning = [size.scanning(size.tokens + (size.new > 1 and self._recurs)) for size in sizes]
+            sizes = [size for size in scanning if size is not None]
         before = graphs.num_captured, graphs.seconds, graphs.reserved_bytes()
         for done, size in enumerate(sizes):
             if not self._is_capturable:
@@ -104,7 +111,8 @@ class GraphRunner:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Return [rows, vocab] float32 logits as `ModelRunner.forward`; the runner's next pass overwrites them."""
-        exact = Size.of(pieces)
+        scan = Scan(pieces, self._store.states, self._device, recomputes=self._recurs) if self._taps else None
+        exact = Size.of(pieces, scan.num_tokens if scan is not None else 0)
         size = exact.padded()
         if (
             size is None
@@ -116,11 +124,12 @@ class GraphRunner:
             return self._run_once(exact, pieces)
         captured = self._ready(size)
         try:
-            captured.buffers.fill(pieces, lanes)
+            captured.buffers.fill(pieces, lanes, scan)
             captured.run()
         except BaseException:  # an interrupt too: changes of the table may not have been written
             self._table.forget()
             raise
+        self._store.states.finish()
         return self._logits[: exact.rows]
 
     def _table_holds(self, pieces: Sequence[Piece]) -> bool:
@@ -146,7 +155,7 @@ class GraphRunner:
             self._graphs.wait()  # it may still be running
             self._captured.popitem(last=False)
         with torch.inference_mode(mode=False):
-            buffers = Buffers(size, self._table, self._device)
+            buffers = Buffers(size, self._table, self._device, self._taps)
         program = self._program(buffers)
         try:
             run = self._graphs.captured(program)
@@ -169,6 +178,8 @@ class GraphRunner:
 
     def _run_once(self, exact: Size, pieces: Sequence[Piece]) -> Tensor:
         """Run a pass without padding, in buffers of its own."""
+        if self._taps:  # the number of states that it needs at a time is known, and may be small
+            return forward(self._model, pack(pieces, self._store, self._device, native=False))
         longest = max(len(piece.prefix_slots) for piece in pieces)
         table = SlotTable(exact.requests, _whole(longest), self._device)
         buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)

@@ -12,6 +12,7 @@ from specinfer.model.batch import Piece
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NODES = tuple(WORD * 2**i for i in range(8))  # whole words of bits
+MAX_STATES = 96  # most states of recurrent layers that a captured pass holds at a time
 _LOADED_CHAINS = 16  # most tokens of a chain with one logit row that is captured at load
 _LOADED_TREES = 64  # most tokens of a pass over one request's tree that is captured at load
 
@@ -28,6 +29,7 @@ class Size:
         rows: Number of rows whose logits are computed.
         is_chain: Whether every new token sees all nodes before it, so that no mask is read.
         adapts: Whether some rows have adapters.
+        scanned: Tokens that recurrent layers compute: new ones, and known ones once more. 0 if there are none.
     """
 
     tokens: int
@@ -37,9 +39,10 @@ class Size:
     rows: int
     is_chain: bool
     adapts: bool = False
+    scanned: int = 0
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> "Size":
+    def of(cls, pieces: Sequence[Piece], scanned: int = 0) -> "Size":
         """Return the exact size of a pass."""
         news = [len(piece.tokens) for piece in pieces]
         return cls(
@@ -50,6 +53,7 @@ class Size:
             rows=sum(piece.num_logits for piece in pieces),
             is_chain=all(map(is_chain, pieces)),
             adapts=any(piece.adapter is not None for piece in pieces),
+            scanned=scanned,
         )
 
     def padded(self) -> "Size | None":
@@ -61,7 +65,16 @@ class Size:
         new = tokens if requests == 1 else min(1 << (self.new - 1).bit_length(), tokens)
         # Chunks of prompts need the logits of at most their last rows, trees of all rows.
         rows = requests if self.rows <= requests else tokens
-        return Size(tokens, requests, new, nodes, rows, self.is_chain, self.adapts)
+        size = Size(tokens, requests, new, nodes, rows, self.is_chain, self.adapts)
+        return size.scanning(self.scanned) if self.scanned else size
+
+    def scanning(self, scanned: int) -> "Size | None":
+        """Return the size if recurrent layers compute so many tokens; None if they are too many."""
+        fitting = at_least(TOKENS, max(scanned, self.tokens))
+        # Of a tree, any token may be the parent of one that does not follow it.
+        if fitting is None or (fitting > MAX_STATES and not self.is_chain):
+            return None
+        return replace(self, scanned=fitting)
 
 
 def at_least(ladder: Sequence[int], count: int) -> int | None:

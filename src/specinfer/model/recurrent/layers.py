@@ -156,6 +156,13 @@ def is_recurrent(module: nn.Module) -> bool:
     return isinstance(module, tuple(set(_REPLACED.values())))
 
 
+def num_taps(model: nn.Module) -> int:
+    """Return the most tokens that a layer without attention reads on a path, or 0 if there are no such layers."""
+    layers = [module for module in model.modules() if is_recurrent(module)]
+    convolutions = [one for layer in layers for one in layer.modules() if isinstance(one, nn.Conv1d)]
+    return max([2, *(one.kernel_size[0] for one in convolutions)]) if layers else 0
+
+
 def weights_in_memory(model: nn.Module) -> set[str]:
     """Return the names of weights that layers without attention read other than by calling a linear layer."""
     return {
@@ -204,3 +211,8 @@ def kept_states(model: nn.Module, num_states: int, num_slots: int, device: torch
 def state_bytes(model: nn.Module) -> int:
     """Return the bytes of one state of all recurrent layers, or 0 if there are none."""
     return sum(math.prod(shape) for shape in _state_shapes(model).values()) * torch.float32.itemsize
+
+
+def largest_state_bytes(model: nn.Module) -> int:
+    """Return the bytes of the largest state of one recurrent layer, or 0 if there are none."""
+    return max(map(math.prod, _state_shapes(model).values()), default=0) * torch.float32.itemsize

@@ -18,7 +18,7 @@ from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceC
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import convolve, recur_channels
-from specinfer.model.recurrent.short_conv import store_inputs
+from specinfer.model.recurrent.short_conv import store_inputs, store_more
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
 
 
@@ -66,8 +66,7 @@ class Mamba(nn.Module):
             norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
             parts = [norm(part) for norm, part in zip(norms, parts, strict=True)]
         projected = torch.cat(parts, dim=-1)
-        stored = batch.store.values[layer]
-        stored[batch.slots, 0] = projected.to(stored.dtype)
+        store_more(batch, layer, projected)
         out = self._recur(batch, recurrence, mixed) * functional.silu(gate.float())
         result: Tensor = self.out_proj(out.to(inputs.dtype))
         return result.unsqueeze(0)

@@ -5,6 +5,7 @@ from torch import Tensor
 from specinfer.kernels import layer_ops
 from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.scan import Scan
 
 
 def convolve(batch: ForwardBatch, stored: Tensor, paths: Tensor, call: ConvolutionCall) -> Tensor:
@@ -46,8 +47,9 @@ def _recur(
 ) -> Tensor:
     scan = batch.scan
     if batch.uses_native:
+        assert isinstance(scan, Scan)
         result = call(scan.native, mixed, stored, pool)
     else:
         result = layer_ops.recur(mixed, call, scan.order, stored, pool)
-    batch.store.states.wrote(layer)
+    scan.wrote(layer)
     return result

@@ -29,15 +29,23 @@ class Part(Protocol):
 
 
 class Scan:
-    """The tokens of a pass, after those of each prefix that follow its kept state and are computed once more."""
+    """The tokens of a pass, after those of each prefix that follow its kept state and are computed once more.
 
-    def __init__(self, pieces: Sequence[Part], states: RecurrentStates, device: torch.device) -> None:
-        self._pieces, self._device = pieces, device
+    Args:
+        recomputes: Whether there are recurrences; convolutions alone compute only the tokens of the pass.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Part], states: RecurrentStates, device: torch.device, *, recomputes: bool = True
+    ) -> None:
+        self._pieces, self._states, self._device = pieces, states, device
         self._paths: dict[int, Tensor] = {}
         states.begin([piece.slots for piece in pieces])
         self._starts, self._rows = [], []
         for piece in pieces:
             start, row = states.find(piece.prefix_slots)
+            if not recomputes:
+                start = len(piece.prefix_slots) + len(piece.earlier_slots)
             self._starts.append(start)
             self._rows.append(row)
         self._kept = [
@@ -55,6 +63,20 @@ class Scan:
     def order(self) -> ScanOrder:
         """The scan in the form that other kernels read."""
         return ScanOrder.of(*self._arrays(), self._device)
+
+    def wrote(self, layer: int) -> None:
+        """Record that a layer has written the states that are kept."""
+        self._states.wrote(layer)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the scan."""
+        return sum(len(one) - start for one, start in zip(self._parents, self._starts, strict=True))
+
+    def host_arrays(self, taps: int) -> dict[str, Ints]:
+        """Return the contents of a `PaddedScan` by the names of its tensors, as far as there are tokens."""
+        arrays, _ = ScanOrder.arrays_of(*self._arrays()[:-1])
+        return {**arrays, "paths": self._path_slots(taps), "new": self._new}
 
     def _arrays(self) -> tuple[Ints, list[Ints], list[int], Ints, Ints, int]:
         """Return slots, parents, first rows, rows, rows of the results and their number, as `NativeScan` has them."""
@@ -91,6 +113,26 @@ class Scan:
             end += len(parents) - start
             found.append(np.arange(end - len(piece.slots), end))
         return np.concatenate(found)
+
+
+class PaddedScan:
+    """A scan in tensors of fixed shapes, which are filled before each pass; padding belongs to no request.
+
+    Args:
+        order: The scan.
+        paths: [scanned, taps] slots of the last tokens on each token's path.
+        new: [tokens] index of the packed tokens of the pass in those of the scan.
+    """
+
+    def __init__(self, order: ScanOrder, paths: Tensor, new: Tensor) -> None:
+        self.order, self.new, self._paths = order, new, paths
+
+    def paths(self, count: int) -> Tensor:
+        """Return [scanned, count] slots of the last tokens on each token's path, itself last; -1 before the first."""
+        return self._paths[:, self._paths.shape[1] - count :]
+
+    def wrote(self, layer: int) -> None:
+        """Do nothing: states are known when the whole pass has been launched."""
 
 
 def parents_of(piece: Part) -> Ints:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from specinfer.kernels import tree_ops
 from specinfer.kernels.recurrence import ConvolutionCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.recurrence import convolve
@@ -22,7 +23,26 @@ def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor |
         layer: Number of the layer within the model or its stage.
     """
     more = inputs[:, :0] if more is None else more
-    batch.store.store(layer, batch.slots, inputs.unsqueeze(1), more.unsqueeze(1))
+    if batch.layout is None:
+        batch.store.store(layer, batch.slots, inputs.unsqueeze(1), more.unsqueeze(1))
+        return
+    _store(batch, batch.store.keys[layer], inputs)
+    if more.shape[1]:
+        _store(batch, batch.store.values[layer], more)
+
+
+def store_more(batch: ForwardBatch, layer: int, more: Tensor) -> None:
+    """Store [tokens, width] what a layer reads of each token beside inputs that it has stored."""
+    stored = batch.store.values[layer]
+    if batch.layout is None:
+        stored[batch.slots, 0] = more.to(stored.dtype)
+    else:
+        _store(batch, stored, more)
+
+
+def _store(batch: ForwardBatch, pool: Tensor, rows: Tensor) -> None:
+    """Store rows but for those of padding, which have no slot; keys and values are the same here."""
+    tree_ops.store(pool, pool, batch.slots, rows.unsqueeze(1), rows.unsqueeze(1))
 
 
 class ShortConv(nn.Module):

@@ -100,7 +100,12 @@ class RecurrentStates:
     def wrote(self, layer: int) -> None:
         """Record that a layer has written its rows; the last layer makes them known."""
         self._unwritten.discard(layer)
-        if not self._unwritten and self._pending:
+        if not self._unwritten:
+            self.finish()
+
+    def finish(self) -> None:
+        """Make the rows of a pass known, all of whose layers have written them or will before another pass."""
+        if self._pending:
             for row, slot in self._pending.items():
                 self._row_of[slot], self._slot_of[row], self._last_used[row] = row, slot, self._clock
             self._pending.clear()
