@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import reference
 from specinfer.core.request import Request, Span
@@ -24,9 +23,9 @@ from specinfer.drafters import (
     SmallModelDrafter,
     make_drafter,
 )
+from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES
-from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
@@ -195,13 +194,13 @@ def test_small_model_computes_only_the_last_token_of_a_cached_prompt(
     runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = resized(runner_of("llama"), 200, keeps_prefixes=True)
-    drafter, sizes, forward = SmallModelDrafter(runner, VOCAB), list[int](), runner.forward
+    drafter, sizes, note_read = SmallModelDrafter(runner, VOCAB), list[int](), DrafterCache.note_read
 
-    def counted(pieces: Sequence[Piece]) -> Tensor:
-        sizes.append(sum(len(piece.tokens) for piece in pieces))
-        return forward(pieces)
+    def counted(self: DrafterCache, request: Request, count: int) -> None:
+        sizes.append(count)
+        note_read(self, request, count)
 
-    monkeypatch.setattr(runner, "forward", counted)
+    monkeypatch.setattr(DrafterCache, "note_read", counted)
     for name in ("first", "second"):
         _draft(drafter, make_request(name, range(1, 21)), 1)
         drafter.forget(name)

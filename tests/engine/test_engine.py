@@ -529,7 +529,7 @@ def _interrupting(function: Callable[..., Any], at: int, error: type[BaseExcepti
 PLACES = {
     "target": lambda engine: (engine.target, "forward"),
     "drafting": lambda engine: (engine.drafter, "draft"),
-    "small model": lambda engine: (engine.drafter.drafters[0].runner, "forward"),
+    "small model": lambda engine: (engine.drafter.drafters[0]._cache, "note_read"),
     "observing": lambda engine: (engine.drafter, "observe"),
     "reserving": lambda engine: (engine.target.cache, "reserve"),
     "committing": lambda engine: (engine.target.cache, "commit"),

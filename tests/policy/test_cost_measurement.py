@@ -12,7 +12,10 @@ from torch import Tensor
 
 from simulated_machines import StreamedTarget
 from specinfer import LLM, SamplingParams
+from specinfer.core.request import Request
 from specinfer.drafters import SmallModelDrafter, make_drafter
+from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.kernels.draft import DraftCall
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.sizes import Size
@@ -105,6 +108,7 @@ def test_a_failing_measurement_gives_slots_back(
     for runner in (target, small):
         with monkeypatch.context() as patch:
             patch.setattr(runner, "forward", fail)
+            patch.setattr(DraftCall, "__call__", fail)
             with pytest.raises(KeyboardInterrupt):
                 measure_costs(target, SmallModelDrafter(small, VOCAB), max_seconds=0.1)
         assert target.cache.num_free == small.cache.num_free == 400
@@ -192,18 +196,20 @@ def test_captures_and_compilation_are_no_part_of_the_costs(
         assert trees[0].max_nodes or count > 1
 
 
-def test_a_prompt_is_read_anew_each_time_that_it_is_measured(runner_of: Callable[..., ModelRunner]) -> None:
+def test_a_prompt_is_read_anew_each_time_that_it_is_measured(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A drafter that keeps prefixes would know the prompt of the measurement before."""
     inner = runner_of("llama")
     target, small = (ModelRunner(inner.loaded, 400, keeps_prefixes=True) for _ in range(2))
     tokens: list[int] = []
-    forward = small.forward
+    note_read = DrafterCache.note_read
 
-    def count(pieces: Sequence[Piece]) -> Tensor:
-        tokens.append(max(len(piece.tokens) for piece in pieces))
-        return forward(pieces)
+    def counted(self: DrafterCache, request: Request, count: int) -> None:
+        tokens.append(count)
+        note_read(self, request, count)
 
-    small.forward = count  # type: ignore[method-assign]
+    monkeypatch.setattr(DrafterCache, "note_read", counted)
     drafter = SmallModelDrafter(small, VOCAB)
     for _ in range(2):
         tokens.clear()

@@ -93,10 +93,16 @@ class DrafterCache:
             pieces.append(replace(piece, num_logits=num_rows[request.request_id]) if self._scoring else piece)
         logits = self._runner.forward(pieces)
         for request, piece in zip(requests, pieces, strict=True):
-            cache.commit(request.request_id, range(len(piece.tokens)))
-            if len(piece.prefix_slots) < len(request.prompt_ids):  # the prompt has just been read
-                cache.share(request.request_id, self._salts[request.request_id], self.known[request.request_id].ids)
+            self.note_read(request, len(piece.tokens))
         return self._score(requests, logits, list(num_rows.values())) if self._scoring else logits
+
+    def note_read(self, request: Request, count: int) -> None:
+        """Commit the first `count` reserved slots, whose known tokens were computed; the others stay reserved."""
+        cache, request_id = self._cache, request.request_id
+        is_prompt = len(cache.slots(request_id)) < len(request.prompt_ids)  # it has just been read
+        cache.commit(request_id, range(count), of=count)
+        if is_prompt:
+            cache.share(request_id, self._salts[request_id], self.known[request_id].ids)
 
     def _compute(self, request: Request, start: int, end: int) -> None:
         self._runner.forward([self._piece(request, start, end, None)])

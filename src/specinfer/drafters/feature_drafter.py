@@ -113,7 +113,7 @@ class FeatureDrafter(SmallModelDrafter):
                 self.draft(spans, [TreeBudget.expansion((1,) * len(one.tokens)) for one in past])
                 for one in past:
                     self._scoring.settle_past(one)
-                    self._growing_trees.pop(one.view.request_id, None)
+                    self._drafted.pop(one.view.request_id, None)
                     self.runner.cache.commit(one.view.request_id, ())
 
     def _sync(self, request: Request) -> Known | None:

@@ -186,8 +186,8 @@ class SelfDrafter(SmallModelDrafter):
         return self.runner.prepared(request, piece)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        growing_tree = self._growing_trees.pop(request.request_id, None)
-        if self._scoring and growing_tree is not None and growing_tree.request is request:
+        drafted = self._drafted.pop(request.request_id, None)
+        if self._scoring and drafted is not None and drafted.request is request:
             known = self._cache.known[request.request_id]
             self._scoring.settle(request, request.token_ids[known.num_tokens :])
 

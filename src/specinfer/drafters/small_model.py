@@ -6,11 +6,13 @@ all requests; `draft_sampling` turns the scores into candidates, and `expansion`
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, LaterDraft
+from specinfer.drafters.draft_loop import DraftLoop, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, Node, draw
@@ -24,6 +26,14 @@ from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 
 REPLAYED_TOGETHER = 4  # requests at a time; more would need too many logits at once
+
+
+class _Drafted(NamedTuple):
+    """The tree that was grown for a request, not yet observed."""
+
+    request: Request
+    tree: TokenTree
+    computed: Sequence[int]  # nodes with keys and values in the cache
 
 
 class SmallModelDrafter:
@@ -58,7 +68,10 @@ class SmallModelDrafter:
         self.vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
         self._scoring = Scoring(draft_sampling, self.vocabulary) if is_scored else None
         self._cache = self._make_cache(runner)
-        self._growing_trees: dict[str, GrowingTree] = {}
+        self._loop: DraftLoop | None = None
+        if type(runner) is ModelRunner and self._scoring is None and not self.vocabulary.translates:
+            self._loop = DraftLoop(runner, self._cache, self.vocabulary, draft_sampling, self._calibration, name)
+        self._drafted: dict[str, _Drafted] = {}
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         return DrafterCache(runner, self.vocabulary, self._scoring)
@@ -73,7 +86,7 @@ class SmallModelDrafter:
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
-        growing: dict[int, GrowingTree] = {}
+        wanted: dict[int, Wanted] = {}
         for i, (span, budget) in enumerate(zip(spans, budgets, strict=True)):
             if not budget.max_nodes:
                 continue
@@ -84,20 +97,31 @@ class SmallModelDrafter:
                     min(self.max_depth, self.runner.loaded.max_position - len(known.ids)), budget.max_nodes
                 )
                 if budget.max_nodes:
-                    growing[i] = GrowingTree(span.request, budget, self.name)
-        if not growing:
-            return trees
+                    wanted[i] = Wanted(span.request, budget)
+        drafted = self._draft(list(wanted.values())) if wanted else []
+        for i, one in zip(wanted, drafted, strict=True):
+            trees[i] = one.tree
+        return trees
+
+    def _draft(self, wanted: Sequence[Wanted]) -> list["_Drafted"]:
+        growing_trees = []
         try:
-            self._grow(list(growing.values()))
+            grown = None if self._loop is None else self._loop.draft(wanted)
+            if grown is None:
+                growing_trees = [GrowingTree(request, budget, self.name) for request, budget in wanted]
+                self._grow(growing_trees)
         except OutOfSlotsError:
             # Keep what was drawn: the number of slots may depend on the draws, so dropping them would bias the output.
-            for growing_tree in growing.values():
-                self._cache.release(growing_tree.request.request_id)
-        else:
-            self._growing_trees |= {growing_tree.request.request_id: growing_tree for growing_tree in growing.values()}
-        for i, growing_tree in growing.items():
-            trees[i] = growing_tree.tree()
-        return trees
+            for request, _ in wanted:
+                self._cache.release(request.request_id)
+            return [_Drafted(tree.request, tree.tree(), ()) for tree in growing_trees]
+        if grown is None:
+            grown = [(tree.tree(), tree.computed) for tree in growing_trees]
+        drafted = [
+            _Drafted(request, tree, computed) for (request, _), (tree, computed) in zip(wanted, grown, strict=True)
+        ]
+        self._drafted |= {one.request.request_id: one for one in drafted}
+        return drafted
 
     def read(self, request: Request) -> bool:
         """Compute all known tokens but the last, for a caller that grows trees in its place.
@@ -135,7 +159,7 @@ class SmallModelDrafter:
         """Return the known tokens, which replace any tree that grew from earlier ones; None if it cannot read them."""
         known = self._cache.sync(request)
         if known is not None:
-            self._growing_trees.pop(request.request_id, None)
+            self._drafted.pop(request.request_id, None)
         return known
 
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
@@ -176,22 +200,21 @@ class SmallModelDrafter:
         )
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        growing_tree = self._growing_trees.pop(request.request_id, None)
-        if growing_tree is None or growing_tree.request is not request:
+        drafted = self._drafted.pop(request.request_id, None)
+        if drafted is None or drafted.request is not request:
             return
-        place = {node: i for i, node in enumerate(growing_tree.computed)}  # index among the reserved slots
-        children = growing_tree.children()
+        place = {node: i for i, node in enumerate(drafted.computed)}  # index among the reserved slots
         node, kept = 0, []
         emitted = request.token_ids[self._cache.known[request.request_id].num_tokens :]
         if self._scoring:
             self._scoring.settle(request, emitted)
         for token in emitted:
-            node = children.get((node, token), -1)
+            node = drafted.tree.children[node].get(token, -1)
             if not self.keeps_drafts or node not in place:
                 break
             kept.append(node)
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])
-        self.vocabulary.keep(request.request_id, growing_tree.tokens[kept].tolist())
+        self.vocabulary.keep(request.request_id, [drafted.tree.tokens[node] for node in kept])
 
     def replace(self, loaded: LoadedModel) -> None:
         """Draft with these weights of the same model from now on; may be called between any two steps.
@@ -200,10 +223,10 @@ class SmallModelDrafter:
         """
         self.runner.replace(loaded)
         self._cache.clear()
-        self._growing_trees.clear()
+        self._drafted.clear()
 
     def forget(self, request_id: str) -> None:
-        self._growing_trees.pop(request_id, None)
+        self._drafted.pop(request_id, None)
         self._cache.forget(request_id)
         if self._scoring:
             self._scoring.forget(request_id)

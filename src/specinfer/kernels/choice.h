@@ -5,10 +5,7 @@
 // between several, all of them are returned, and noise.py decides.
 
 static INLINE uint64_t hash(uint64_t key, int64_t token) {  // as in noise.py
-    uint64_t bits = (uint64_t)(token + 1) * 0x9e3779b97f4a7c15u + key;
-    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
-    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
-    return bits ^ bits >> 31;
+    return mixed((uint64_t)(token + 1) * 0x9e3779b97f4a7c15u + key);
 }
 
 static double noise(uint64_t key, int64_t token) {

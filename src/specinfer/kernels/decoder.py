@@ -141,6 +141,9 @@ class LayersCall:
         layers: Calls of the layers.
         attentions: Attention of each layer on one cache.
         tables: [positions, rotated] float32 cosines and sines of each layer.
+
+    Attributes:
+        arguments: Address of the addresses of each layer's parts, and the number of layers.
     """
 
     def __init__(
@@ -155,7 +158,12 @@ class LayersCall:
             for layer, attention, (cosines, sines) in zip(layers, attentions, tables, strict=True)
         ]
         self._places = (ctypes.c_void_p * (4 * len(addresses)))(*(one for four in addresses for one in four))
-        self._arguments = (ctypes.addressof(self._places), len(addresses))
+        self.arguments = (ctypes.addressof(self._places), len(addresses))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the tables have."""
+        return min(len(cosines) for cosines, _ in self._alive[2])
 
     def has_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
         """Return whether these are the tables it was made with."""
@@ -164,4 +172,4 @@ class LayersCall:
     def __call__(self, pieces: NativePieces, hidden: Tensor, scratch: Tensor, runs: AdapterRuns | None) -> None:
         """Compute the layers in place on `hidden`; the arguments are those of `LayerCall.__call__`."""
         adapters = None if runs is None else runs.address
-        call("specinfer_decode_all", *self._arguments, pieces.address, hidden.data_ptr(), scratch.data_ptr(), adapters)
+        call("specinfer_decode_all", *self.arguments, pieces.address, hidden.data_ptr(), scratch.data_ptr(), adapters)

@@ -59,7 +59,7 @@ static int64_t floor_of(const Growth *g, int64_t tree, const int64_t *counts) {
     for (int64_t bin = 0; bin < g->bins; bin++)
         if (counts[bin])
             for (int64_t floor = bin; floor < g->bins; floor++)  // above it nothing is
-                expected[(size_t)floor] += (double)counts[bin] * g->tables[tree][bin * g->bins + floor];
+                expected[(size_t)floor] += (double)counts[bin] * g->tables[tree][floor - bin];
     int64_t fitting = -1, first = 0;
     while (fitting + 1 < g->bins && expected[(size_t)fitting + 1] <= (double)g->num_left[tree]) fitting++;  // they rise
     while (first < g->bins && !counts[first]) first++;

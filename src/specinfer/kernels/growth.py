@@ -89,7 +89,7 @@ class GrowthCall:
             level: Number of the level.
             frontiers: For each tree, first node and end of its frontier.
             widths: For each tree, the largest number of candidates of a node.
-            tables: For each tree, [bins, bins] as in `SubtreeSize.table`, or None to take all guesses that fit.
+            tables: For each tree, [bins] as in `SubtreeSize.reach`, or None to take all guesses that fit.
             candidates, confidence: [nodes of the frontiers, columns].
         """
         candidates, confidence = np.ascontiguousarray(candidates), np.ascontiguousarray(confidence)

@@ -136,6 +136,36 @@ static void move_codes(int type, uint32_t *packed, uint32_t *weights, int64_t ou
     }
 }
 
+static void unpack_rows(const Linear *layer, const int64_t *rows, float *result, int64_t count, int threads) {
+    const int type = layer->type;
+    const int64_t inputs = layer->inputs, depth = shape_of(type).depth(inputs);
+    in_parallel(count, 16, threads, [&](int64_t i) {
+        for (int64_t k = 0; k < inputs; k++) {
+            float &to = result[i * inputs + k];
+            if (type >= INT8) {
+                to = decoded(layer, rows[i], k);
+                continue;
+            }
+            const int64_t at = place(type, rows[i], k, depth);
+            if (type == FP32)
+                to = ((const float *)layer->packed)[at];
+            else {
+                const uint16_t bits = ((const uint16_t *)layer->packed)[at];
+                to = type == BF16 ? from_bf16(bits) : from_fp16(bits);
+            }
+        }
+    });
+}
+
+static void decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden, float *room,
+                       const Runs *runs, int threads) {
+    for (int64_t i = 0; i < count; i++, places += 4)
+        native->decode((const Layer *)places[0], (const Attention *)places[1], pieces, (const float *)places[2],
+                       (const float *)places[3], nullptr, hidden, room, runs, threads);
+}
+
+#include "draft.h"
+
 extern "C" {
 PUBLIC int specinfer_layout(void) { return LAYOUT; }
 PUBLIC const char *specinfer_name(void) { return native->name; }
@@ -176,24 +206,7 @@ PUBLIC void specinfer_move(int type, void *packed, void *weights, int64_t output
 
 // Some of the rows that were packed, as floats: result [count][inputs].
 PUBLIC void specinfer_rows(const Linear *layer, const int64_t *rows, float *result, int64_t count, int threads) {
-    const int type = layer->type;
-    const int64_t inputs = layer->inputs, depth = shape_of(type).depth(inputs);
-    in_parallel(count, 16, threads, [&](int64_t i) {
-        for (int64_t k = 0; k < inputs; k++) {
-            float &to = result[i * inputs + k];
-            if (type >= INT8) {
-                to = decoded(layer, rows[i], k);
-                continue;
-            }
-            const int64_t at = place(type, rows[i], k, depth);
-            if (type == FP32)
-                to = ((const float *)layer->packed)[at];
-            else {
-                const uint16_t bits = ((const uint16_t *)layer->packed)[at];
-                to = type == BF16 ? from_bf16(bits) : from_fp16(bits);
-            }
-        }
-    });
+    unpack_rows(layer, rows, result, count, threads);
 }
 
 PUBLIC void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
@@ -230,9 +243,7 @@ PUBLIC void specinfer_decode(const Layer *layer, const Attention *attention, con
 // Layers one after the other. places: [count][4] addresses of each one's layer, attention, cosines and sines.
 PUBLIC void specinfer_decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden,
                                  float *room, const Runs *runs, int threads) {
-    for (int64_t i = 0; i < count; i++, places += 4)
-        native->decode((const Layer *)places[0], (const Attention *)places[1], pieces, (const float *)places[2],
-                       (const float *)places[3], nullptr, hidden, room, runs, threads);
+    decode_all(places, count, pieces, hidden, room, runs, threads);
 }
 
 PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,
@@ -264,6 +275,7 @@ PUBLIC void specinfer_recur(const Recurrence *layer, const Scan *scan, float *mi
 }
 
 PUBLIC void specinfer_grow(Growth *growth) { grow(growth); }
+PUBLIC void specinfer_draft(Draft *one, int threads) { draft(one, threads); }
 
 // What the tokens of a chain and of a tree on its last one see of each other, [tokens][tokens], filled with zeros before,
 // and their positions; `start`: of the first.

@@ -13,7 +13,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 21  # version of structures and functions, as in types.h
+_LAYOUT = 22  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_convolve.argtypes = [pointer] * 3 + [size, number]
         loaded.specinfer_recur.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_grow.argtypes = [pointer]
+        loaded.specinfer_draft.argtypes = [pointer, number]
         loaded.specinfer_see.argtypes = [pointer, size, size, size, pointer, pointer]
     except (OSError, AttributeError) as error:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)

@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 21;
+static const int LAYOUT = 22;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 };  // as in panels.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -119,11 +119,44 @@ struct Growth {  // of several trees by one level; as in growth.py
     // The level.
     const int64_t *frontiers;          // [trees][2] first node and end of each frontier
     const int64_t *widths;             // [trees] most candidates of a node
-    const double *const *tables;       // [trees] [bins][bins] expected nodes; null: all up to the last bin are wanted
+    const double *const *tables;       // [trees] [bins] expected nodes in so many bins; null: all up to the last bin are wanted
     const int64_t *last_bins;          // [trees]
     const int64_t *candidates;         // [nodes of the frontiers][columns]
     const float *confidence;           // as candidates
     int64_t columns, level;
+};
+
+struct DraftTree {  // as in draft.py
+    const int64_t *tokens, *prefix, *slots;  // [num_new] known tokens, the root last; [num_prefix]; [num_new + max_nodes]
+    int64_t num_prefix, num_new, max_nodes, max_depth;
+    const int64_t *widths;                           // [max_depth] children of each node, or null: best first
+    const double *heights, *slopes, *by_rank;        // of the calibration, best first
+    double min_path_prob, min_gain, top_p;
+    uint64_t seed;
+    int64_t top_k;                // 0: no limit
+    float temperature, log_min_p;  // 0: greedy
+    int32_t is_noisy;             // whether children are chosen with the target's noise
+    int64_t size, num_computed;   // results: nodes with the root, and how many were passed through the model
+};
+
+struct Draft {  // by a small model; as in draft.py
+    const void *const *places;  // [layers][4] as specinfer_decode_all has them
+    int64_t layers, hidden, floats;     // floats: of scratch memory for each token
+    const Linear *embedding;            // panels with its rows, or null
+    const void *rows;                   // [vocab][hidden] its rows otherwise
+    const float *norm;                  // [hidden]
+    const Linear *head;
+    const int64_t *token_map;           // [columns] tokens of the logits, or null
+    int64_t columns, support, breadth;  // logits that count, candidates that probabilities cover, children best first
+    const double *edges, *middles;      // as in Growth
+    int64_t bins, middles_count, ranks;
+    float embedding_scale, eps;
+    int32_t type;  // of `rows`
+    // Of a call.
+    int64_t count;
+    DraftTree *trees;
+    int64_t *tokens, *parents;  // [nodes of all trees, each with its root and room for max_nodes]
+    double *confidence;
 };
 
 struct Convolution {  // with one filter for each channel; as in recurrence.py
@@ -220,4 +253,14 @@ static INLINE uint16_t to_fp16(float value) {
     if (rest < 0x38800000u)                          // subnormal: adding 0.5 leaves them in the last bits, rounded
         return sign | (uint16_t)(read<uint32_t>(&(const float &)(as_float(rest) + 0.5f)) - 0x3f000000u);
     return sign | (uint16_t)((rest + 0xfffu + (rest >> 13 & 1u) - 0x38000000u) >> 13);
+}
+
+static INLINE uint64_t mixed(uint64_t bits) {  // as in noise.py
+    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
+    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
+    return bits ^ bits >> 31;
+}
+
+static INLINE uint64_t noise_key(uint64_t seed, int64_t position) {
+    return mixed(mixed(seed + 0x9e3779b97f4a7c15u) ^ (uint64_t)position * 0x9e3779b97f4a7c15u);
 }

@@ -1,15 +1,5 @@
 // The walk of coupled verification down several trees: at each node it comes to, the token of plain decoding decides.
 
-static uint64_t mixed(uint64_t bits) {  // as in noise.py
-    bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
-    bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
-    return bits ^ bits >> 31;
-}
-
-static uint64_t noise_key(uint64_t seed, int64_t position) {
-    return mixed(mixed(seed + 0x9e3779b97f4a7c15u) ^ (uint64_t)position * 0x9e3779b97f4a7c15u);
-}
-
 static const int64_t UNKNOWN = -3;  // beside the reasons of choose(), which are -1 and -2
 
 // The token after a row of logits. `scaled`: room for the row divided by the temperature.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.kernels import LayersCall, QuantizedEmbedding, norm, packs_type
+from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_layer import Layer, Packing, Rotations, call_of, can_fuse_layers, norm_weight, taken_apart
@@ -113,6 +114,21 @@ class FusedDecoder(nn.Module):
             attentions = [layer.attention(store, i) for i, layer in enumerate(self.layers)]
             calls = self._calls[store] = LayersCall([layer.call for layer in self.layers], attentions, tables)
         return calls
+
+    def parts(self, store: KVStore, positions: int) -> DecoderParts | None:
+        """Return the native calls of a whole pass for positions up to a number, or None if it has other parts."""
+        embedding = self.embedding.call if isinstance(self.embedding, QuantizedEmbedding) else self.embedding
+        floats = self._scratch_floats(1)
+        if self.head is None or floats is None or self.stream is not None or self.group.size > 1 or not self.is_first:
+            return None
+        if embedding is None:
+            if isinstance(self.embedding, QuantizedEmbedding):
+                return None
+            embedding = self.head.call
+        layers, head = self._in_one_call(store, positions), self.head
+        return DecoderParts(
+            layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, layers.num_positions
+        )
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] float32 rows of the embedding, without its scale."""

@@ -137,6 +137,13 @@ class KVCache:
         rejected[index] = False
         self._free_slots(reserved[rejected])
 
+    def give_back(self, request_id: str, kept: int) -> None:
+        """Free all but the first `kept` of the reserved slots."""
+        reserved = self.reserved(request_id)
+        if kept < len(reserved):
+            self._reserved[request_id] = reserved[:kept]
+            self._free_slots(reserved[kept:])
+
     def truncate(self, request_id: str, length: int) -> None:
         """Drop all but the first `length` committed tokens."""
         own, num_shared = self.slots(request_id), self.num_shared(request_id)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request, Span
@@ -177,7 +176,8 @@ def _emptying_caches(target: TargetRunner) -> Callable[[], object]:
     """
     if target.loaded.device.type != "cpu" or target.loaded.stream is not None:
         return lambda: None
-    return torch.ones(_MORE_THAN_CACHED).sum
+    # By numpy, on this thread: PyTorch's others would go on spinning on the cores that drafting needs.
+    return np.ones(_MORE_THAN_CACHED, dtype=np.float32).sum
 
 
 def _target_pass(target: TargetRunner, size: int) -> None:

@@ -171,7 +171,8 @@ def test_a_drafter_that_is_not_scored_computes_no_extra_logits(runner_of: Callab
     """The choice is off: one row a request, as ever."""
     runner, rows = runner_of("llama"), []
     drafter = SmallModelDrafter(runner, VOCAB)
-    request = make_request("0", random_prompts([9])[0])
+    step_by_step = SamplingParams(temperature=0.0, repetition_penalty=1.1)
+    request = make_request("0", random_prompts([9])[0], step_by_step)
     forward = runner.forward
     runner.forward = lambda pieces: (rows.append([piece.num_logits for piece in pieces]), forward(pieces))[1]  # type: ignore[method-assign]
     try:

@@ -22,7 +22,7 @@ from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
-from specinfer.drafters import MergedDrafter, RemoteDrafter, make_drafter
+from specinfer.drafters import MergedDrafter, RemoteDrafter, SmallModelDrafter, make_drafter
 from specinfer.drafters.merge.guarded import MAX_FAILURES
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.remote.host import HostedDrafter, answer
@@ -181,14 +181,14 @@ def test_others_are_asked_before_this_rank_drafts_and_awaited_after(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(runner_of, "shared-noise", is_remote=True, is_late=True)
-    forward = ModelRunner.forward
+    draft = SmallModelDrafter.draft
 
-    def noted(self: ModelRunner, pieces: Any) -> Tensor:
-        if self is world.runners[0]:
+    def noted(self: SmallModelDrafter, *args: Any) -> Any:
+        if self.runner is world.runners[0]:
             world.hand.log.append("drafts")
-        return forward(self, pieces)
+        return draft(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "forward", noted)
+    monkeypatch.setattr(SmallModelDrafter, "draft", noted)
     request = make_request("0", [3, 1, 4])
     (tree,) = world.drafter.draft([Span(request, 0, 3)], [TreeBudget(8, 3)])
     assert tree.num_guessed
@@ -216,14 +216,14 @@ def test_a_remote_drafter_that_fails_costs_its_drafts_only(
     (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
     world = make_world(runner_of, "shared-noise", is_remote=True)
     engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (2, 1))
-    forward, is_broken = ModelRunner.forward, True
+    draft, is_broken = SmallModelDrafter.draft, True
 
-    def broken(self: ModelRunner, pieces: Any) -> Tensor:
-        if is_broken and self is world.runners[1]:
+    def broken(self: SmallModelDrafter, *args: Any) -> Any:
+        if is_broken and self.runner is world.runners[1]:
             raise RuntimeError("broken on purpose")
-        return forward(self, pieces)
+        return draft(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "forward", broken)
+    monkeypatch.setattr(SmallModelDrafter, "draft", broken)
     request = _long_request("1")
     engine.add(request)
     with caplog.at_level(logging.ERROR, logger="specinfer"):
@@ -262,16 +262,16 @@ def test_an_interrupt_between_question_and_answer_loses_nothing(
     (plain,) = run(make_engine(runner_of("llama")), [_long_request("0")])
     world = make_world(runner_of, "shared-noise", is_remote=True)
     engine = make_engine(resized(runner_of("llama"), 300), world.drafter, (2, 1))
-    forward, num_passes = ModelRunner.forward, 0
+    draft, num_drafts = SmallModelDrafter.draft, 0
 
-    def interrupted(self: ModelRunner, pieces: Any) -> Tensor:
-        nonlocal num_passes
-        num_passes += self is world.runners[0]
-        if self is world.runners[0] and num_passes == 6:
+    def interrupted(self: SmallModelDrafter, *args: Any) -> Any:
+        nonlocal num_drafts
+        num_drafts += self.runner is world.runners[0]
+        if self.runner is world.runners[0] and num_drafts == 3:
             raise KeyboardInterrupt
-        return forward(self, pieces)
+        return draft(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "forward", interrupted)
+    monkeypatch.setattr(SmallModelDrafter, "draft", interrupted)
     request = _long_request("1")
     with pytest.raises(KeyboardInterrupt):
         run(engine, [request])

@@ -159,7 +159,7 @@ class TreeBatch:
         """Do in one call what `_offer`, `_above_floor`, `_select` and `_append` do."""
         tables: list[Floats | None] = [None] * len(self.growing_trees)
         for tree in best_first:
-            tables[tree.index] = self._subtree_sizes[self._sources[tree.index]].table(tree.levels_to_come - 1)
+            tables[tree.index] = self._subtree_sizes[self._sources[tree.index]].reach(tree.levels_to_come - 1)
         frontiers = [(tree.frontier.start, tree.frontier.stop) for tree in self.growing_trees]
         widths = [tree.width if tree.frontier else 0 for tree in self.growing_trees]
         level = len(self.guesses.levels)

@@ -54,6 +54,7 @@ class SubtreeSize:
         self._levels = [node]  # [bins] nodes of each probability, itself included, with 0, 1, ... levels below
         self._steps = [step for step in steps if step < NUM_BINS - 1]
         self._tables: dict[int, Floats] = {}
+        self._reach: dict[int, Floats] = {}
 
     def table(self, num_levels: int) -> Floats:
         """Return the expected number of nodes at or above a floor, [bins of a guess, bins of the floor].
@@ -62,15 +63,21 @@ class SubtreeSize:
             num_levels: The number of levels still to come below the guess.
         """
         if num_levels not in self._tables:
+            at_least = np.concatenate([np.zeros(NUM_BINS - 1), self.reach(num_levels)])
+            below = np.arange(NUM_BINS)[None, :] - np.arange(NUM_BINS)[:, None]
+            self._tables[num_levels] = at_least[below + NUM_BINS - 1]
+        return self._tables[num_levels]
+
+    def reach(self, num_levels: int) -> Floats:
+        """Return the expected number of nodes down to so many bins below the guess, [bins]."""
+        if num_levels not in self._reach:
             while len(self._levels) <= num_levels:
                 grown = self._levels[0].copy()
                 for step in self._steps:
                     grown[step:] += self._levels[-1][: NUM_BINS - step]
                 self._levels.append(grown)
-            at_least = np.concatenate([np.zeros(NUM_BINS - 1), self._levels[num_levels].cumsum()])
-            below = np.arange(NUM_BINS)[None, :] - np.arange(NUM_BINS)[:, None]
-            self._tables[num_levels] = at_least[below + NUM_BINS - 1]
-        return self._tables[num_levels]
+            self._reach[num_levels] = self._levels[num_levels].cumsum()
+        return self._reach[num_levels]
 
 
 def floors(counts: Ints, table: Floats, num_left: Ints) -> Ints:

@@ -1,0 +1,133 @@
+"""The drafts of a small model on a CPU, each in one native call, where its tokens are chosen and not drawn.
+
+`small_model.py` does the same in steps, for all other models and requests.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+
+from specinfer.core.request import Request
+from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, source
+from specinfer.drafters.growth.draft_sampling import SUPPORT, chooses_for, sampling_of
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
+from specinfer.drafters.growth.subtree_size import BIN_EDGES
+from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.kernels.draft import DecoderParts, DraftCall, Drafted, DraftTree, GrowthRules
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.runner import ModelRunner
+from specinfer.verify.logits import is_adjusted, log_min_p
+
+MAX_READ = 64  # known tokens of a request that a draft reads; more are read before
+_RULES = GrowthRules(SUPPORT, BEST_FIRST_WIDTH, BIN_EDGES, MIDDLE, RANKS)
+
+
+class Wanted(NamedTuple):
+    """A tree to grow for a request."""
+
+    request: Request
+    budget: TreeBudget
+
+
+class DraftLoop:
+    """Drafts of one model, whose tokens are the target's.
+
+    Args:
+        name: Name of the drafter.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: DrafterCache,
+        vocabulary: Vocabulary,
+        draft_sampling: str,
+        calibration: Calibration,
+        name: str,
+    ) -> None:
+        assert not vocabulary.translates
+        self._runner, self._cache, self._vocabulary = runner, cache, vocabulary
+        self._draft_sampling, self._calibration, self._name = draft_sampling, calibration, name
+        self._model: nn.Module | None = None  # that the call is of
+        self._call: DraftCall | None = None
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[TokenTree, Sequence[int]]] | None:
+        """Return the tree of each request and the nodes with keys and values, or None if it cannot grow them all."""
+        if not all(self._can_draft(request) for request, _ in wanted):
+            return None
+        cache, known = self._runner.cache, self._cache.known
+        ids = [known[request.request_id].ids for request, _ in wanted]
+        call = self._ready_call(max(len(one) + budget.max_depth for one, (_, budget) in zip(ids, wanted, strict=True)))
+        if call is None:
+            return None
+        unread = sum(
+            len(one) - len(cache.slots(request.request_id)) for one, (request, _) in zip(ids, wanted, strict=True)
+        )
+        if cache.num_available < unread + sum(budget.max_nodes for _, budget in wanted):
+            return None
+        num_new = []
+        for one, (request, _) in zip(ids, wanted, strict=True):
+            if len(one) - len(cache.slots(request.request_id)) > MAX_READ:
+                self._cache.read_known(request)
+            num_new.append(len(one) - len(cache.slots(request.request_id)))
+        alive: list[object] = []
+        trees = [self._tree(one, num, alive) for one, num in zip(wanted, num_new, strict=True)]
+        drafted = call(trees)
+        for (request, _), num, tree in zip(wanted, num_new, drafted, strict=True):
+            self._cache.note_read(request, num)
+            cache.give_back(request.request_id, tree.num_computed)
+        return [(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
+
+    def _can_draft(self, request: Request) -> bool:
+        return chooses_for(self._draft_sampling, request) and not is_adjusted(request)
+
+    def _ready_call(self, positions: int) -> DraftCall | None:
+        """Return the call for the model as it is now, with tables for so many positions, or None if there is none."""
+        model, tensors = self._runner.loaded.model, self._runner.tensors
+        if self._call is None or self._model is not model or positions > self._call.parts.num_positions:
+            parts = None
+            if isinstance(model, FusedDecoder) and not tensors.taps and self._runner.graphs is None:
+                parts = model.parts(tensors, positions)
+            self._model, self._call = model, None if parts is None else self._made(parts)
+        return self._call
+
+    def _made(self, parts: DecoderParts) -> DraftCall:
+        token_map = self._vocabulary.token_map
+        outputs = parts.head.outputs
+        columns = min(outputs, self._vocabulary.compact(parts.norm.new_empty(0, outputs)).shape[1])
+        return DraftCall(parts, _RULES, None if token_map is None else token_map.ids, columns)
+
+    def _tree(self, wanted: Wanted, num_new: int, alive: list[object]) -> DraftTree:
+        """Return a tree to grow; `alive` gets the arrays whose addresses it has."""
+        request, budget = wanted
+        params, cache, request_id = request.params, self._runner.cache, request.request_id
+        prefix, ids = cache.slots(request_id), self._cache.known[request_id].ids
+        slots = cache.reserve(request_id, num_new + budget.max_nodes)
+        tokens = np.array(ids[len(ids) - num_new :], dtype=np.int64)
+        tree = DraftTree(tokens.ctypes.data, prefix.ctypes.data, slots.ctypes.data, len(prefix), num_new)
+        alive += tokens, prefix, slots
+        tree.max_nodes, tree.max_depth = budget.max_nodes, budget.max_depth
+        if budget.widths:
+            widths = np.array(budget.widths, dtype=np.int64)
+            alive.append(widths)
+            tree.widths = widths.ctypes.data
+        else:
+            name = source(self._name, request)
+            numbers = (*self._calibration.lines(name), self._calibration.by_rank(name))
+            alive.append(numbers)
+            tree.heights, tree.slopes, tree.by_rank = (one.ctypes.data for one in numbers)
+            tree.min_path_prob, tree.min_gain = budget.min_path_prob, budget.min_gain
+        if not params.is_greedy:
+            tree.is_noisy = sampling_of(self._draft_sampling, request) == "shared-noise"
+            tree.seed, tree.temperature = request.seed, params.temperature
+            tree.top_k, tree.top_p, tree.log_min_p = params.top_k, params.top_p, log_min_p(params)
+        return tree
+
+    def _token_tree(self, drafted: Drafted) -> TokenTree:
+        name = self._name
+        draws = [Draw(node, name, None, sure) for node, sure in enumerate(drafted.confidence)][1:]
+        return TokenTree(tuple(drafted.tokens), tuple(drafted.parents), tuple(draws))

@@ -1,0 +1,357 @@
+// A whole draft in one call: the passes of a small model, and what grows from their scores, level by level.
+//
+// The steps are those of small_model.py, draft_sampling.py and expansion.py for tokens that are chosen, not drawn. A level
+// takes the nodes of all trees together: embedding, layers, norm and head, then each node's candidates, then growth.
+
+#include <numeric>
+
+template <class T>
+static T *hold(std::vector<T> &room, int64_t size) {
+    if ((int64_t)room.size() < size) room.resize((size_t)(size + size / 2));
+    return room.data();
+}
+
+// 64-byte aligned, as kernels read it fastest.
+static float *hold_aligned(std::vector<float> &room, int64_t size) {
+    const uintptr_t place = (uintptr_t)hold(room, size + 16);
+    return (float *)((place + 63) / 64 * 64);
+}
+
+struct DraftRoom {  // kept from call to call
+    std::vector<int64_t> trees, nodes, guesses, candidates, pieces, keys, rows, ids;
+    std::vector<double> probs, confidence, reach;
+    std::vector<const double *> lines;
+    std::vector<uint8_t> ancestry, visible;
+    std::vector<float> hidden, normed, scratch, logits, values, sure;
+};
+
+// The trees of a call while they grow.
+struct Drafting {
+    Draft *d;
+    int threads;
+    DraftRoom &room;
+    Growth g = {};
+    Pieces pieces = {};
+    int64_t *starts, *widths, *last_bins;   // as in Growth, which has them to read
+    double *min_path_prob;
+    const double **tables;
+    int64_t *frontiers, *none;              // [trees][2] nodes of each one's last level; zeros
+    int64_t *levels, *key_starts;           // [trees] levels so far; place of the first key
+    int64_t *piece_numbers[6], *slots, *key_positions, most_rows = 0;
+
+    int64_t first(int64_t tree) const { return frontiers[2 * tree]; }
+    int64_t end(int64_t tree) const { return frontiers[2 * tree + 1]; }
+    bool grows(int64_t tree) const { return first(tree) < end(tree); }
+    int64_t known(int64_t tree) const { return d->trees[tree].num_prefix + d->trees[tree].num_new; }
+
+    Drafting(Draft *draft, DraftRoom &memory, int num_threads) : d(draft), threads(num_threads), room(memory) {
+        const int64_t count = d->count;
+        int64_t nodes = 0, guesses = 0, keys = 0, breadth = 1;
+        for (int64_t i = 0; i < count; i++) {
+            const DraftTree &tree = d->trees[i];
+            nodes += tree.max_nodes + 1;
+            guesses += tree.widths ? tree.max_nodes : (tree.max_nodes + 1) * d->breadth;
+            keys += tree.num_prefix + tree.num_new + tree.max_nodes;
+            breadth = tree.max_nodes + 1 > breadth ? tree.max_nodes + 1 : breadth;
+            most_rows = most_rows + (tree.num_new > tree.max_nodes ? tree.num_new : tree.max_nodes);
+        }
+        place_growth(count, nodes, guesses, breadth);
+        int64_t *place = hold(room.keys, 2 * keys);
+        slots = place, key_positions = place + keys;
+        place = hold(room.pieces, 6 * count);
+        for (int64_t i = 0; i < 6; i++) piece_numbers[i] = place + i * count;
+        int64_t node = 0, key = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const DraftTree &tree = d->trees[i];
+            begin_tree(i, node, key);
+            node += tree.max_nodes + 1;
+            key += known(i) + tree.max_nodes;
+        }
+    }
+
+    void place_growth(int64_t count, int64_t nodes, int64_t guesses, int64_t breadth) {
+        int64_t *place = hold(room.trees, 11 * count);
+        int64_t **of_trees[] = {&g.sizes, &g.num_left, &levels, &key_starts, &starts, &widths, &last_bins};
+        for (int64_t **one : of_trees) *one = place, place += count;
+        frontiers = place, none = place + 2 * count;
+        memset(none, 0, (size_t)(2 * count) * sizeof(int64_t));
+        g.trees = count, g.tokens = d->tokens, g.parents = d->parents, g.depths = hold(room.nodes, nodes);
+        g.path_prob = hold(room.probs, nodes + count), min_path_prob = g.path_prob + nodes;
+        g.ancestry_columns = breadth;
+        g.ancestry = hold(room.ancestry, nodes * breadth);
+        place = hold(room.guesses, 10 * guesses);
+        int64_t **of_guesses[] = {&g.guess_tree, &g.guess_node, &g.guess_token, &g.guess_level, &g.guess_row,
+                                  &g.guess_rank, &g.guess_bin, &g.guess_child, &g.open, &g.taken};
+        for (int64_t **one : of_guesses) *one = place, place += guesses;
+        g.guess_confidence = hold(room.confidence, 2 * guesses), g.guess_path_prob = g.guess_confidence + guesses;
+        g.edges = d->edges, g.edges_count = d->bins - 1, g.bins = d->bins;
+        g.middles = d->middles, g.middles_count = d->middles_count, g.ranks = d->ranks;
+        const double **lines = hold(room.lines, 3 * count);
+        for (int64_t i = 0; i < count; i++) lines[i] = d->trees[i].heights, lines[count + i] = d->trees[i].slopes;
+        g.heights = lines, g.slopes = lines + count, tables = lines + 2 * count;
+        g.starts = starts, g.widths = widths, g.last_bins = last_bins, g.min_path_prob = min_path_prob, g.tables = tables;
+    }
+
+    void begin_tree(int64_t i, int64_t node, int64_t key) {
+        const DraftTree &tree = d->trees[i];
+        const int64_t root = known(i) - 1;
+        starts[i] = node;
+        g.sizes[i] = 1, g.num_left[i] = tree.max_nodes, levels[i] = 0, key_starts[i] = key;
+        frontiers[2 * i] = 0, frontiers[2 * i + 1] = 1;
+        g.tokens[node] = tree.tokens[tree.num_new - 1], g.parents[node] = -1, g.depths[node] = 0, g.path_prob[node] = 1.0;
+        min_path_prob[i] = tree.min_path_prob;
+        memset(g.ancestry + node * g.ancestry_columns, 0, (size_t)g.ancestry_columns);
+        g.ancestry[node * g.ancestry_columns] = 1;
+        memcpy(slots + key, tree.prefix, (size_t)tree.num_prefix * sizeof(int64_t));
+        memcpy(slots + key + tree.num_prefix, tree.slots, (size_t)(tree.num_new + tree.max_nodes) * sizeof(int64_t));
+        std::iota(key_positions + key, key_positions + key + root + 1, 0);
+    }
+
+    // The known tokens to read or, later, the nodes of the frontiers; returns the number of rows.
+    int64_t place_rows(bool reads) {
+        int64_t count = 0, row = 0, seen = 0, most_seen = 0;
+        for (int64_t i = 0; i < g.trees; i++) {
+            const int64_t rows = reads ? d->trees[i].num_new : end(i) - first(i);
+            most_seen += rows * (reads ? rows : end(i));
+        }
+        int64_t *ids = hold(room.ids, 3 * most_rows), *positions = ids + most_rows, *new_slots = positions + most_rows;
+        uint8_t *visible = hold(room.visible, most_seen);
+        for (int64_t i = 0; i < g.trees; i++) {
+            const DraftTree &tree = d->trees[i];
+            if (!grows(i)) continue;
+            const int64_t rows = reads ? tree.num_new : end(i) - first(i), rest = reads ? rows : end(i) - 1;
+            const int64_t prefix = reads ? tree.num_prefix : known(i);
+            const int64_t numbers[] = {row, rows, prefix, rest, key_starts[i], seen};
+            for (int64_t k = 0; k < 6; k++) piece_numbers[k][count] = numbers[k];
+            for (int64_t r = 0; r < rows; r++, row++, seen += rest) {
+                const int64_t at = starts[i] + first(i) + r, key = key_starts[i] + prefix + (reads ? r : rest - rows + r);
+                if (!reads) key_positions[key] = known(i) - 1 + g.depths[at];
+                ids[row] = reads ? tree.tokens[r] : g.tokens[at];
+                positions[row] = key_positions[key], new_slots[row] = slots[key];
+                if (reads)
+                    for (int64_t k = 0; k < rest; k++) visible[seen + k] = k <= r;
+                else
+                    memcpy(visible + seen, g.ancestry + at * g.ancestry_columns + 1, (size_t)rest);
+            }
+            count++;
+        }
+        pieces = {count, piece_numbers[0], piece_numbers[1], piece_numbers[2], piece_numbers[3], piece_numbers[4],
+                  piece_numbers[5], slots, key_positions, visible, row, positions, new_slots};
+        return row;
+    }
+
+    void embed(int64_t rows, float *hidden) {
+        const int64_t size = d->hidden, *ids = room.ids.data();
+        if (d->embedding)
+            unpack_rows(d->embedding, ids, hidden, rows, threads);
+        else
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t k = 0; k < size; k++) {
+                    const int64_t at = ids[r] * size + k;
+                    const float *whole = (const float *)d->rows;
+                    const uint16_t *half = (const uint16_t *)d->rows;
+                    hidden[r * size + k] = d->type == FP32 ? whole[at] : d->type == BF16 ? from_bf16(half[at]) : from_fp16(half[at]);
+                }
+        if (d->embedding_scale != 1.0f)
+            for (int64_t k = 0; k < rows * size; k++) hidden[k] *= d->embedding_scale;
+    }
+
+    // Logits [rows] of the last known tokens or of the frontiers' nodes; returns the number of rows.
+    int64_t score(bool reads) {
+        const int64_t rows = place_rows(reads), size = d->hidden;
+        float *hidden = hold_aligned(room.hidden, most_rows * size), *normed = hold_aligned(room.normed, most_rows * size);
+        float *scratch = hold_aligned(room.scratch, most_rows * d->floats);
+        embed(rows, hidden);
+        decode_all(d->places, d->layers, &pieces, hidden, scratch, nullptr, threads);
+        int64_t scored = rows;
+        if (reads) {
+            scored = pieces.count;
+            for (int64_t i = 0; i < scored; i++) {
+                const int64_t last = pieces.first_row[i] + pieces.num_new[i] - 1;
+                memmove(hidden + i * size, hidden + last * size, (size_t)size * sizeof(float));
+            }
+        }
+        native->norm(hidden, d->norm, normed, scored, size, d->eps, threads);
+        float *logits = hold_aligned(room.logits, scored * d->head->stride);
+        native->linear(d->head, normed, logits, scratch, scored, STORE, nullptr, threads);
+        return scored;
+    }
+
+    // Drops what min-p, top-k and top-p do, as in verify/logits.py; the values fall.
+    static void truncate(const DraftTree &tree, int64_t size, float *values) {
+        const float best = values[0];
+        float least = best + tree.log_min_p;
+        if (tree.top_k > 0 && tree.top_k < size) least = values[tree.top_k - 1] > least ? values[tree.top_k - 1] : least;
+        if (tree.top_p < 1.0) {
+            const auto mass = [&](int64_t k) { return values[k] < least ? 0.0 : (double)expf(values[k] - best); };
+            double wanted = 0.0, so_far = 0.0;
+            for (int64_t k = 0; k < size; k++) wanted += mass(k);
+            wanted *= tree.top_p;
+            int64_t last = 0;
+            while (last < size - 1 && (so_far += mass(last)) < wanted) last++;
+            least = values[last] > least ? values[last] : least;
+        }
+        for (int64_t k = 0; k < size; k++)
+            if (values[k] < least) values[k] = -INFINITY;
+    }
+
+    // The best tokens of a row, by score or by score and noise, and how much of the probability each has.
+    void choose_children(const DraftTree &tree, const float *logits, int64_t position, int64_t size, int64_t width,
+                         float *values, int64_t *ids, float *blocks, int64_t *tokens, float *confidence) const {
+        std::fill(tokens, tokens + width, -1);
+        std::fill(confidence, confidence + width, 0.0f);
+        if (!native->most_probable(logits, d->columns, size, values, ids, blocks) &&
+            !sorted_first(logits, d->columns, size, values, ids))
+            return;
+        if (d->token_map)
+            for (int64_t k = 0; k < size; k++) ids[k] = d->token_map[ids[k]];
+        if (tree.temperature > 0.0f && tree.temperature != 1.0f)
+            for (int64_t k = 0; k < size; k++) values[k] /= tree.temperature;
+        if (tree.temperature > 0.0f) truncate(tree, size, values);
+        if (tree.is_noisy) {
+            const uint64_t key = noise_key(tree.seed, position);
+            float *noise = values + size;
+            native->noise_of(&key, ids, noise, 1, size);
+            for (int64_t k = 0; k < size; k++) values[k] += noise[k];
+        }
+        // Places of the best so far, in order; of equal ones the first.
+        int64_t *best = ids + size, found = 0;
+        for (int64_t k = 0; k < size; k++) {
+            int64_t at = found;
+            while (at > 0 && values[best[at - 1]] < values[k]) at--;
+            if (at == width) continue;
+            found += found < width;
+            for (int64_t later = found - 1; later > at; later--) best[later] = best[later - 1];
+            best[at] = k;
+        }
+        const float highest = values[best[0]];
+        if (!(highest > -INFINITY)) return;
+        float weights = 0.0f;
+        for (int64_t k = 0; k < size; k++) weights += expf(values[k] - highest);
+        for (int64_t rank = 0; rank < found; rank++) {
+            const float value = values[best[rank]];
+            if (!(value > -INFINITY)) continue;
+            tokens[rank] = ids[best[rank]];
+            confidence[rank] = expf(value - highest) / weights;
+        }
+    }
+
+    // Where native code does not find the best scores: as it, but slowly. 0 if one is NaN.
+    static int64_t sorted_first(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens) {
+        std::vector<int64_t> ids((size_t)size);
+        std::iota(ids.begin(), ids.end(), 0);
+        for (int64_t k = 0; k < size; k++)
+            if (scores[k] != scores[k]) return 0;
+        std::partial_sort(ids.begin(), ids.begin() + count, ids.end(), [&](int64_t a, int64_t b) {
+            return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+        });
+        for (int64_t k = 0; k < count; k++) tokens[k] = ids[(size_t)k], values[k] = scores[ids[(size_t)k]];
+        return count;
+    }
+
+    void make_candidates(int64_t rows) {
+        int64_t most = 0;
+        for (int64_t i = 0; i < g.trees; i++) {
+            const DraftTree &tree = d->trees[i];
+            const int64_t most_best = g.num_left[i] < d->breadth ? g.num_left[i] : d->breadth;
+            widths[i] = !grows(i) ? 0 : tree.widths ? tree.widths[levels[i]] : most_best;
+            most = widths[i] > most ? widths[i] : most;
+        }
+        const int64_t wanted = d->support > most ? d->support : most, size = wanted < d->columns ? wanted : d->columns;
+        const int64_t width = most < size ? most : size, blocks = d->columns / 64 + 1;
+        int64_t *tokens = hold(room.candidates, rows * (width + 2 * size)), *ids = tokens + rows * width;
+        float *values = hold(room.values, rows * (2 * size + blocks)), *sure = hold(room.sure, rows * width);
+        int64_t *at = hold(room.rows, 2 * rows), row = 0;  // of each row the tree and the position of its children
+        for (int64_t i = 0; i < g.trees; i++)
+            for (int64_t node = first(i); node < end(i); node++, row++)
+                at[2 * row] = i, at[2 * row + 1] = known(i) + g.depths[starts[i] + node];
+        const float *logits = hold_aligned(room.logits, rows * d->head->stride);
+        in_parallel(rows, 1, rows * d->columns > 1 << 15 ? threads : 1, [&](int64_t r) {
+            float *mine = values + r * (2 * size + blocks);
+            choose_children(d->trees[at[2 * r]], logits + r * d->head->stride, at[2 * r + 1], size, width, mine,
+                            ids + r * 2 * size, mine + 2 * size, tokens + r * width, sure + r * width);
+        });
+        g.candidates = tokens, g.confidence = sure, g.columns = width;
+    }
+
+    // Expected nodes of a subtree down to so many bins below its root, [levels][bins], as SubtreeSize has them.
+    const double *reach_of(int64_t tree, int64_t num_levels, double *reach) const {
+        std::vector<double> counts((size_t)((num_levels + 1) * g.bins));
+        counts[0] = 1.0;
+        for (int64_t level = 1; level <= num_levels; level++) {
+            double *now = &counts[(size_t)(level * g.bins)];
+            const double *before = now - g.bins;
+            now[0] = 1.0;
+            for (int64_t rank = 0; rank < g.ranks; rank++) {
+                const int64_t step = bin_of(&g, d->trees[tree].by_rank[rank]);
+                if (step < g.bins - 1)
+                    for (int64_t bin = step; bin < g.bins; bin++) now[bin] += before[bin - step];
+            }
+        }
+        std::partial_sum(counts.end() - g.bins, counts.end(), reach);
+        return reach;
+    }
+
+    void grow_level(const int64_t *of) {
+        g.frontiers = of;
+        grow(&g);
+        for (int64_t i = 0; i < g.num_taken; i++) {
+            const int64_t number = g.taken[i];
+            d->confidence[starts[g.guess_tree[number]] + g.guess_child[number]] = g.guess_confidence[number];
+        }
+    }
+
+    // As TreeBatch.extend.
+    void extend(int64_t rows) {
+        make_candidates(rows);
+        double *reach = hold(room.reach, g.trees * g.bins);
+        double min_gain = INFINITY, gain = 0.0;
+        std::vector<uint8_t> best_first((size_t)g.trees), growing((size_t)g.trees);
+        for (int64_t i = 0; i < g.trees; i++) {
+            const DraftTree &tree = d->trees[i];
+            growing[(size_t)i] = grows(i);
+            best_first[(size_t)i] = grows(i) && !tree.widths;
+            tables[i] = nullptr, last_bins[i] = g.bins;
+            if (best_first[(size_t)i]) tables[i] = reach_of(i, tree.max_depth - levels[i] - 1, reach + i * g.bins);
+        }
+        grow_level(frontiers);
+        for (int64_t i = 0; i < g.trees; i++) {
+            if (!growing[(size_t)i]) continue;
+            const DraftTree &tree = d->trees[i];
+            levels[i]++;
+            const bool goes_on = g.num_left[i] > 0 && levels[i] < tree.max_depth;
+            frontiers[2 * i] = goes_on ? end(i) : g.sizes[i], frontiers[2 * i + 1] = g.sizes[i];
+            if (!best_first[(size_t)i]) continue;
+            double sum = 0.0;
+            for (int64_t node = first(i); node < end(i); node++) sum += g.path_prob[starts[i] + node];
+            gain += tree.by_rank[0] * sum;
+            min_gain = tree.min_gain < min_gain ? tree.min_gain : min_gain;
+        }
+        bool any_ended = false;
+        for (int64_t i = 0; i < g.trees; i++) {
+            if (best_first[(size_t)i] && min_gain > 0 && gain < min_gain) frontiers[2 * i] = end(i);
+            const bool ended = best_first[(size_t)i] && !grows(i) && g.num_left[i] > 0;
+            any_ended |= ended;
+            tables[i] = nullptr, last_bins[i] = ended ? g.bins : -1;
+        }
+        if (any_ended) grow_level(none);  // what is left of the budget, from the open guesses
+    }
+
+    void run() {
+        for (int64_t i = 0; i < g.trees; i++) d->trees[i].num_computed = 0;
+        for (int64_t rows = score(true);; rows = score(false)) {
+            extend(rows);
+            g.level++;
+            bool any_grows = false;
+            for (int64_t i = 0; i < g.trees; i++)
+                if (grows(i)) any_grows = true, d->trees[i].num_computed = end(i) - 1;
+            if (!any_grows) break;
+        }
+        for (int64_t i = 0; i < g.trees; i++) d->trees[i].size = g.sizes[i];
+    }
+};
+
+static void draft(Draft *d, int threads) {
+    static thread_local DraftRoom room;
+    Drafting(d, room, threads).run();
+}

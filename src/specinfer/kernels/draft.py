@@ -1,0 +1,145 @@
+"""A whole draft in one native call: the passes of a small model and the growth of trees, see draft.h."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from specinfer.kernels.decoder import LayersCall
+from specinfer.kernels.library import call
+from specinfer.kernels.linear_call import LinearCall
+from specinfer.kernels.panels import TYPES
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class DraftTree(ctypes.Structure):
+    """The tree of one request, and how it may grow.
+
+    Attributes:
+        tokens, prefix, slots: Addresses of the known tokens to read, the root last; of the slots of those read before;
+            and of the slots of the tokens to read, followed by one for each node.
+        widths: Address of the number of children of each node, by level; None to grow best first.
+        heights, slopes, by_rank: Addresses of a calibration's numbers; None in a fixed expansion.
+        temperature: 0 for the best tokens.
+        is_noisy: Whether children are chosen with the noise of the target, which `seed` determines.
+        size, num_computed: Results: nodes with the root, and how many of the others have keys and values.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tokens", "prefix", "slots")),
+        *((name, ctypes.c_int64) for name in ("num_prefix", "num_new", "max_nodes", "max_depth")),
+        *((name, ctypes.c_void_p) for name in ("widths", "heights", "slopes", "by_rank")),
+        *((name, ctypes.c_double) for name in ("min_path_prob", "min_gain", "top_p")),
+        ("seed", ctypes.c_uint64),
+        ("top_k", ctypes.c_int64),
+        ("temperature", ctypes.c_float),
+        ("log_min_p", ctypes.c_float),
+        ("is_noisy", ctypes.c_int32),
+        ("size", ctypes.c_int64),
+        ("num_computed", ctypes.c_int64),
+    )
+
+
+class _Draft(ctypes.Structure):
+    _fields_ = (
+        ("places", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "floats")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "rows", "norm", "head", "token_map")),
+        *((name, ctypes.c_int64) for name in ("columns", "support", "breadth")),
+        *((name, ctypes.c_void_p) for name in ("edges", "middles")),
+        *((name, ctypes.c_int64) for name in ("bins", "middles_count", "ranks")),
+        ("embedding_scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("type", ctypes.c_int32),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("trees", "tokens", "parents", "confidence")),
+    )
+
+
+class DecoderParts(NamedTuple):
+    """A decoder whose passes are made of native calls."""
+
+    layers: LayersCall
+    floats: int  # scratch floats of the layers for each token
+    embedding: LinearCall | Tensor  # panels with its rows, or [vocab, hidden] in one of `TYPES`
+    embedding_scale: float
+    norm: Tensor  # [hidden] float32
+    eps: float
+    head: LinearCall
+    num_positions: int  # that the layers have tables for
+
+
+class GrowthRules(NamedTuple):
+    """The numbers by which all trees grow.
+
+    Attributes:
+        support: Number of candidates that probabilities cover.
+        breadth: Most children of a node, best first.
+        edges, middles: As in `GrowthCall`.
+        ranks: Ranks of a calibration.
+    """
+
+    support: int
+    breadth: int
+    edges: Floats
+    middles: Floats
+    ranks: int
+
+
+class Drafted(NamedTuple):
+    """A tree: tokens and parents of all nodes, from the root, and the confidence in each; the root's has no meaning."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
+    num_computed: int
+
+
+class DraftCall:
+    """The drafts of one model on one cache, ready to be called.
+
+    Args:
+        token_map: [columns] int64 the tokens of the logits, or None for all in order.
+        columns: Number of the logits that count, from the first.
+    """
+
+    def __init__(self, parts: DecoderParts, rules: GrowthRules, token_map: Tensor | None, columns: int) -> None:
+        self.parts, self._alive = parts, (rules, token_map)  # addresses stay valid
+        self._draft = _Draft()
+        draft, embedding = self._draft, parts.embedding
+        draft.places, draft.layers = parts.layers.arguments
+        draft.hidden, draft.floats = parts.norm.shape[0], max(parts.floats, parts.head.scratch_floats)
+        draft.embedding = embedding.address if isinstance(embedding, LinearCall) else None
+        if isinstance(embedding, Tensor):
+            draft.rows, draft.type = embedding.data_ptr(), TYPES[embedding.dtype]
+        draft.norm, draft.head = parts.norm.data_ptr(), parts.head.address
+        draft.token_map, draft.columns = None if token_map is None else token_map.data_ptr(), columns
+        draft.support, draft.breadth, draft.ranks = rules.support, rules.breadth, rules.ranks
+        draft.edges, draft.bins = rules.edges.ctypes.data, len(rules.edges) + 1
+        draft.middles, draft.middles_count = rules.middles.ctypes.data, len(rules.middles)
+        draft.embedding_scale, draft.eps = parts.embedding_scale, parts.eps
+        self._address = ctypes.addressof(draft)
+        self._nodes: tuple[Ints, Floats] = np.empty((2, 0), dtype=np.int64), np.empty(0)
+
+    def __call__(self, trees: Sequence[DraftTree]) -> list[Drafted]:
+        """Read the known tokens and grow the trees; keys and values are in the trees' slots afterwards."""
+        array, draft = (DraftTree * len(trees))(*trees), self._draft
+        total = sum(tree.max_nodes + 1 for tree in trees)
+        if total > len(self._nodes[1]):
+            self._nodes = np.empty((2, 2 * total), dtype=np.int64), np.empty(2 * total)
+            draft.tokens, draft.parents = (column.ctypes.data for column in self._nodes[0])
+            draft.confidence = self._nodes[1].ctypes.data
+        draft.count, draft.trees = len(trees), ctypes.addressof(array)
+        call("specinfer_draft", self._address)
+        drafted, start = [], 0
+        for tree in array:
+            end = start + tree.size
+            tokens, parents = self._nodes[0][:, start:end].tolist()
+            drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].tolist(), tree.num_computed))
+            start += tree.max_nodes + 1
+        return drafted

@@ -1,0 +1,169 @@
+"""A draft in one native call: its trees are those that small models grow step by step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from native import native
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters import SmallModelDrafter
+from specinfer.drafters.draft_loop import DraftLoop
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.runner import ModelRunner
+from specinfer.verify import Acceptance
+from tiny import VOCAB, make_request, random_prompts, resized
+
+pytestmark = native
+GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_tokens=99), SamplingParams(temperature=0.8, max_tokens=99)
+BUDGETS = {
+    "best first": [TreeBudget(12, 4), TreeBudget(3, 5), TreeBudget(30, 3, min_path_prob=0.05)],
+    "stopped": [TreeBudget(16, 6, min_gain=0.4), TreeBudget(9, 8, min_gain=0.9), TreeBudget(1, 1)],
+    "fixed": [TreeBudget.expansion((3, 1, 2)), TreeBudget.expansion((1,)), TreeBudget.expansion((1, 1, 1, 1, 1))],
+    "mixed": [TreeBudget.expansion((2, 2)), TreeBudget(64, 6), TreeBudget.expansion((9, 1))],
+}
+PARAMS = {
+    "greedy": [GREEDY] * 3,
+    "sampled": [SAMPLED] * 3,
+    "both": [GREEDY, SamplingParams(max_tokens=99), SAMPLED],
+    "truncated": [replace(SAMPLED, top_p=0.7), replace(SAMPLED, top_k=3), replace(SAMPLED, min_p=0.2)],
+}
+
+
+class _Twins:
+    """A drafter that drafts in one call, and one that drafts step by step."""
+
+    def __init__(self, runner: ModelRunner, **kwargs: Any) -> None:
+        assert isinstance(runner.loaded.model, FusedDecoder), "the model is computed natively"
+        self.drafters = [
+            SmallModelDrafter(resized(runner, 400), VOCAB, calibration=Calibration(), **kwargs) for _ in range(2)
+        ]
+        self.drafters[1]._loop = None
+
+    def draft(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
+        one, other = (drafter.draft(spans, budgets) for drafter in self.drafters)
+        for mine, expected in zip(one, other, strict=True):
+            assert (mine.tokens, mine.parents) == (expected.tokens, expected.parents)
+            assert [draw[:3] for draw in mine.draws] == [draw[:3] for draw in expected.draws]
+            sure = [[draw.confidence for draw in tree.draws] for tree in (mine, expected)]
+            assert sure[0] == pytest.approx(sure[1], rel=1e-5)
+        return one
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Go on with the accepted tokens; what both then have in their caches is equal."""
+        for node in acceptance.path:
+            request.append(tree.tokens[node], None)
+        request.append(acceptance.next_token, None)
+        cached = []
+        for drafter in self.drafters:
+            drafter.observe(request, tree, acceptance)
+            drafter._calibration.observe(request, tree, acceptance)
+            cache = drafter.runner.cache
+            assert cache.is_balanced()
+            cached.append((cache.num_owned, len(cache.slots(request.request_id))))
+        assert cached[0] == cached[1]
+
+
+def _deepest(tree: TokenTree) -> Acceptance:
+    """Accept the deepest path, and an arbitrary token after it."""
+    path = tree.path(tree.depths.index(tree.max_depth))
+    return Acceptance(path, (7 * len(tree) + 3) % VOCAB)
+
+
+@pytest.mark.parametrize("shape", BUDGETS)
+@pytest.mark.parametrize("params", PARAMS)
+def test_trees_are_those_that_grow_step_by_step(
+    shape: str, params: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = _count_calls(monkeypatch)
+    twins = _Twins(runner_of("llama"))
+    requests = [
+        make_request(str(i), prompt, one, seed=i)
+        for i, (prompt, one) in enumerate(zip(random_prompts([9, 1, 90]), PARAMS[params], strict=True))
+    ]
+    for number in range(4):
+        trees = twins.draft(requests, BUDGETS[shape])
+        assert any(tree.num_guessed for tree in trees)
+        for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            twins.observe(request, tree, _deepest(tree) if (i + number) % 3 else Acceptance((), 5))
+    assert used == [True] * 4
+
+
+def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each draft whether it was made in one call."""
+    used: list[bool] = []
+    plain = DraftLoop.draft
+
+    def counted(self: DraftLoop, *args: Any) -> Any:
+        result = plain(self, *args)
+        used.append(result is not None)
+        return result
+
+    monkeypatch.setattr(DraftLoop, "draft", counted)
+    return used
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_trees_of_other_models_and_weights(
+    family: str, quantization: str | None, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied and scaled embeddings, windows, norms of queries; weights in codes."""
+    used = _count_calls(monkeypatch)
+    twins = _Twins(runner_of(family, quantization=quantization))
+    request = make_request("0", random_prompts([20])[0], SAMPLED)
+    for _ in range(2):
+        (tree,) = twins.draft([request], [TreeBudget(20, 5)])
+        twins.observe(request, tree, _deepest(tree))
+    assert used == [True] * 2
+
+
+def test_trees_of_few_tokens(runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that is padded and one of which only some tokens are drafted."""
+    used = _count_calls(monkeypatch)
+    for vocab, token_ids in ((VOCAB - 10, None), (VOCAB + 10, None)):
+        twins = _Twins(runner_of("llama", vocab_size=vocab), vocabulary=SharedVocabulary(VOCAB, vocab, token_ids))
+        (tree,) = twins.draft([make_request("0", random_prompts([6], vocab=80)[0], SAMPLED)], [TreeBudget(40, 3)])
+        assert max(tree.tokens) < min(vocab, VOCAB)
+    assert used == [True] * 2
+
+
+def test_requests_whose_logits_are_adjusted_are_drafted_for_step_by_step(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = _count_calls(monkeypatch)
+    twins = _Twins(runner_of("llama"))
+    for params in (SamplingParams(repetition_penalty=1.3), SamplingParams(allowed_token_ids=(3, 4, 5))):
+        twins.draft([make_request("0", random_prompts([6])[0], params)], [TreeBudget(8, 3)])
+    assert used == [False] * 2
+
+
+def test_logits_that_are_no_numbers_draft_nothing(runner_of: Callable[..., ModelRunner]) -> None:
+    twins = _Twins(runner_of("llama"))
+    model = twins.drafters[0].runner.loaded.model
+    assert isinstance(model, FusedDecoder)
+    assert model.head is not None
+    kept = model.head.norm.clone()
+    try:
+        model.head.norm.fill_(torch.nan)
+        (tree,) = twins.draft([make_request("0", [1, 2, 3], SAMPLED)], [TreeBudget(8, 3)])
+    finally:
+        model.head.norm.copy_(kept)
+    assert tree.num_guessed == 0
+
+
+def test_a_draft_continues_with_other_weights(runner_of: Callable[..., ModelRunner]) -> None:
+    twins = _Twins(runner_of("llama"))
+    request = make_request("0", random_prompts([12])[0])
+    (before,) = twins.draft([request], [TreeBudget(12, 4)])
+    for drafter in twins.drafters:
+        drafter.replace(runner_of("llama", seed=5).loaded)
+    (after,) = twins.draft([request], [TreeBudget(12, 4)])
+    assert before.tokens != after.tokens
