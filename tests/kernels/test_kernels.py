@@ -24,6 +24,7 @@ from specinfer.kernels import (
     PackedLinear,
     Panels,
     describe,
+    float8,
     library,
     linear,
     norm,
@@ -306,3 +307,10 @@ def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         linear.choose.cache_clear()
         assert linear.choose(torch.float32) == (wanted, False)
     linear.choose.cache_clear()
+
+
+@pytest.mark.parametrize(("code", "is_number"), [(0x7F, False), (0xFF, False), (0x7E, True), (0xFE, True), (0, True)])
+def test_codes_of_8_bits_that_are_no_numbers_are_found(code: int, is_number: bool) -> None:
+    codes = torch.tensor([[1, 0x80], [code, 0x7E]], dtype=torch.uint8)
+    assert float8.has_nan(codes) is not is_number
+    assert bool(codes.view(torch.float8_e4m3fn).float().isfinite().all()) is is_number

@@ -51,6 +51,11 @@ def dequantize(weight: Float8Weight, dtype: torch.dtype = torch.float32) -> Tens
     return (weight.codes.view(CODES).float() * weight.scales.unsqueeze(1)).to(dtype)
 
 
+def has_nan(codes: Tensor) -> bool:
+    """Return whether there is a code that stands for no number; e4m3 has two, and no infinity."""
+    return bool(codes.numel()) and (int(codes.max()) == 0xFF or int(codes.view(torch.int8).max()) == 0x7F)
+
+
 def row_ranges(shape: torch.Size) -> list[slice]:
     """Return the ranges of outputs of [out, in] weights that are processed at a time."""
     rows = max(1, _AT_ONCE // max(shape[1], 1))

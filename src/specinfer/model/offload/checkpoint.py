@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import QuantizedWeight
+from specinfer.kernels import QuantizedWeight, float8
 from specinfer.model.cut import Cut
 from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
@@ -156,11 +156,11 @@ class Checkpoint:
     def _read_codes(self, name: str, expert: int | None) -> tuple[str, QuantizedWeight]:
         source = self.shards.sources[name]
         kind, weight = source.codes(expert or 0) if isinstance(source, StackedSource) else source.codes()
-        own = weight.codes.view(torch.float8_e4m3fn) if weight.is_float else None
-        for numbers in (weight.scales, weight.added, weight.nest, own):
-            if numbers is not None and numbers.is_floating_point() and not is_finite(numbers):
-                folder = gguf_folder.origin_of(self.folder)
-                raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")
+        scales = [one for one in (weight.scales, weight.added, weight.nest) if one is not None]
+        are_numbers = all(is_finite(one) for one in scales if one.is_floating_point())
+        if not are_numbers or (weight.is_float and float8.has_nan(weight.codes)):
+            folder = gguf_folder.origin_of(self.folder)
+            raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")
         return kind, weight
 
     def least_bytes(self) -> int:
