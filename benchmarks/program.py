@@ -8,6 +8,7 @@ from benchmarks.host_command import host
 from benchmarks.hybrid_command import hybrid
 from benchmarks.kernels.command import kernels
 from benchmarks.latency_command import latency
+from benchmarks.loading_command import load
 from benchmarks.offload.command import offload
 from benchmarks.paper.command import paper
 from benchmarks.parallel.command import parallel
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (latency, kernels, offload, parallel, schedule, perplexity, host, hybrid, paper):
+for command in (latency, kernels, offload, parallel, schedule, perplexity, host, hybrid, load, paper):
     add_command(app, command)
 
 
