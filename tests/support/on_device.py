@@ -27,7 +27,7 @@ def load_plain(folder: Path) -> LoadedModel:
 
 def make_device_engine(
     target: LoadedModel,
-    small: LoadedModel | None = None,
+    small: LoadedModel | Sequence[LoadedModel] | None = None,
     tree: TreeBudget | SpeculationPolicy | None = None,
     *,
     num_slots: int = 1200,
@@ -45,9 +45,11 @@ def make_device_engine(
     drafter: MergedDrafter | None = None
     if small is not None:
         num_draft_slots = num_draft_slots or num_slots
-        draft_runner = ModelRunner(small, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+        several = [small] if isinstance(small, LoadedModel) else small
+        runners = [ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs) for one in several]
+        names = ["small", *(f"small-{i}" for i in range(2, 1 + len(several)))]
         draft_sampling = DRAFT_SAMPLINGS[verification][0]
-        drafter = make_drafter([draft_runner, *lookups], target.vocab_size, ["small", *lookups], draft_sampling)
+        drafter = make_drafter([*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling)
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
     executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None

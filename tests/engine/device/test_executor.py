@@ -750,17 +750,18 @@ def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     for _ in range(5):
         engine.step()
     rows = executor_of(engine)._device
-    everything = {f.name: getattr(rows.state, f.name) for f in fields(rows.state)}
-    state = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
-    pools = [engine.target.tensors, rows._drafter.runner.tensors]
+    everything = [getattr(rows.state, field.name) for field in fields(rows.state)]
+    state = [value for value in everything if isinstance(value, Tensor)]
+    state += rows.state.drafts[0].columns
+    pools = [engine.target.tensors, rows._drafters[0].runner.tensors]
     kept = [tensor for pool in pools for tensor in (*pool.keys, *pool.values)]
-    before = [tensor.clone() for tensor in (*state.values(), *kept)]
+    before = [tensor.clone() for tensor in (*state, *kept)]
     for ready in rows._ready.values():
         ready.programs.inputs.clear()
         with torch.inference_mode():
             ready.draft and ready.draft()
             ready.verify()
-    for tensor, was in zip((*state.values(), *kept), before, strict=True):
+    for tensor, was in zip((*state, *kept), before, strict=True):
         assert torch.equal(tensor, was) or (tensor.isnan() == was.isnan()).all()
     while engine.has_work:
         engine.step()

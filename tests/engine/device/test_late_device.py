@@ -78,6 +78,16 @@ def test_steps_in_flight_use_no_memory_of_one_another(
     assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
 
 
+def test_steps_of_several_models_are_not_overtaken_by_the_host(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = LateStream()
+    make_executor_late(stream, monkeypatch)
+    engine = make_device_engine(pair[0], [pair[1], pair[0]], TREES["2,2,1"])
+    assert come_and_go(engine, 3) == plain
+    assert executor_of(engine).num_launched >= 6
+
+
 def test_a_single_host_buffer_would_be_seen(
     pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import LaunchSize, Programs
@@ -220,16 +221,17 @@ def programs_of(
     processing: Processing = Processing.NONE,
     guess_depth: int = 0,
     asked: Asked | None = None,
+    num_models: int = 1,
 ) -> Programs:
-    """Return the programs of a step whose drafter is a copy of the target."""
+    """Return the programs of a step whose drafters are copies of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
     most = 256 // rows
-    shape = None if budget is None else shape_of([budget], most - 1, most, guess_depth)
+    shape = None if budget is None else shape_of([budget], most - 1, most, guess_depth, num_models)
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
-    state = DeviceState.empty(rows, 256, META)
+    state = DeviceState.empty(rows, 256, META, num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
     size = LaunchSize(rows, shape, processing, asked)
-    return Programs(size, state, target, drafter, vocabulary.to_target, adjustments)
+    return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -250,6 +252,23 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     assert (kernels.calls["choose"], kernels.calls["walk"], kernels.calls["commit"]) == (2, 2, 3)
     assert kernels.calls["merge_guesses"] == 1
     assert kernels.calls["least_kept"] == kernels.calls["adjust_logits"] == 2 + 1 + 1
+
+
+def test_kernels_are_given_what_they_read_by_several_drafters(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, kernels = on_meta(model_folder("llama")), Kernels(monkeypatch)
+    programs = programs_of(loaded, TreeBudget(8, 2), 4, Processing.ADJUSTMENT, 8, num_models=3)
+    with torch.inference_mode(), SynchronizationCheck():
+        programs.draft()
+        programs.verify()
+    assert kernels.calls["add_candidates"] == 3 * 2
+    assert kernels.calls["merge_guesses"] == kernels.calls["keep_drafted"] == 3
+    assert kernels.calls["best_tree"] == 3 + 2, (
+        "the path probabilities of each tree but the last come from a second one"
+    )
+    assert kernels.calls["walk"] == kernels.calls["mark_ancestors"] == 1 + 2
+    assert kernels.calls["commit"] == 1 + 3
 
 
 # `specinfer plan` predicts with the same numbers, so lower them there when a step becomes leaner. These are the kernels

@@ -19,12 +19,12 @@ class DeviceBudgets:
     """Budgets from the policy, asked once for each step, without what cannot be drafted or is not worthwhile.
 
     Args:
-        drafter: Name of the drafter, or None without speculation.
-        calibration: Acceptance probabilities of its draft tokens.
+        drafters: Names of the drafters; none without speculation.
+        calibration: Acceptance probabilities of their draft tokens.
     """
 
-    def __init__(self, drafter: str | None, calibration: Calibration) -> None:
-        self._drafter, self._calibration = drafter, calibration
+    def __init__(self, drafters: Sequence[str], calibration: Calibration) -> None:
+        self._drafters, self._calibration = drafters, calibration
         self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
         self.uncut: list[TreeBudget] = []  # the last budgets, with the levels that do not pay for a model
@@ -38,7 +38,7 @@ class DeviceBudgets:
                 would lose its previous decision.
         """
         self.uncut = []
-        if self._drafter is None:
+        if not self._drafters:
             return [OFF] * len(device_requests)
         if self._asked is None:
             spans = [one.span() for one in device_requests]
@@ -46,12 +46,13 @@ class DeviceBudgets:
         found = []
         for one in device_requests:
             request, budget = one.request, self._asked.get(one.request, OFF)
-            may_guess = request.may_guess and request.max_new_tokens > 1 and one.can_be_drafted
-            found.append(budget if may_guess and budget.asks(self._drafter) and holds(budget) else OFF)
+            is_asked = any(budget.asks(name) and name not in one.lost_by for name in self._drafters)
+            may_guess = request.may_guess and request.max_new_tokens > 1 and is_asked
+            found.append(budget if may_guess and holds(budget) else OFF)
         self.uncut = found
         if not any(budget.min_gain for budget in found):
             return found
-        sources = {source(self._drafter, one.request) for one in device_requests}
+        sources = {source(name, one.request) for one in device_requests for name in self._drafters}
         return self._level_probs.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def next(self) -> None:
@@ -62,7 +63,6 @@ class DeviceBudgets:
         """Learn from a step; `path_prob` [requests, levels] of the requests that were drafted for."""
         self._level_probs.observe(path_prob)
 
-    def chances(self) -> list[tuple[Floats, Floats]]:
-        """Return the acceptance probabilities of greedy and of sampled requests, as lines of `Calibration.lines`."""
-        name = self._drafter or ""
-        return [self._calibration.lines(each) for each in (name, f"{name} sampled")]
+    def chances(self) -> list[list[tuple[Floats, Floats]]]:
+        """Return each drafter's acceptance probabilities of greedy and of sampled requests, as `Calibration.lines`."""
+        return [[self._calibration.lines(each) for each in (name, f"{name} sampled")] for name in self._drafters]

@@ -1,4 +1,4 @@
-"""DeviceDrafts: what the drafter of a device executor has read of each request, and the slots of its draft tokens."""
+"""DeviceDrafts: what the drafters of a device executor have read of each request, and the slots of their tokens."""
 
 from collections.abc import Sequence
 
@@ -6,78 +6,99 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
 from specinfer.engine.device.rows import DeviceRows
+from specinfer.model.kv_cache import KVCache
 
 
 class DeviceDrafts:
-    """State of the drafter's cache, kept in step with what is launched and read.
+    """State of the drafters' caches, kept in step with what is launched and read.
 
     Args:
-        drafter: The drafter, or None without speculation.
-        rows: Rows on the device where its slots are stored.
+        drafters: The drafters; none without speculation.
+        rows: Rows on the device where their slots are stored.
     """
 
-    def __init__(self, drafter: SmallModelDrafter | None, rows: DeviceRows) -> None:
-        self._drafter, self._rows = drafter, rows
+    def __init__(self, drafters: Sequence[SmallModelDrafter], rows: DeviceRows) -> None:
+        self._drafters, self._rows = drafters, rows
 
     @property
-    def name(self) -> str | None:
-        return None if self._drafter is None else self._drafter.name
+    def names(self) -> list[str]:
+        return [one.name for one in self._drafters]
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        return [one.runner.cache for one in self._drafters]
 
     def make_ready(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
-        """Let the drafter read what it has missed. Return False if it cannot because a step is in flight."""
+        """Let the drafters read what they have missed. Return False if they cannot because a step is in flight."""
         unread = [
-            (one, row)
+            (number, one, row)
             for row, (one, budget) in enumerate(zip(device_requests, budgets, strict=True))
-            if budget.max_nodes and not one.is_drafted
+            for number, name in enumerate(self.names)
+            if budget.max_nodes and budget.asks(name) and name not in one.drafted_by | one.lost_by
         ]
-        if any(one.num_in_flight for one, _ in unread):
+        if any(one.num_in_flight for _, one, _ in unread):
             return False
-        assert self._drafter is not None
-        for one, row in unread:
-            one.is_drafted = one.can_be_drafted = self._drafter.read(one.request)
-            if one.is_drafted:
-                slots = self._drafter.runner.cache.slots(one.request.request_id)
+        for number, one, row in unread:
+            drafter = self._drafters[number]
+            if drafter.read(one.request):
+                one.drafted_by.add(drafter.name)
+                slots = drafter.runner.cache.slots(one.request.request_id)
                 assert len(slots) == len(one.request.token_ids) - 1
-                self._rows.write_drafter(row, slots)
+                self._rows.write_drafter(number, row, slots)
+            else:
+                one.lost_by.add(drafter.name)
         return True
 
     def reserve(self, launch: Launch) -> bool:
-        """Reserve slots for what the drafter computes. Return False, with none reserved, if there are not enough."""
-        assert self._drafter is not None
-        cache, count = self._drafter.runner.cache, launch.size.num_columns
-        drafted = [one.is_drafted for one in launch.device_requests]
-        if count * sum(drafted) > cache.num_available:
+        """Reserve slots for what the drafters compute. Return False, with none reserved, if there are not enough."""
+        count = launch.size.num_columns
+        drafted = [[name in one.drafted_by for one in launch.device_requests] for name in self.names]
+        if any(count * sum(of) > cache.num_available for of, cache in zip(drafted, self._caches, strict=True)):
             return False
-        for one, is_drafted in zip(launch.device_requests, drafted, strict=True):
-            launch.draft_slots.append(cache.reserve(one.request.request_id, count) if is_drafted else None)
+        launch.draft_slots = [
+            [
+                cache.reserve(one.request.request_id, count) if is_drafted else None
+                for one, is_drafted in zip(launch.device_requests, of, strict=True)
+            ]
+            for of, cache in zip(drafted, self._caches, strict=True)
+        ]
         return True
 
+    def names_of(self, launch: Launch, row: int) -> list[str | None]:
+        """Return the names of those that drafted for a request, with None in place of the others."""
+        return [
+            name if of_rows[row] is not None and launch.budgets[row].asks(name) else None
+            for name, of_rows in zip(self.names, launch.draft_slots, strict=False)
+        ]
+
     def settle(self, launch: Launch, row: int, answer: Answer, *, is_kept: bool) -> None:
-        """Keep what the drafter computed of an accepted path, and free the rest."""
-        if self._drafter is None:
-            return
+        """Keep what each drafter computed of an accepted path, and free the rest."""
         one = launch.device_requests[row]
-        if launch.draft_slots and launch.draft_slots[row] is not None:
-            kept = answer.draft_columns if is_kept and one.can_be_drafted else ()
-            self._drafter.runner.cache.commit(one.request.request_id, kept, launch.size.num_columns)
-        if is_kept and one.is_drafted:
-            # It reads two known tokens in a step. Of a path that lookups proposed it has computed less.
-            num_known = len(one.request.token_ids) + len(answer.path)
-            one.is_drafted = num_known - len(self._drafter.runner.cache.slots(one.request.request_id)) <= 1
-        if is_kept and answer.next_token >= self._drafter.runner.loaded.vocab_size:
-            one.is_drafted = one.can_be_drafted = False  # the drafter does not have this token
+        for number, (drafter, cache) in enumerate(zip(self._drafters, self._caches, strict=True)):
+            name = drafter.name
+            if launch.draft_slots and launch.draft_slots[number][row] is not None:
+                kept = answer.draft_columns[number] if is_kept and name not in one.lost_by else ()
+                cache.commit(one.request.request_id, kept, launch.size.num_columns)
+            if is_kept and name in one.drafted_by:
+                # It reads two known tokens in a step. Of a path that others proposed it has computed less.
+                num_known = len(one.request.token_ids) + len(answer.path)
+                if num_known - len(cache.slots(one.request.request_id)) > 1:
+                    one.drafted_by.remove(name)
+            if is_kept and answer.next_token >= drafter.runner.loaded.vocab_size:
+                one.drafted_by.discard(name)  # the drafter does not have this token
+                one.lost_by.add(name)
 
     def forget(self, one: DeviceRequest) -> None:
         """Free the slots that dropped steps of a request would have kept."""
-        if self._drafter is not None:
-            self._drafter.runner.cache.commit(one.request.request_id, ())
+        for cache in self._caches:
+            cache.commit(one.request.request_id, ())
 
 
 def count_read(device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> int:
-    """Return the number of tokens that the drafter has read for the first time."""
+    """Return the number of tokens that the drafters have read for the first time."""
     count = 0
     for one, budget in zip(device_requests, budgets, strict=True):
-        if budget.max_nodes and one.is_drafted and not one.request.drafter_knows:
+        if budget.max_nodes and one.drafted_by and not one.request.drafter_knows:
             one.request.drafter_knows = True
             count += len(one.request.token_ids) - one.request.num_cached
     return count

@@ -14,6 +14,7 @@ Each step has slots for a whole tree, and frees those that it does not keep when
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,7 @@ class DeviceExecutor:
     """An executor that launches steps of its requests on a device, and reads their results.
 
     Args:
-        drafter: The drafter, or None to decode plainly.
+        drafters: The drafters that are models; none to decode plainly.
         merged: All drafters, with lookups, or None.
         max_requests: Maximum number of requests at a time.
         max_context: Longest request, in tokens.
@@ -69,7 +70,7 @@ class DeviceExecutor:
     def __init__(
         self,
         target: ModelRunner,
-        drafter: SmallModelDrafter | None,
+        drafters: Sequence[SmallModelDrafter],
         merged: MergedDrafter | None,
         scheduler: Scheduler,
         max_requests: int,
@@ -80,13 +81,13 @@ class DeviceExecutor:
         self._target, self._scheduler, self._may_sample = target, scheduler, may_sample
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = min(max_requests, num_rows)
-        self._device = DeviceRows(target, drafter, num_rows, max_context)
+        self._device = DeviceRows(target, drafters, num_rows, max_context)
         self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
-        self._drafts = DeviceDrafts(drafter, self._device)
+        self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
-        self._budgets = DeviceBudgets(self._drafts.name, calibration)
+        self._budgets = DeviceBudgets(self._drafts.names, calibration)
         self._guesses = DeviceGuesses(merged)
         self._error: Exception | None = None  # of a step that could not begin
         self.num_launched = 0
@@ -99,20 +100,20 @@ class DeviceExecutor:
 
         Args:
             target: The runner of the target.
-            drafter: The drafters, or None without speculation: one small model, and lookups.
+            drafter: The drafters, or None without speculation: small models, and lookups.
             scheduler: The scheduler of the requests.
             verification: Verification rule. Sampled requests are served where `why_not_sampled` has no reason.
         """
         if why_not(target, drafter) is not None:
             return None
         assert isinstance(target, ModelRunner)
-        small = None
+        models = list[SmallModelDrafter]()
         if drafter is not None:
             assert isinstance(drafter, MergedDrafter)
-            (small,) = (one for one in drafter.drafters if isinstance(one, SmallModelDrafter))
+            models = [one for one in drafter.drafters if isinstance(one, SmallModelDrafter)]
         max_context = min(target.loaded.max_position, target.cache.num_slots)
         may_sample = why_not_sampled(drafter, verification) is None
-        return cls(target, small, drafter, scheduler, scheduler.max_num_seqs, max_context, may_sample=may_sample)
+        return cls(target, models, drafter, scheduler, scheduler.max_num_seqs, max_context, may_sample=may_sample)
 
     @property
     def num_in_flight(self) -> int:
@@ -138,9 +139,8 @@ class DeviceExecutor:
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
             most = MAX_ROWS // num_rows
-            guesses = self._drafts.name is not None and holds(budget)
-            depth = budget.max_depth if self._guesses.has_lookups else 0
-            shape = shape_of([budget], most - 1, most, depth) if guesses else None
+            depth, num_models = budget.max_depth if self._guesses.has_lookups else 0, len(self._drafts.names)
+            shape = shape_of([budget], most - 1, most, depth, num_models) if num_models and holds(budget) else None
             sizes += dict.fromkeys(LaunchSize(num_rows, each, processing) for each in (shape, None))
         for done, size in enumerate(sizes):
             if progress is not None:
@@ -184,9 +184,9 @@ class DeviceExecutor:
         most = MAX_ROWS // num_rows
         has_lookups = self._guesses.has_lookups
         guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
-        shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth)
-        if shape is not None and has_lookups and self._launches:
-            return None  # lookups need to know all tokens
+        shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, len(self._drafts.names))
+        if shape is not None and self._launches and (has_lookups or shape.num_models > 1):
+            return None  # lookups need to know all tokens; one model may have to read what another drafted
         if shape is not None and not self._drafts.make_ready(self._device_requests, budgets):
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
@@ -211,7 +211,7 @@ class DeviceExecutor:
     def _launch(self, launch: Launch) -> None:
         if launch.size.shape is None:
             for one in launch.device_requests:
-                one.is_drafted = False  # from here on the drafter misses the emitted tokens
+                one.drafted_by.clear()  # from here on the drafters miss the emitted tokens
         if self.num_launched % _ACCEPTANCE_EVERY == 0:
             self._device.write_acceptance(self._budgets.chances())
         self.num_launched += 1
@@ -272,7 +272,7 @@ class DeviceExecutor:
             if is_kept:
                 assert answer.tokens[0] == one.request.token_ids[-1]
                 guesses = launch.guesses[row].tree if launch.guesses else None
-                tree = answer.tree(self._drafts.name or "", guesses)
+                tree = answer.tree(self._drafts.names_of(launch, row), guesses)
                 outcomes.append(
                     Outcome(
                         one.span(), tree, answer.acceptance(),

@@ -11,7 +11,7 @@ confidence is a share of the whole vocabulary, which kernels read anyway, not of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -34,6 +34,7 @@ class DraftShape:
         num_nodes: The largest number of drafted nodes in a tree, without the root.
         num_guesses: The largest number of nodes that lookups propose.
         guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
+        num_models: The number of drafters that grow such a tree each, before these are merged.
     """
 
     frontiers: tuple[int, ...]
@@ -41,13 +42,26 @@ class DraftShape:
     num_nodes: int
     num_guesses: int = 0
     guess_depth: int = 0
+    num_models: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.frontiers) == len(self.children) >= 1
         assert self.frontiers[0] == 1
-        grown = [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
+        grown = self._grown
         assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
-        assert 1 <= self.num_nodes <= sum(grown) + self.num_guesses
+        assert 1 <= self.num_nodes <= self.num_models * sum(grown) + self.num_guesses
+
+    @property
+    def _grown(self) -> list[int]:
+        """Candidates of each level of one model."""
+        return [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
+
+    def of_model(self, number: int) -> "DraftShape":
+        """Return the shape of one model's draft loop, whose guesses are the tree of the model before it."""
+        num_guesses = num_nodes = self.num_guesses
+        for _ in range(number + 1):
+            num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown) + num_nodes)
+        return replace(self, num_nodes=num_nodes, num_guesses=num_guesses, num_models=1)
 
     @property
     def num_levels(self) -> int:
@@ -63,6 +77,7 @@ class DraftShape:
         )
         return (
             deep
+            and self.num_models == other.num_models
             and self.num_guesses >= other.num_guesses
             and all(mine >= theirs for level in levels for mine, theirs in level)
         )
@@ -73,8 +88,7 @@ class DraftShape:
 
     @property
     def num_candidates(self) -> int:
-        grown = sum(width * each for width, each in zip(self.frontiers, self.children, strict=True))
-        return grown + self.num_guesses
+        return self.num_models * sum(self._grown) + self.num_guesses
 
     @property
     def num_columns(self) -> int:
@@ -108,8 +122,9 @@ def grow(
     limits: Limits,
     out: Grown,
     guesses: Guesses | None = None,
-) -> None:
-    """Grow the trees of all requests of a launch.
+    most: Tensor | None = None,
+) -> Candidates:
+    """Grow the trees of all requests of a launch, and return the candidates of which the best form them.
 
     Args:
         roots: [requests] int64 the last known tokens.
@@ -117,7 +132,8 @@ def grow(
             of 0.
         score: One pass of the drafter, over the frontier of a level, whose nodes are among the candidates so far.
         out: The trees, written to.
-        guesses: Trees of lookups, or None without any.
+        guesses: Trees of lookups and other models, or None without any.
+        most: [requests] nodes of the trees that are formed; `limits` are those of what is grown here.
     """
     requests, device, words = len(roots), roots.device, num_words(shape.num_columns)
     candidates = Candidates.empty(requests, shape.num_candidates, device)
@@ -139,7 +155,9 @@ def grow(
         first += width * children
     if guesses is not None:
         tree_ops.merge_guesses(guesses, candidates, first)
+    limits = limits if most is None else replace(limits, max_nodes=most)
     tree_ops.best_tree(candidates.path_prob, candidates, roots, has_two, limits, out)
+    return candidates
 
 
 def _empty_frontier(level: int, num_requests: int, width: int, words: int, device: torch.device) -> Frontier:

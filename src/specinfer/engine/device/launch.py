@@ -25,8 +25,8 @@ class DeviceRequest:
 
     request: Request
     num_in_flight: int = 0  # number of steps in flight with it
-    is_drafted: bool = False  # the drafter has read all of its tokens, also those of steps in flight
-    can_be_drafted: bool = True
+    drafted_by: set[str] = field(default_factory=set)  # have read all of its tokens, also those of steps in flight
+    lost_by: set[str] = field(default_factory=set)  # drafters that cannot read it
     has_left: bool = False  # results of steps in flight are dropped
 
     def span(self) -> Span:
@@ -35,38 +35,46 @@ class DeviceRequest:
         return Span(self.request, end - 1, end)
 
 
-class Answer(NamedTuple):
-    """The result of a step for one request."""
+class DraftedTree(NamedTuple):
+    """The tree of one drafter, with the proposals of lookups and of the drafters before it."""
 
-    tokens: list[int]  # token ids of the tree, the root's first
+    tokens: list[int]  # token ids, the root's first
     parents: list[int]
-    confidence: list[float]  # of the drafter; negative for a guess of lookups alone
-    path: list[int]
-    next_token: int  # negative if no token can be emitted
-    draft_columns: list[int]  # columns of the tokens that the drafter computed and keeps, in order
+    confidence: list[float]  # of the drafter; negative for what others alone proposed
 
-    def tree(self, drafter: str, guesses: TokenTree | None = None) -> TokenTree:
-        """Return the tree with its draws.
-
-        Args:
-            drafter: Name of the model that drafted.
-            guesses: What lookups proposed.
-        """
+    def of(self, drafter: str | None) -> TokenTree:
+        """Return the tree with the draws of this drafter; None for none."""
         draws = [
             Draw(node, drafter, None, self.confidence[node])
             for node in range(1, len(self.tokens))
-            if self.confidence[node] >= 0
+            if drafter is not None and self.confidence[node] >= 0
         ]
-        tree = TokenTree(tuple(self.tokens), (-1, *self.parents[1:]), tuple(draws))
-        if guesses is None or not guesses.num_guessed:
-            return tree
-        place = {0: 0}  # node of the guesses -> node of the tree
-        for node in range(1, len(guesses)):
-            above = place.get(guesses.parents[node])
-            if above is not None and (found := tree.children[above].get(guesses.tokens[node])) is not None:
-                place[node] = found
-        looked_up = [draw._replace(node=place[draw.node]) for draw in guesses.draws if draw.node in place]
-        return TokenTree(tree.tokens, tree.parents, (*looked_up, *draws))
+        return TokenTree(tuple(self.tokens), (-1, *self.parents[1:]), tuple(draws))
+
+
+class Answer(NamedTuple):
+    """The result of a step for one request."""
+
+    trees: list[DraftedTree]  # of each drafter; the last one is that of all
+    path: list[int]
+    next_token: int  # negative if no token can be emitted
+    draft_columns: list[list[int]]  # of each drafter: columns of the tokens that it computed and keeps, in order
+
+    def tree(self, drafters: Sequence[str | None], guesses: TokenTree | None = None) -> TokenTree:
+        """Return the tree of all with its draws.
+
+        Args:
+            drafters: Names of the models that drafted, or None in place of one that did not.
+            guesses: What lookups proposed.
+        """
+        *before, last = [tree.of(name) for tree, name in zip(self.trees, drafters or [None], strict=True)]
+        proposed = before if guesses is None else [guesses, *before]
+        draws = [draw for tree in proposed for draw in _draws_in(tree, last)]
+        return TokenTree(last.tokens, last.parents, (*draws, *last.draws)) if draws else last
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.trees[-1].tokens
 
     @property
     def emitted(self) -> list[int]:
@@ -75,6 +83,16 @@ class Answer(NamedTuple):
 
     def acceptance(self) -> Acceptance:
         return Acceptance(tuple(self.path), self.next_token)
+
+
+def _draws_in(part: TokenTree, tree: TokenTree) -> list[Draw]:
+    """Return the draws of a part of a tree as those of the whole tree, without those that are not in it."""
+    place = {0: 0}  # node of the part -> node of the tree
+    for node in range(1, len(part)):
+        above = place.get(part.parents[node])
+        if above is not None and (found := tree.children[above].get(part.tokens[node])) is not None:
+            place[node] = found
+    return [draw._replace(node=place[draw.node]) for draw in part.draws if draw.node in place]
 
 
 class Guess(NamedTuple):
@@ -112,7 +130,8 @@ class Launch:
     num_read: int
     clock: StageClock
     slots: list[Slots] = field(default_factory=list)  # each [nodes]
-    draft_slots: list[Slots | None] = field(default_factory=list)  # each [columns], or None without drafts
+    # Of each drafter, by row: each [columns], or None without drafts.
+    draft_slots: list[list[Slots | None]] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)  # by row; none without lookups
     answers: Answers | None = None
 
@@ -133,7 +152,8 @@ class Launch:
     def path_prob(self) -> npt.NDArray[np.float32]:
         """Return the path probabilities of the requests that were drafted for: [requests, levels]."""
         assert self.answers is not None
-        return self.answers.path_prob([row for row, columns in enumerate(self.draft_slots) if columns is not None])
+        by_row = enumerate(zip(*self.draft_slots, strict=True))
+        return self.answers.path_prob([row for row, of in by_row if any(slots is not None for slots in of)])
 
 
 class Marks:

@@ -55,17 +55,17 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
     if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
         return "the drafters are chosen among for each request"
     models = [one for one in drafter.drafters if one.name not in drafter.lookups]
-    if len(models) != 1:
-        return "several drafters are models" if models else "no drafter is a model"
-    (small,) = models
-    if not isinstance(small, SmallModelDrafter):
-        return f"the drafter {small.name} drafts in another way"
-    if small.runner.padded is None:
-        return f"passes of the drafter {small.name} are not captured"
-    if is_hybrid(small.runner.loaded.model):
-        return f"the drafter {small.name} has convolutions or recurrent layers"
-    if not small.shares_vocabulary:
-        return f"the drafter {small.name} has another vocabulary"
+    if not models:
+        return "no drafter is a model"
+    for small in models:
+        if not isinstance(small, SmallModelDrafter):
+            return f"the drafter {small.name} drafts in another way"
+        if small.runner.padded is None:
+            return f"passes of the drafter {small.name} are not captured"
+        if is_hybrid(small.runner.loaded.model):
+            return f"the drafter {small.name} has convolutions or recurrent layers"
+        if not small.shares_vocabulary:
+            return f"the drafter {small.name} has another vocabulary"
     return None
 
 

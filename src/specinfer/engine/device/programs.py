@@ -5,25 +5,41 @@ ancestors but are seen by none, and their slots are freed. Requests beyond `num`
 nothing is written for them, so that a program can be run, and captured, without any request.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specinfer.engine.device.columns import DraftColumns
-from specinfer.engine.device.growth import DraftShape, grow
+from specinfer.engine.device.draft_loop import DeviceDrafter, DraftInputs, DraftLoop
+from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.logprobs import Asked, result_shapes, write_logprobs
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Grown, Limits
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
+
+
+class TreeNames(NamedTuple):
+    """Names of a drafter's trees among the results of a step."""
+
+    tokens: str
+    parents: str
+    sizes: str
+    confidence: str  # of the drafter; negative for what it has not drafted
+
+    @classmethod
+    def of(cls, number: int, num_models: int) -> "TreeNames":
+        """Return those of a drafter. The last one's trees are those of all, and walked."""
+        which = "" if number + 1 == num_models else f"_{number}"
+        return cls(f"tokens{which}", f"parents{which}", f"sizes{which}", f"confidence{which}_float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,10 @@ class LaunchSize:
         return self.shape.max_depth if self.shape else 1
 
     @property
+    def num_models(self) -> int:
+        return self.shape.num_models if self.shape else 0
+
+    @property
     def num_columns(self) -> int:
         return self.shape.num_columns if self.shape else 0
 
@@ -65,14 +85,14 @@ class LaunchSize:
 
     def inputs(self, device: torch.device) -> Exchange:
         rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
-        guesses = (rows, self.shape.num_guesses if self.shape else 0)
+        guesses, models = (rows, self.shape.num_guesses if self.shape else 0), self.num_models
         return Exchange(
             {
                 "num": (1,),
                 "slots": (rows, self.num_nodes),
-                "draft_slots": (rows, self.num_columns),
-                "drafts": (rows,),  # 1 if the drafter has read the request
-                "max_nodes": (rows,),
+                "draft_slots": (models, rows, self.num_columns),
+                "drafts": (models, rows),  # 1 if the drafter has read the request
+                "max_nodes": (models, rows),  # 0 if the drafter is not asked
                 "max_depth": (rows,),
                 "widths": (rows, levels),
                 "least_float32": (rows,),
@@ -84,23 +104,29 @@ class LaunchSize:
         )
 
     def results(self, device: torch.device) -> Exchange:
-        rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
+        rows, levels, models = self.num_rows, self.shape.num_levels if self.shape else 0, self.num_models
         return Exchange(
             {
                 "lengths": (rows,),  # lengths of paths; -1 if no token was emitted
                 "next": (rows,),
                 "path": (rows, self.max_depth),
-                "draft_lengths": (rows,),  # number of columns that the drafter keeps, without the first
-                "draft_path": (rows, self.max_depth + 1),
-                "sizes": (rows,),
-                "tokens": (rows, self.num_nodes),
-                "parents": (rows, self.num_nodes),
-                "confidence_float32": (rows, self.num_nodes),
+                "draft_lengths": (models, rows),  # number of columns that the drafter keeps, without the first
+                "draft_path": (models, rows, self.max_depth + 1),
+                **self._trees(),
                 "worth_float32": (rows, levels),
                 **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.asked),
             },
             device,
         )
+
+    def _trees(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the trees of each drafter; without drafters, those of the roots alone."""
+        rows, found = self.num_rows, dict[str, tuple[int, ...]]()
+        for number in range(max(self.num_models, 1)):
+            nodes = 1 + self.shape.of_model(number).num_nodes if self.shape else 1
+            names = TreeNames.of(number, max(self.num_models, 1))
+            found |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
+        return found
 
 
 class Programs:
@@ -110,8 +136,7 @@ class Programs:
         size: Rows and tree shape of the step.
         state: Rows of the requests.
         target: The runner of the target.
-        drafter: The runner of the drafter; None only with a size without a tree.
-        to_target: Function that maps drafter logits [rows, drafter_vocab] to the target's vocabulary.
+        drafters: The drafters, as many as a size with trees has.
         adjustments: Rows of biases and penalties; None only with a size that applies none.
     """
 
@@ -120,16 +145,15 @@ class Programs:
         size: LaunchSize,
         state: DeviceState,
         target: ModelRunner,
-        drafter: ModelRunner | None,
-        to_target: Callable[[Tensor], Tensor],
+        drafters: Sequence[DeviceDrafter] = (),
         adjustments: Adjustments | None = None,
     ) -> None:
-        assert drafter is not None or size.shape is None
+        assert size.shape is None or len(drafters) == size.shape.num_models
         assert adjustments is not None or size.processing < Processing.ADJUSTMENT
         self.size = size
         device = target.loaded.device
         self.inputs, self.results = size.inputs(device), size.results(device)
-        self._state, self._target, self._drafter, self._to_target = state, target, drafter, to_target
+        self._state, self._target = state, target
         self._numbers = torch.arange(size.num_rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(size.num_rows * size.num_nodes, device=device)
         self._nodes = torch.arange(size.num_nodes, dtype=torch.int32, device=device).repeat(size.num_rows, 1)
@@ -137,13 +161,26 @@ class Programs:
         self._adjustments = None
         if adjustments is not None and size.processing >= Processing.ADJUSTMENT:
             self._adjustments = adjustments.first(size.num_rows)
-        self._columns = None if size.shape is None else DraftColumns(size.shape, size.num_rows, device)
-        results = self.results.there
+        # In what is sent to the host, from the first program to the second.
+        self._trees = self._grown(TreeNames.of(0, 1))
+        self._loops = [] if size.shape is None else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
+
+    def _grown(self, names: TreeNames) -> Grown:
+        """Return the trees of these results."""
+        tokens, parents, sizes, confidence = (self.results.there[name] for name in names)
+        path_prob = self.results.there["worth_float32"]
         with torch.inference_mode(mode=False):
-            columns = torch.zeros_like(results["tokens"])
-        self._trees = Grown(  # in what is sent to the host, from the first program to the second
-            results["tokens"], results["parents"], results["sizes"], results["confidence_float32"], columns,
-            results["worth_float32"],
+            own = path_prob if names == TreeNames.of(0, 1) else torch.zeros_like(path_prob)
+            return Grown(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)
+
+    def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape) -> DraftLoop:
+        names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.there, self.results.there
+        return DraftLoop(
+            drafter, shape.of_model(number), self._state, self._state.drafts[number],
+            DraftInputs(inputs["draft_slots"][number], inputs["drafts"][number], inputs["max_nodes"][number]),
+            self._trees if number + 1 == shape.num_models else self._grown(names),
+            (results["draft_path"][number], results["draft_lengths"][number]),
+            self._target.loaded.vocab_size,
         )  # fmt: skip
 
     @property
@@ -151,57 +188,19 @@ class Programs:
         """[rows], True for rows that have a request."""
         return self._numbers[:-1] < self.inputs.there["num"]
 
-    # ------------------------------------------------------------------------------------- draft loop
-
     def draft(self) -> None:
-        """Grow the trees. The drafter reads the root, and the token before it if it has not yet."""
-        shape, drafter, state, rows = self.size.shape, self._drafter, self._state, self.size.num_rows
+        """Grow the trees of all drafters, one after the other, and merge them."""
+        shape, inputs, rows = self.size.shape, self.inputs.there, self.size.num_rows
         assert shape is not None
-        assert drafter is not None
-        assert self._columns is not None
-        inputs, roots = self.inputs.there, state.roots[:rows]
-        known, num_left, has_two = state.known[:rows], state.num_left[:rows], state.has_two[:rows]
-        drafts = self._is_row & (num_left > 0) & (inputs["drafts"] > 0)
-        last = drafter.loaded.max_position - 1
-        limits = Limits(
-            torch.where(drafts, inputs["max_nodes"], 0),
-            # The token after the path needs no draft token.
-            torch.minimum(torch.minimum(inputs["max_depth"], num_left - 1), last - known),
-            inputs["least_float32"],
-            inputs["widths"],
-        )
-        layouts = self._columns.lay_out(
-            inputs["draft_slots"], drafts, state.draft_known[:rows], known, inputs["num"], last
-        )
-        pair = torch.stack([torch.where(has_two, state.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1)
-        wanted = self._numbers[:-1] * 2 + has_two
-
-        def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None]:
-            is_first = frontier.level == 0
-            tokens = pair if is_first else frontier.tokens
-            if drafter.loaded.vocab_size < self._target.loaded.vocab_size:
-                tokens = tokens.clamp(max=drafter.loaded.vocab_size - 1)
-            layout, positions, slots = layouts[frontier.level]
-            batch = ForwardBatch(
-                token_ids=tokens.flatten(),
-                positions=positions,
-                slots=slots,
-                logit_rows=wanted if is_first else self._logit_rows[: tokens.numel()],
-                pieces=(),
-                store=drafter.tensors,
-                allows_native=False,
-                layout=layout.over(state.draft_slots[:rows], None if is_first else frontier.sees.flatten(0, 1)),
-            )
-            logits: Tensor = self._to_target(forward(drafter.loaded.model, batch))
-            paths = Paths(frontier.numbers, candidates.tokens, candidates.parents, 0, frontier.level)
-            return logits, self._process(logits, paths)
-
-        sampling = Sampling(state.seeds[:rows], state.temperatures[:rows], known)
+        # The token after the path needs no draft token.
+        max_depth = torch.minimum(inputs["max_depth"], self._state.num_left[:rows] - 1)
+        limits = Limits(inputs["max_nodes"][0], max_depth, inputs["least_float32"], inputs["widths"])
         guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
-        grow(
-            shape, roots, has_two, score, sampling, state.chances, limits, self._trees,
-            guesses if shape.num_guesses else None,
-        )  # fmt: skip
+        lookups, before = guesses if shape.num_guesses else None, None
+        for loop in self._loops:
+            before = loop.grow(inputs["num"], limits, self._process, lookups, before, is_last=loop is self._loops[-1])
+        for loop in self._loops[:-1]:
+            torch.maximum(self._trees.path_prob, loop.trees.path_prob, out=self._trees.path_prob)
 
     # ----------------------------------------------------------------------------------- verification
 
@@ -263,13 +262,8 @@ class Programs:
             write_logprobs(unprocessed, roots, walked, self._drafted(path), named, results)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
-        if self.size.shape is not None:
-            kept = results["draft_path"], results["draft_lengths"]
-            tree_ops.keep_drafted(
-                path, lengths, trees.tokens, trees.columns, inputs["drafts"], state.before[:rows], state.has_two[:rows],
-                kept,
-            )  # fmt: skip
-            tree_ops.commit(state.draft_slots[:rows], state.draft_known[:rows], inputs["draft_slots"], *kept)
+        for loop in self._loops:
+            loop.keep(walked, self._drafted(path) if loop is not self._loops[-1] else None)
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
         left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
         state.num_left[:rows].copy_(torch.where(is_live, left, num_left))

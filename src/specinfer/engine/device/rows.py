@@ -18,10 +18,11 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device.launch import Answer, Launch, Marks
+from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.launch import Answer, DraftedTree, Launch, Marks
 from specinfer.engine.device.logprobs import read_logprobs
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
-from specinfer.engine.device.programs import LaunchSize, Programs
+from specinfer.engine.device.programs import LaunchSize, Programs, TreeNames
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
@@ -50,17 +51,20 @@ class DeviceRows:
 
     Args:
         target: The runner of the target.
-        drafter: The drafter, or None without speculation.
+        drafters: The drafters; none without speculation.
         num_rows: Number of rows.
         max_context: Longest request, in tokens.
     """
 
-    def __init__(self, target: ModelRunner, drafter: SmallModelDrafter | None, num_rows: int, max_context: int) -> None:
-        self._target, self._drafter = target, drafter
+    def __init__(
+        self, target: ModelRunner, drafters: Sequence[SmallModelDrafter], num_rows: int, max_context: int
+    ) -> None:
+        self._target, self._drafters = target, drafters
         self._place = target.loaded.device
         self._graphs = target.graphs or Graphs(self._place, captures=False)
         # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
-        self.state = DeviceState.empty(num_rows, -(-max_context // _ROW) * _ROW, self._place)
+        context = -(-max_context // _ROW) * _ROW
+        self.state = DeviceState.empty(num_rows, context, self._place, len(drafters))
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None
@@ -69,8 +73,7 @@ class DeviceRows:
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
 
     def _versions(self) -> tuple[int, ...]:
-        runners = [self._target] if self._drafter is None else [self._target, self._drafter.runner]
-        return tuple(runner.num_replaced for runner in runners)
+        return tuple(runner.num_replaced for runner in (self._target, *(one.runner for one in self._drafters)))
 
     @property
     def num_rows(self) -> int:
@@ -94,7 +97,8 @@ class DeviceRows:
         state.roots[row].fill_(request.token_ids[-1])
         state.num_left[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
-        state.has_two[row].fill_(False)
+        for drafts in state.drafts:
+            drafts.has_two[row].fill_(False)
         if request.params.scored_tokens:
             named = np.asarray(request.params.scored_tokens, dtype=np.int64)
             state.named[row, : len(named)].copy_(self._there(named))
@@ -105,12 +109,12 @@ class DeviceRows:
         elif self._adjustments is not None:
             self._adjustments.is_adjusted[row].fill_(0)
 
-    def write_drafter(self, row: int, slots: Slots) -> None:
-        """Note that the drafter has computed all known tokens but the last, in these slots."""
-        state = self.state
-        state.draft_slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
-        state.draft_known[row].fill_(len(slots))
-        state.has_two[row].fill_(False)
+    def write_drafter(self, number: int, row: int, slots: Slots) -> None:
+        """Note that a drafter has computed all known tokens but the last, in these slots."""
+        own = self.state.drafts[number]
+        own.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
+        own.known[row].fill_(len(slots))
+        own.has_two[row].fill_(False)
 
     def move(self, source: int, row: int) -> None:
         self.state.move(source, row)
@@ -129,11 +133,12 @@ class DeviceRows:
                 logger.warning("no %d MiB are left for penalties on the device: ordinary steps apply them", size)
         return self._adjustments is not None
 
-    def write_acceptance(self, tables: Sequence[tuple[Floats, Floats]]) -> None:
-        """Update the acceptance probabilities: heights and slopes of lines, for greedy and for sampled requests."""
-        for i, (heights, slopes) in enumerate(tables):
-            self.state.chances.heights[i].copy_(self._there(heights.astype(np.float32)))
-            self.state.chances.slopes[i].copy_(self._there(slopes.astype(np.float32)))
+    def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
+        """Update each drafter's acceptance probabilities: heights and slopes of lines for greedy and sampled ones."""
+        for own, both in zip(self.state.drafts, tables, strict=True):
+            for i, (heights, slopes) in enumerate(both):
+                own.chances.heights[i].copy_(self._there(heights.astype(np.float32)))
+                own.chances.slopes[i].copy_(self._there(slopes.astype(np.float32)))
 
     # ------------------------------------------------------------------------------------------- launch
 
@@ -172,7 +177,8 @@ class DeviceRows:
         ready = self._programs(launch.size)
         programs, marks = ready.programs, Marks(self._place)
         turn = programs.inputs.turn()
-        _fill(programs.inputs.here(turn), launch, budgets)
+        drafters = [one.name for one in self._drafters] if ready.draft is not None else []
+        _fill(programs.inputs.here(turn), launch, budgets, drafters)
         marks.mark()
         launch.clock.mark("rest")
         programs.inputs.send(turn)
@@ -186,7 +192,7 @@ class DeviceRows:
         marks.mark()
         launch.clock.mark("target")
         launch.clock.launched()
-        launch.answers = _Answers(marks, programs.results.here(back), is_drafted=ready.draft is not None)
+        launch.answers = _Answers(marks, programs.results.here(back), launch.size.num_models)
 
     def wait(self) -> None:
         """Wait until everything that was launched is done, also in part."""
@@ -206,12 +212,8 @@ class DeviceRows:
         if len(self._ready) >= _MAX_SIZES:
             self._graphs.wait()
             self._wanted.pop(self._ready.popitem(last=False)[0], None)
-        drafter = self._drafter
-        runner = None if drafter is None else drafter.runner
-        programs = Programs(
-            size, self.state, self._target, runner, _unchanged if drafter is None else drafter.vocabulary.to_target,
-            self._adjustments,
-        )  # fmt: skip
+        drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
+        programs = Programs(size, self.state, self._target, drafters, self._adjustments)
         programs.inputs.clear()  # captures run the programs without requests
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
@@ -225,16 +227,16 @@ def _cost(size: LaunchSize) -> tuple[int, ...]:
     return size.max_depth, size.num_rows * size.num_nodes, size.processing, *of_logprobs
 
 
-def _unchanged(logits: Tensor) -> Tensor:
-    return logits
-
-
-def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence[TreeBudget]) -> None:
+def _fill(
+    inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence[TreeBudget], drafters: Sequence[str]
+) -> None:
     count = len(launch.device_requests)
     inputs["num"][0] = count
     for row, (slots, budget) in enumerate(zip(launch.slots, budgets, strict=True)):
         inputs["slots"][row] = slots
-        inputs["max_nodes"][row], inputs["max_depth"][row] = budget.max_nodes, budget.max_depth
+        inputs["max_depth"][row] = budget.max_depth
+        for number, name in enumerate(drafters):
+            inputs["max_nodes"][number, row] = budget.max_nodes if budget.asks(name) else 0
         inputs["least_float32"][row] = budget.min_path_prob
         widths = inputs["widths"][row]
         widths[:] = 0
@@ -246,22 +248,23 @@ def _fill(inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence
         inputs["guess_parents"][row, : tree.num_guessed] = np.asarray(tree.parents[1:], dtype=np.int32) - 1
         inputs["guess_float32"][row, : tree.num_guessed] = path_prob
     inputs["drafts"][:] = 0
-    for row, columns in enumerate(launch.draft_slots):
-        if columns is not None:
-            inputs["draft_slots"][row] = columns
-            inputs["drafts"][row] = 1
+    for number, of_rows in enumerate(launch.draft_slots):
+        for row, columns in enumerate(of_rows):
+            if columns is not None:
+                inputs["draft_slots"][number, row] = columns
+                inputs["drafts"][number, row] = 1
 
 
 class _Answers:
     """The results of a launch, in a buffer that is overwritten by the second next launch of its size."""
 
-    def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], *, is_drafted: bool) -> None:
-        self._marks, self._here, self._is_drafted = marks, here, is_drafted
+    def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], num_models: int) -> None:
+        self._marks, self._here, self._num_models = marks, here, num_models
 
     def wait(self) -> tuple[float, float]:
         self._marks.wait()
         draft, target = self._marks.seconds()
-        return (draft, target) if self._is_drafted else (0.0, draft + target)
+        return (draft, target) if self._num_models else (0.0, draft + target)
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         found: npt.NDArray[np.float32] = self._here["worth_float32"][list(rows)]
@@ -269,15 +272,22 @@ class _Answers:
 
     def of_row(self, row: int) -> Answer:
         here = self._here
-        size, length = int(here["sizes"][row]), int(here["lengths"][row])
-        num_columns = int(here["draft_lengths"][row]) if self._is_drafted else -1
+        lengths = [int(of_rows[row]) for of_rows in here["draft_lengths"]]
         return Answer(
-            tokens=here["tokens"][row, :size].tolist(),
-            parents=here["parents"][row, :size].tolist(),
-            confidence=here["confidence_float32"][row, :size].tolist(),
-            path=here["path"][row, : max(length, 0)].tolist(),
+            trees=[self._tree(number, row) for number in range(max(self._num_models, 1))],
+            path=here["path"][row, : max(int(here["lengths"][row]), 0)].tolist(),
             next_token=int(here["next"][row]),
-            draft_columns=[0, *here["draft_path"][row, :num_columns].tolist()] if num_columns >= 0 else [],
+            draft_columns=[
+                [0, *path[row, :length].tolist()] if length >= 0 else []
+                for path, length in zip(here["draft_path"], lengths, strict=True)
+            ],
+        )
+
+    def _tree(self, number: int, row: int) -> DraftedTree:
+        names = TreeNames.of(number, max(self._num_models, 1))
+        size = int(self._here[names.sizes][row])
+        return DraftedTree(
+            *(self._here[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
         )
 
     def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:

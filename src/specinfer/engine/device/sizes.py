@@ -19,7 +19,7 @@ def holds(budget: TreeBudget) -> bool:
 
 
 def shape_of(
-    budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int, guess_depth: int = 0
+    budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int, guess_depth: int = 0, num_models: int = 1
 ) -> DraftShape | None:
     """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
 
@@ -30,6 +30,7 @@ def shape_of(
         most_nodes: Draft tokens of a tree that there are slots for; the least promising are left out.
         most_frontier: Nodes of a level that may have children.
         guess_depth: Longest path that lookups propose, at most as many nodes as a tree has; 0 without lookups.
+        num_models: Drafters that grow a tree each; the trees are merged.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
@@ -50,10 +51,11 @@ def shape_of(
         if level + 1 < levels:
             width = max(_frontier(budget, level + 1) for budget in wanted)
             frontiers.append(min(width, frontiers[-1] * children[-1], most_frontier))
-    total = sum(width * each for width, each in zip(frontiers, children, strict=True))
+    total = num_models * sum(width * each for width, each in zip(frontiers, children, strict=True))
     num_guesses = nodes if guess_depth else 0
     guess_depth = min(guess_depth if are_fixed else at_least(LEVELS, guess_depth) or guess_depth, num_guesses)
-    return DraftShape(tuple(frontiers), tuple(children), min(nodes, total + num_guesses), num_guesses, guess_depth)
+    num_nodes = min(nodes, total + num_guesses)
+    return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, num_models)
 
 
 def _children(budget: TreeBudget, level: int) -> int:

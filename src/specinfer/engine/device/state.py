@@ -17,11 +17,43 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class DraftState:
+    """The tokens that one drafter has computed of each request, with a row for each.
+
+    Of n known tokens before the root it has computed n, or n - 1 if `has_two`: then it computes `before`, the last of
+    them, together with the root.
+    """
+
+    slots: Tensor  # [rows, context] int32 slots in the drafter's cache
+    known: Tensor  # [rows] int32
+    before: Tensor  # [rows] int64
+    has_two: Tensor  # [rows] bool
+    chances: ChanceTable
+
+    @classmethod
+    def empty(cls, num_rows: int, context: int, device: torch.device) -> "DraftState":
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(num_rows, context, dtype=torch.int32),
+            zeros(num_rows, dtype=torch.int32),
+            zeros(num_rows, dtype=torch.int64),
+            zeros(num_rows, dtype=torch.bool),
+            empty_table(device),
+        )
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All that has a row for each request."""
+        return self.slots, self.known, self.before, self.has_two
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceState:
     """State tensors with a row for each request; a launch uses the first rows. Steps update it in launch order.
 
-    For a request with tokens t0 ... tn, of which tn is the root, `known` is n. Its drafter has also computed n of them,
-    or n - 1 if `has_two`: then it computes `before`, which is tn-1, together with the root.
+    For a request with tokens t0 ... tn, of which tn is the root, `known` is n.
     """
 
     slots: Tensor  # [rows, context] int32 slots in the target's cache of the known tokens before the root
@@ -30,15 +62,11 @@ class DeviceState:
     num_left: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
     seeds: Tensor  # [rows] int64
     truncation: Truncation  # with the temperatures
-    draft_slots: Tensor  # [rows, context] int32 slots in the drafter's cache
-    draft_known: Tensor  # [rows] int32
-    before: Tensor  # [rows] int64
-    has_two: Tensor  # [rows] bool
     named: Tensor  # [rows, n] int64 tokens of `logprob_token_ids`
-    chances: ChanceTable
+    drafts: tuple[DraftState, ...]  # of each drafter
 
     @classmethod
-    def empty(cls, num_rows: int, context: int, device: torch.device) -> "DeviceState":
+    def empty(cls, num_rows: int, context: int, device: torch.device, num_drafters: int = 1) -> "DeviceState":
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -56,12 +84,8 @@ class DeviceState:
                     zeros(num_rows, dtype=torch.int32),
                     torch.ones(num_rows, dtype=torch.float64, device=device),
                 ),
-                draft_slots=zeros(num_rows, context, dtype=torch.int32),
-                draft_known=zeros(num_rows, dtype=torch.int32),
-                before=zeros(num_rows),
-                has_two=zeros(num_rows, dtype=torch.bool),
                 named=zeros(num_rows, MAX_LOGPROB_TOKEN_IDS),
-                chances=empty_table(device),
+                drafts=tuple(DraftState.empty(num_rows, context, device) for _ in range(num_drafters)),
             )
 
     @property
@@ -73,8 +97,8 @@ class DeviceState:
         """Copy one row to another."""
         limits = self.truncation
         for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, limits.temperatures,
-                       limits.log_min_p, limits.top_k, limits.top_p,
-                       self.draft_slots, self.draft_known, self.before, self.has_two, self.named):  # fmt: skip
+                       limits.log_min_p, limits.top_k, limits.top_p, self.named,
+                       *(column for drafts in self.drafts for column in drafts.columns)):  # fmt: skip
             column[row].copy_(column[source])
 
 

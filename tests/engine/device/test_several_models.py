@@ -1,0 +1,100 @@
+"""Several drafters that are models in one step on the device: the same tokens, and the trees of ordinary steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from interpreter import interpreted
+from on_device import executor_of, load_plain, make_device_engine
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters import MergedDrafter
+from specinfer.kernels import tree_ops
+from specinfer.kernels.triton import draft
+from specinfer.kernels.triton.walk import walk
+from specinfer.model.load import LoadedModel
+from tiny import make_request, random_prompts, run
+
+Models = tuple[LoadedModel, list[LoadedModel]]
+TREES = {
+    "2,1,1": TreeBudget.expansion((2, 1, 1), num_drafters=4),
+    "best-first": TreeBudget(max_nodes=12, max_depth=4),
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.5, top_k=3, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
+]
+
+
+@pytest.fixture(scope="module")
+def models(model_folder: Callable[..., Path]) -> Models:
+    """A target and three drafters: a weak one, another model altogether, and a better one."""
+    near = [load_plain(model_folder("llama", 0, noise)) for noise in (0.3, 0.05)]
+    return load_plain(model_folder("llama")), [near[0], load_plain(model_folder("llama", 7)), near[1]]
+
+
+def _requests() -> list[Request]:
+    starts = random_prompts([6, 9, 5, 7], seed=8)
+    return [make_request(str(i), s * 3, p, seed=i) for i, (s, p) in enumerate(zip(starts, PARAMS, strict=True))]
+
+
+@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, ...], models: Models) -> None:
+    target, small = models
+    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
+    engine = make_device_engine(target, small, TREES[tree], lookups=lookups)
+    served, requests = set[Request](), _requests()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        served |= set(executor_of(engine).requests)
+    assert [request.output_ids for request in requests] == wanted
+    assert served == set(requests)
+    assert isinstance(engine.drafter, MergedDrafter)
+    for cache in (engine.target.cache, *(one.runner.cache for one in executor_of(engine)._drafts._drafters)):
+        assert cache.is_balanced()
+        assert cache.num_owned == 0
+
+
+@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+def test_fixed_trees_are_those_of_ordinary_steps(lookups: tuple[str, ...], models: Models) -> None:
+    """Merged node for node, so the same path is kept in each step, and what is learned of each drafter is the same."""
+    counts, tables = [], []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(
+            *models, TREES["2,1,1"], lookups=lookups, has_device_executor=has_device_executor
+        )  # fmt: skip
+        requests = _requests()
+        run(engine, requests)
+        counts.append([request.speculation.as_dict() for request in requests])
+        accepted = {origin for request in requests for origin in request.origins}
+        assert isinstance(engine.drafter, MergedDrafter)
+        names = [one.name for one in engine.drafter.drafters]
+        tables.append([engine.drafter.calibration.by_rank(name).tolist() for name in names])
+    assert counts[0] == counts[1]
+    assert tables[1] == [pytest.approx(of, rel=1e-5) for of in tables[0]]
+    assert {"small", "small-3", *lookups} <= accepted
+
+
+@interpreted
+def test_the_kernels_merge_as_their_counterparts(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter merges the trees, and finds what each model has computed of the accepted paths."""
+    counts = []
+    for has_kernels in (False, True):
+        if has_kernels:
+            for name in ("merge_guesses", "best_tree", "mark_ancestors", "keep_drafted"):
+                monkeypatch.setattr(tree_ops, name, getattr(draft, name))
+            monkeypatch.setattr(tree_ops, "walk", walk)
+        request = _requests()[0]
+        request.params = replace(request.params, max_tokens=12)
+        engine = make_device_engine(*models, TREES["2,1,1"], lookups=["suffix"])
+        run(engine, [request])
+        counts.append((request.output_ids, request.speculation.as_dict(), request.origins))
+    assert counts[0] == counts[1]
