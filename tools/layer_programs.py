@@ -16,6 +16,7 @@ from specinfer.kernels.triton.low_rank import add_low_rank
 from specinfer.kernels.triton.norm import add_norm
 from specinfer.kernels.triton.recurrence import convolve, recur
 from specinfer.kernels.triton.rotary import rotate_and_store
+from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.weights import widen
 
 _SLOTS, _POSITIONS = 65536, 131072
@@ -83,6 +84,8 @@ def recurrence_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             conv = ConvolutionCall(_empty(channels, 1, taps, dtype=dtype), None, activates=taps == 4)
             name = f"convolve {str(dtype).removeprefix('torch.')} {taps}"
             yield name, partial(convolve, _empty(_SLOTS, 1, channels, dtype=dtype), long(64, taps), conv)
+    inputs, new = (_empty(rows, 1, 12288, dtype=torch.bfloat16) for rows in (_SLOTS, 64))
+    yield "inputs of a convolution", partial(store, inputs, inputs, long(64), new, new)
     one = long(64)
     order = ScanOrder(64, 16, long(9), long(8), long(8), one, one, one, one, one)
     for name, (heads, key_heads, keys, values, decays, is_delta, least) in _RECURRENCES.items():
