@@ -58,8 +58,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": PLAIN | {name: value for name, value in FACTORS.items() if "type" not in name},
     "smollm3": PLAIN | {"num_hidden_layers": 4},
     "olmo2": PLAIN,
+    "granitemoe": PLAIN | {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.6},
     "glm4": PLAIN | {"head_dim": 16},
     "qwen2moe": PLAIN | MOE | {"num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+OLMO3 = {
+    "family": "olmo3", "num_hidden_layers": 4, "sliding_window": 8, "olmo2__attention__sliding_window": 8,
+    "olmo2__attention__sliding_window_pattern": [True, True, True, False],
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, changes) for name, changes in ARCHITECTURES.items()} | {
     "qwen35-narrow": ("qwen35", DELTA | WIDE | {"linear_value_head_dim": 8}),  # heads within a block
@@ -71,6 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, changes) for name,
         "falcon-h1",
         ROWS | {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
+    "olmo3": ("olmo2", PLAIN | OLMO3),
     "falcon-mamba": ("mamba", {"hidden_size": 64, "time_step_rank": 32, "family": "falcon_mamba"}),
 }
 MODELS = {name: model for name, model in MODELS.items() if is_known(model[0])}  # to an older transformers

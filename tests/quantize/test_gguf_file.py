@@ -36,6 +36,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"rope_parameters": YARN}), ("qwen3_moe", {"norm_topk_prob": True}), ("gemma2", {}),
     ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None}), ("phi3", {}), ("gpt_oss", {}),
     ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}), ("granite", {}), ("smollm3", {}), ("olmo2", {}),
+    ("olmo3", {}),
+    ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("glm4", {}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {}), ("lfm2", {"block_auto_adjust_ff_dim": False}),
     ("lfm2_moe", {}), ("mamba", {"intermediate_size": 128}), ("falcon_mamba", {"intermediate_size": 128}),
     ("mamba2", {"num_heads": 8}), ("jamba", {}), ("granitemoehybrid", {"mamba_n_heads": 8}), ("nemotron_h", {}),

@@ -162,6 +162,7 @@ def _write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Any, kin
 def _metadata(arch: str, config: Any) -> dict[str, Any]:
     """The metadata that the converter writes for models with attention."""
     rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
     return {
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.context_length": getattr(config, "max_position_embeddings", 2**20),
@@ -576,5 +577,6 @@ _ARCHITECTURES = {
     "smollm3": _Architecture("smollm3", _PLAIN, _pair_change, _plain_metadata("smollm3")),
     "olmo2": _Architecture("olmo2", _OLMO, _no_change, _plain_metadata("olmo2")),
     "glm4": _Architecture("glm4", _PLAIN, _no_change, _plain_metadata("glm4")),
+    "granitemoe": _Architecture("granitemoe", _GRANITE, _granite_change, _plain_metadata("granitemoe")),
     "qwen2moe": _Architecture("qwen2_moe", _PLAIN, _no_change, _plain_metadata("qwen2moe")),
 }

@@ -1,4 +1,4 @@
-"""Models with attention and one MLP in all layers: Llama, Qwen 2 and 3, Granite, SmolLM3, Phi 3, OLMo 2, GLM-4."""
+"""Models with attention and one MLP in all layers, such as Llama, Qwen, Granite, SmolLM3, Phi 3, OLMo and GLM-4."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -26,6 +26,7 @@ from specinfer.model.gguf.weights import Weight
 
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GLM_NORMS = NORMS | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+_WINDOW = "attention.sliding_window"
 _PERIOD_WITHOUT_POSITIONS = 4  # of SmolLM3's layers, which files do not have
 
 
@@ -110,10 +111,25 @@ def _phi_layer(fields: Fields) -> Plan:
 
 
 def olmo_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of config.json of OLMo 2."""
-    if meta.get("attention.sliding_window", int):
-        raise meta.error("OLMo 3, with sliding windows, is not read from GGUF", TAKE_ANOTHER)
-    return whole_fields(meta, common, "olmo2", "Olmo2ForCausalLM")
+    """Return the fields of config.json of OLMo 2, or of OLMo 3, which has windows in some layers."""
+    if not meta.get("attention.sliding_window", int):
+        return whole_fields(meta, common, "olmo2", "Olmo2ForCausalLM")
+    fields = whole_fields(meta, common, "olmo3", "Olmo3ForCausalLM")
+    full, windows = fields["rope_parameters"], meta.sizes(f"{_WINDOW}_pattern", common["num_hidden_layers"])
+    return {
+        **fields,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": full["rope_theta"]},
+        },
+        "sliding_window": meta.size(_WINDOW),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windows],
+    }
+
+
+def _olmo_keys(fields: Fields) -> dict[str, Any]:
+    kinds = fields.get("layer_types")
+    return {f"{_WINDOW}_pattern": None if kinds is None else [kind == "sliding_attention" for kind in kinds]}
 
 
 def _olmo_layer(fields: Fields) -> Plan:
@@ -150,6 +166,6 @@ FAMILIES = {
     "granite": Family(granite_fields, partial(_plan, _llama_layer), written=("granite",), keys=multiplier_keys),
     "smollm3": Family(smollm_fields, partial(_plan, _llama_layer), written=("smollm3",)),
     "phi3": Family(phi_fields, partial(_plan, _phi_layer), written=("phi3",)),
-    "olmo2": Family(olmo_fields, partial(_plan, _olmo_layer), written=("olmo2",)),
+    "olmo2": Family(olmo_fields, partial(_plan, _olmo_layer), written=("olmo2", "olmo3"), keys=_olmo_keys),
     "glm4": Family(glm_fields, partial(_plan, _glm_layer), written=("glm4",)),
 }

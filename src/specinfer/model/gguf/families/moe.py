@@ -1,4 +1,4 @@
-"""Models with attention and routed experts in all layers: Qwen2-MoE, Qwen3-MoE, gpt-oss."""
+"""Models with attention and routed experts in all layers: Qwen2-MoE, Qwen3-MoE, Granite, gpt-oss."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,12 +14,14 @@ from specinfer.model.gguf.families.plan_parts import (
     experts,
     gated,
     in_layer,
+    multiplier_keys,
+    multipliers,
     norms,
     outside,
     whole_fields,
     with_biases,
 )
-from specinfer.model.gguf.metadata import Metadata
+from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.weights import Weight
 
 _OSS_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
@@ -92,7 +94,27 @@ def plan_oss(fields: Fields, _names: Collection[str]) -> Plan:
         yield from in_layer(i, with_biases(stacks))
 
 
+def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of config.json of Granite with experts."""
+    if not meta.get("rope.scaling.finetuned", bool, True):
+        raise meta.error("its attention does not know positions", TAKE_ANOTHER)
+    fields = whole_fields(meta, common, "granitemoe", "GraniteMoeForCausalLM")
+    return {**fields, **meta.experts("num_local_experts"), **multipliers(meta)}
+
+
+def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
+    """Yield the tensors of Granite with experts."""
+    hidden, count = fields["hidden_size"], fields["num_local_experts"]
+    yield from outside(fields)
+    for i in range(fields["num_hidden_layers"]):
+        yield from in_layer(i, norms(NORMS, hidden))
+        yield from in_layer(i, attention(fields, has_pairs=True))
+        yield from in_layer(i, [("ffn_gate_inp.weight", Weight("block_sparse_moe.router.weight", (count, hidden)))])
+        yield from in_layer(i, experts("block_sparse_moe.experts", hidden, fields["intermediate_size"], count))
+
+
 FAMILIES = {
+    "granitemoe": Family(granite_fields, plan_granite, written=("granitemoe",), keys=multiplier_keys),
     "qwen2moe": Family(qwen2_fields, plan_qwen, stacks_experts=False, written=("qwen2_moe",)),
     "qwen3moe": Family(qwen3_fields, plan_qwen, stacks_experts=False, written=("qwen3_moe",)),
     "gpt-oss": Family(
