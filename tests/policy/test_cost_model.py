@@ -144,6 +144,17 @@ def test_what_drafting_takes_before_its_levels_is_learned_apart_from_them() -> N
     for _ in range(200):
         costs.observe(record(3, 2, 1.0, draft=0.0))
     assert costs.draft_start >= 0
+
+
+@pytest.mark.parametrize("start", [0.0, 0.1, 0.6, 3.0])
+def test_noise_of_drafting_times_moves_neither_the_start_nor_a_level_far_away(start: float) -> None:
+    level, noise = 0.07, np.random.default_rng(0)
+    costs = CostModel(flat(1.0), flat(level), draft_start=start)
+    for _ in range(5000):
+        levels = int(noise.integers(1, 4))
+        costs.observe(record(1 + levels, levels, 1.0, (start + level * levels) * noise.lognormal(0.0, 0.3)))
+    for levels in range(1, 6):
+        assert float(costs.draft(levels, levels)) == pytest.approx(start + level * levels, rel=0.4)
     assert float(costs.draft_level(1)) > 0
 
 

@@ -22,10 +22,10 @@ from specinfer.policy.streamed_costs import Floats, StreamedCurve
 # Weight of a new observation: a few steps follow a growing context, and one slow step does not count much.
 _LEARNING_RATE = 0.1
 _SHARED = 0.9  # factor of the rate for sizes that were not observed
-_MAX_RATIO, _LEAST_RATIO = 3.0, 0.1
+_MAX_RATIO = 3.0
 _BENT = 1.5  # a pass that takes so many times as long as a smaller one is bound by computing
 _DOUBT = 1.3  # factor by which passes became slower or faster
-_START_SHARE = 4.0  # number of levels that the start of drafting counts as when an error is shared between them
+_MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be that of the start
 # A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
 
@@ -104,6 +104,7 @@ class CostModel:
         self.read_token = read_token
         self.draft_start = draft_start
         self.rest = 0.0
+        self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
         self._measured = target.seconds.copy() if isinstance(target, Curve) else None
 
     @property
@@ -139,29 +140,31 @@ class CostModel:
         if not num_levels:
             return
         expected = float(self.draft(step.num_guessed, num_levels))
-        excess = step.draft_time - expected
-        if step.draft_time < _FAST * expected:
-            change = 1.0 + _FAST_RATE * (step.draft_time / expected - 1.0)
-            self.draft_start *= change
-            self.draft_level = Curve(self.draft_level.sizes, self.draft_level.seconds * change)
-        elif step.num_read:
-            reading = max(excess, 0.0) / step.num_read
+        if step.num_read and step.draft_time >= _FAST * expected:
+            reading = (step.draft_time - expected if step.draft_time > expected else 0.0) / step.num_read
             rate = _FAST_RATE if reading < _FAST * self.read_token else _LEARNING_RATE
             self.read_token += rate * (reading - self.read_token)
         else:
-            self._observe_drafting(step.num_guessed / num_levels, num_levels, excess)
+            self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time / expected)
 
-    def _observe_drafting(self, per_level: float, num_levels: int, excess: float) -> None:
-        """Share the error of the drafting time between the start and the levels (normalized least squares).
+    def _observe_drafting(self, per_level: float, num_levels: int, ratio: float) -> None:
+        """Learn from drafting that took `ratio` times as long as expected.
 
-        The start takes more of it: after a target pass no CPU cache has any of the drafter's data.
+        Start and levels follow together, as with other load. How the time divides between them is learned only from
+        drafts with more or fewer levels than usual. After a pass of the target no CPU cache has any of the drafter's
+        data, so the start takes more than was measured.
         """
-        level = float(self.draft_level(per_level))
-        start, levels = _START_SHARE * level, num_levels * level
-        excess = min(excess, (_MAX_RATIO - 1.0) * (self.draft_start + levels))
-        norm = start**2 + levels**2
-        self.draft_start = max(self.draft_start + _LEARNING_RATE * excess * start**2 / norm, 0.0)
-        self.draft_level.observe(per_level, level * max(1.0 + excess * levels / norm, _LEAST_RATIO))
+        ratio, level = min(ratio, _MAX_RATIO), float(self.draft_level(per_level))
+        expected = self.draft_start + num_levels * level
+        self.draft_start *= 1.0 + (_FAST_RATE if ratio < _FAST else _LEARNING_RATE) * (ratio - 1.0)
+        self.draft_level.observe(per_level, level * ratio)
+        usual = self._usual_levels or num_levels
+        self._usual_levels = usual + _LEARNING_RATE * (num_levels - usual)
+        moved = _LEARNING_RATE * (ratio - 1.0) * expected * (1.0 - num_levels / self._usual_levels)
+        all_levels = self._usual_levels * float(self.draft_level(per_level))
+        moved = min(max(moved, -self.draft_start), _MOST_MOVED * all_levels)
+        self.draft_start += moved
+        self.draft_level = Curve(self.draft_level.sizes, self.draft_level.seconds * (1.0 - moved / all_levels))
 
     def observe_prompts(self, step: StepRecord) -> None:
         """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
