@@ -17,7 +17,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.learning.adaptation import Adaptation
 from specinfer.learning.heads.head_training import export_head, new_head
 from specinfer.learning.learnable import LearnableHead
-from specinfer.learning.settings import AdaptationConfig
+from specinfer.learning.settings import HEAD_RATE, MODEL_RATE, AdaptationConfig
 from specinfer.learning.training_examples import Source, TrainingExample
 from specinfer.model.heads.load import find_format
 from tiny import make_model, random_prompts, save_model
@@ -70,6 +70,15 @@ def test_what_a_head_learned_is_a_head_that_drafts_better_and_is_taken_up_again(
         assert adaptation._trainers[0].current.folder == kept
         assert _num_accepted(llm) == after
         adaptation.close()
+
+
+def test_a_head_learns_more_slowly_than_a_small_model_unless_a_rate_is_given(target: Path, tmp_path: Path) -> None:
+    export_head(new_head("new:eagle3", target, 0), tmp_path / "head")
+    with llm_of(target, tmp_path / "head", save_model(tmp_path / "small", num_hidden_layers=1)) as llm:
+        for rate, wanted in ((None, [HEAD_RATE, MODEL_RATE]), (0.5, [0.5, 0.5])):
+            adaptation = _adaptation(llm, tmp_path / str(rate), AdaptationConfig(learning_rate=rate, window=64))
+            assert [one._student._optimizer.param_groups[0]["lr"] for one in adaptation._trainers] == wanted
+            adaptation.close()
 
 
 def test_hidden_states_of_the_traffic_are_the_targets(target: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from specinfer.learning.heads.head_evaluation import hits_of_head
 from specinfer.learning.heads.head_student import HeadStudent
 from specinfer.learning.heads.head_training import can_train
 from specinfer.learning.held_out_evaluation import Hits, hits_of
-from specinfer.learning.settings import AdaptationConfig
+from specinfer.learning.settings import HEAD_RATE, MODEL_RATE, AdaptationConfig
 from specinfer.learning.student import MAX_WINDOW, Student
 from specinfer.learning.training_examples import TrainingExample
 from specinfer.model.heads.head import FeatureHead
@@ -61,10 +61,10 @@ def learnable(drafter: Drafter, target: LoadedModel) -> Learnable | None:
     return None if drafter.reads_target else LearnableModel(drafter, target)
 
 
-def _settings(config: AdaptationConfig, loaded: LoadedModel) -> dict[str, Any]:
+def _settings(config: AdaptationConfig, loaded: LoadedModel, usual_rate: float) -> dict[str, Any]:
     """Return the settings of a training copy that are the same for all kinds."""
     return {
-        "learning_rate": config.learning_rate,
+        "learning_rate": usual_rate if config.learning_rate is None else config.learning_rate,
         "seconds": config.slice_seconds,
         "window": config.window,
         "max_window": min(MAX_WINDOW, loaded.max_position),
@@ -90,7 +90,7 @@ class LearnableModel:
         self._vocab_size = target.vocab_size
 
     def student(self, folder: Path, config: AdaptationConfig) -> Student:
-        return Student(folder, self._was.device, self._vocab_size, **_settings(config, self._was))
+        return Student(folder, self._was.device, self._vocab_size, **_settings(config, self._was, MODEL_RATE))
 
     def load(self, folder: Path) -> LoadedModel:
         was = self._was
@@ -114,9 +114,8 @@ class LearnableHead:
 
     def student(self, folder: Path, config: AdaptationConfig) -> Student:
         runner = self.drafter.runner  # its head is another one after a change of the weights
-        return HeadStudent(
-            folder, self._target, self._dialect, lambda ids: runner.head.embedded(ids), **_settings(config, self._was)
-        )
+        settings = _settings(config, self._was, HEAD_RATE)
+        return HeadStudent(folder, self._target, self._dialect, lambda ids: runner.head.embedded(ids), **settings)
 
     def load(self, folder: Path) -> LoadedModel:
         loaded = load_head(folder, self._target, self._was.quantization)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from specinfer.core.errors import check_float, check_int
 
+MODEL_RATE, HEAD_RATE = 1e-4, 2e-5  # usual learning rates: at the first, heads forget more than they learn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptationConfig:
@@ -12,7 +14,7 @@ class AdaptationConfig:
     Attributes:
         max_tokens: The largest number of tokens in the stored examples, including prompts.
         max_tap_bytes: The largest number of bytes of the target's hidden states in them, which heads are trained on.
-        learning_rate: The learning rate of AdamW.
+        learning_rate: The learning rate of AdamW, or None for `MODEL_RATE` or `HEAD_RATE`.
         slice_seconds: The approximate time of one slice of work, if the drafter is small enough.
         window: The number of tokens in a micro-step, or None for what fits into that time.
         num_passes: The largest number of times each example is trained on, so that the engine rests when there is no
@@ -28,7 +30,7 @@ class AdaptationConfig:
 
     max_tokens: int = 65_536
     max_tap_bytes: int = 2**28
-    learning_rate: float = 1e-4
+    learning_rate: float | None = None
     slice_seconds: float = 0.075
     window: int | None = None
     num_passes: int = 4
@@ -42,7 +44,9 @@ class AdaptationConfig:
             check_int(name, getattr(self, name), 1)
         if self.window is not None:
             check_int("window", self.window, 2)
-        for name in ("learning_rate", "slice_seconds", "margin"):
+        if self.learning_rate is not None:
+            check_float("learning_rate", self.learning_rate, 0.0, 1e3, low_open=True)
+        for name in ("slice_seconds", "margin"):
             check_float(name, getattr(self, name), 0.0, 1e3, low_open=name != "margin")
 
 
