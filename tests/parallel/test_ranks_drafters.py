@@ -5,16 +5,22 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specinfer import LLM, EngineDeadError, SamplingParams
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters import RemoteDrafter, SmallModelDrafter
+from specinfer.drafters import RemoteDrafter, SmallModelDrafter, loading
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.setup import assembly
 from tiny import as_values, random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, is_alive, workers
 
@@ -59,6 +65,24 @@ def _say(llm: LLM) -> tuple[list[list[int]], list[Any]]:
         llm.drafter.draft = draft  # type: ignore[method-assign]
     assert not any(output.error for output in outputs)
     return [list(one.token_ids) for output in outputs for one in output.outputs], drawn
+
+
+def test_on_the_first_rank_their_passes_are_captured_and_the_text_is_the_same(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, padded as for captures."""
+    monkeypatch.setattr(loading, "load_model", partial(load_model, native=False))
+    texts, settings = [], {"tensor_parallel_size": 2, "tree": "2,1,1", "drafters": models["drafters"][:1]}
+    for graphs in (None, Graphs(torch.device("cpu"))):
+        monkeypatch.setattr(assembly, "make_graphs", lambda *_, graphs=graphs, **__: graphs)
+        with _load(models | settings) as llm:
+            assert llm.drafter is not None
+            small = llm.drafter.drafters[-1]
+            assert isinstance(small, SmallModelDrafter)
+            assert (small.runner.padded is not None) == (graphs is not None)
+            assert not isinstance(llm.engine.target, ModelRunner)
+            texts.append(_say(llm)[0])
+    assert texts[0] == texts[1]
 
 
 def _remote(llm: LLM) -> list[str]:

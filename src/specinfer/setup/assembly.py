@@ -172,8 +172,9 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         }
         loaded = [one.loaded for one in small.values()]
         target = replace(target, taps=taps_of(target, loaded))
-        graphs = make_graphs(place, enforce_eager=args.enforce_eager) if ranks is None else None
-        max_model_len, num_slots, kept, capacity = _plan(settings, target, loaded, ranks, captures=graphs is not None)
+        graphs = make_graphs(place, enforce_eager=args.enforce_eager)
+        captured = [] if graphs is None else loaded if ranks is not None else [target, *loaded]
+        max_model_len, num_slots, kept, capacity = _plan(settings, target, loaded, ranks, captured)
         make_runner = partial(
             ModelRunner,
             num_slots=num_slots, keeps_prefixes=args.enable_prefix_caching, graphs=graphs,
@@ -269,18 +270,17 @@ def _plan(
     target: LoadedModel,
     drafters: Sequence[LoadedModel],
     ranks: Ranks | None,
-    *,
-    captures: bool,
+    captured: Sequence[LoadedModel],
 ) -> tuple[int, int, int, PassCapacity | None]:
     """Return the longest request in tokens, the slots and states of each cache, and which layers stay in memory.
 
-    The limits leave room for all that was loaded and for what a pass needs.
+    The limits leave room for all that was loaded and for what a pass needs, those of the models `captured` too.
     """
     limits, offload = settings.limits, settings.offload
     budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
     max_bytes = None if budget is None else budget.cache_bytes
     sharing = 1 if ranks is None else num_sharing(target.device, ranks.place)
-    reserved = sum(captured_bytes(one, limits.max_num_seqs) for one in (target, *drafters)) if captures else 0
+    reserved = sum(captured_bytes(one, limits.max_num_seqs) for one in captured)
     max_model_len, num_slots = plan_capacity(
         limits,
         target,
