@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -315,11 +316,10 @@ def test_a_drafter_short_of_slots_takes_up_what_it_read(runner_of: Runners) -> N
     span = Span(request, len(COMMON) - 1, len(COMMON))
     small.draft([span], [TreeBudget.expansion((4, 4, 1))])  # the first level fits, the second does not
     assert runner.cache.num_owned == 0
-    read, forward = [], runner.forward
-    runner.forward = lambda pieces: (read.append(len(pieces[0].tokens)), forward(pieces))[1]  # type: ignore[method-assign, func-returns-value]
-    (tree,) = small.draft([span], [TreeBudget.expansion((1,))])
+    with patch.object(small._cache, "note_read", wraps=small._cache.note_read) as read:
+        (tree,) = small.draft([span], [TreeBudget.expansion((1,))])
     assert tree.num_guessed == 1
-    assert read == [1], "the root alone"
+    read.assert_called_once_with(request, 1)  # the root alone
     small.forget("a")
 
 
