@@ -81,3 +81,22 @@ def test_the_share_that_came_true_corrects_what_is_expected_of_texts_of_two_kind
     model.share = 1.0
     uncorrected = model.expected_tokens(np.asarray([8]), np.asarray([8]))[0]
     assert abs(expected - np.mean(yields)) < abs(uncorrected - np.mean(yields))
+
+
+def test_a_text_begins_with_what_came_true_of_the_easiest_ones_before() -> None:
+    model, pair = AcceptanceModel(), TokenTree((0, 5), (-1, 0))
+
+    def read(*accepted: int) -> float:
+        model.begin_text()
+        begun = model.share
+        for number in accepted:
+            model.observe(pair, Acceptance((1,) * number, 9))
+        return begun
+
+    assert read(*[0] * 50) == 1.0
+    hard = model.share
+    assert read(*[1] * 50) == pytest.approx(hard)
+    easy = model.share
+    assert hard < 0.2 < 1.0 < easy
+    assert read() == pytest.approx(hard + 0.75 * (easy - hard))
+    assert read(1, 1) == pytest.approx(hard + 0.75 * (easy - hard)), "a text without drafts teaches nothing"

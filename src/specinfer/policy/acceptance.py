@@ -5,6 +5,7 @@ probability of its whole path. The best nodes up to depth 2 have 0.5, 0.25 (the 
 below the first), 0.125, ... So a tree of 3 nodes yields 1 + 0.5 + 0.25 + 0.25 = 2 tokens, the target's own included.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -34,12 +35,16 @@ class AcceptanceModel:
     _PRIOR_WEIGHT = 8.0
     _DECAY = 0.995  # per tree: about two hundred trees are remembered
     _SHARE_DECAY, _MOST_SHARE = 0.97, 1.2  # some thirty trees, since texts differ
+    _NUM_TEXTS, _LEAST_TREES, _EASY = 16, 4, 0.75  # texts that are remembered, trees of each, and their quantile
+    _TEXT_WEIGHT = 4.0  # tokens that the expectation of a text counts as
 
     def __init__(self) -> None:
         self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
         self._accepted = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
         self._num_expected = self._num_accepted = self._PRIOR_WEIGHT  # tokens
         self.share = 1.0
+        self._shares: deque[float] = deque(maxlen=self._NUM_TEXTS)  # of the last texts
+        self._num_trees = 0  # of this text
 
     @classmethod
     def assumed(cls, by_rank: Sequence[float], share: float = 1.0) -> "AcceptanceModel":
@@ -49,8 +54,17 @@ class AcceptanceModel:
         model.share = share
         return model
 
+    def begin_text(self) -> None:
+        """Expect of the next text what came true of those that were easiest to predict: it may be one of them."""
+        if self._num_trees >= self._LEAST_TREES:
+            self._shares.append(self.share)
+        self._num_trees = 0
+        self.share = float(np.quantile(self._shares, self._EASY)) if self._shares else 1.0
+        self._num_expected, self._num_accepted = self._TEXT_WEIGHT, self._TEXT_WEIGHT * self.share
+
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Count the ranks at each node of the accepted path that has draft tokens."""
+        self._num_trees += 1
         self._num_expected = self._num_expected * self._SHARE_DECAY + self._expected_of(tree)
         self._num_accepted = self._num_accepted * self._SHARE_DECAY + len(acceptance.path)
         self.share = min(self._num_accepted / self._num_expected, self._MOST_SHARE)

@@ -65,6 +65,9 @@ class AutoPolicy:
 
     def _fastest(self, spans: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
+        if len(spans) == 1 and spans[0].request.num_output == 1:  # in a batch, requests begin all the time
+            self.acceptance.begin_text()
+            self._num_requests = 0  # choose anew
         if len(spans) != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):
             self._budget = self.optimizer.choose(len(spans))
             self._num_requests, self._age = len(spans), 0
