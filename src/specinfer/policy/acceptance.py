@@ -43,7 +43,7 @@ class AcceptanceModel:
         self._accepted = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
         self._num_expected = self._num_accepted = self._PRIOR_WEIGHT  # tokens
         self.share = 1.0
-        self._shares: deque[float] = deque(maxlen=self._NUM_TEXTS)  # of the last texts
+        self._shares = deque([1.0, 1.0], self._NUM_TEXTS)  # of the last texts; the first two are assumed
         self._num_trees = 0  # of this text
 
     @classmethod
@@ -59,7 +59,7 @@ class AcceptanceModel:
         if self._num_trees >= self._LEAST_TREES:
             self._shares.append(self.share)
         self._num_trees = 0
-        self.share = float(np.quantile(self._shares, self._EASY)) if self._shares else 1.0
+        self.share = float(np.quantile(self._shares, self._EASY))
         self._num_expected, self._num_accepted = self._TEXT_WEIGHT, self._TEXT_WEIGHT * self.share
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
