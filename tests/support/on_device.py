@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specinfer.core.config import DRAFT_SAMPLINGS
+from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.engine.device.executor import DeviceExecutor
@@ -61,3 +62,14 @@ def executor_of(engine: Engine) -> DeviceExecutor:
     executor: Any = engine.executors[0]
     assert isinstance(executor, DeviceExecutor)
     return executor
+
+
+def run_on_device(engine: Engine, requests: Sequence[Request]) -> set[Request]:
+    """Run the requests to their ends, and return those that took steps on the device."""
+    for request in requests:
+        engine.add(request)
+    served = set[Request]()
+    while engine.has_work:
+        engine.step()
+        served |= set(executor_of(engine).requests)
+    return served

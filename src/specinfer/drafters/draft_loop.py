@@ -60,20 +60,16 @@ class DraftLoop:
         if not all(self._can_draft(request) for request, _ in wanted):
             return None
         cache, known = self._runner.cache, self._cache.known
-        ids = [known[request.request_id].ids for request, _ in wanted]
-        call = self._ready_call(max(len(one) + budget.max_depth for one, (_, budget) in zip(ids, wanted, strict=True)))
+        call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
         if call is None:
             return None
-        unread = sum(
-            len(one) - len(cache.slots(request.request_id)) for one, (request, _) in zip(ids, wanted, strict=True)
-        )
-        if cache.num_available < unread + sum(budget.max_nodes for _, budget in wanted):
+        num_new = [self._num_new(request) for request, _ in wanted]
+        if cache.num_available < sum(num_new) + sum(budget.max_nodes for _, budget in wanted):
             return None
-        num_new = []
-        for one, (request, _) in zip(ids, wanted, strict=True):
-            if len(one) - len(cache.slots(request.request_id)) > MAX_READ:
+        for i, (request, _) in enumerate(wanted):
+            if num_new[i] > MAX_READ:
                 self._cache.read_known(request)
-            num_new.append(len(one) - len(cache.slots(request.request_id)))
+                num_new[i] = self._num_new(request)
         alive: list[object] = []
         trees = [self._tree(one, num, alive) for one, num in zip(wanted, num_new, strict=True)]
         drafted = call(trees)
@@ -81,6 +77,10 @@ class DraftLoop:
             self._cache.note_read(request, num)
             cache.give_back(request.request_id, tree.num_computed)
         return [(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
+
+    def _num_new(self, request: Request) -> int:
+        """Return the number of known tokens that the model has not computed."""
+        return len(self._cache.known[request.request_id].ids) - len(self._runner.cache.slots(request.request_id))
 
     def _can_draft(self, request: Request) -> bool:
         return chooses_for(self._draft_sampling, request) and not is_adjusted(request)

@@ -30,10 +30,12 @@ class FirstTokens:
             planner: Knows what passes cost, or None if nothing does; then no request waits for another.
         """
         self._num_passes += 1
-        tenants = {request.tenant for request in group}
-        start = self._num_passes - UNHURRIED * len(tenants)
-        self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > start}
-        firsts = [request for request in group if not request.num_output and request.tenant not in self._turns]
+        firsts = [request for request in group if not request.num_output]
+        if firsts:
+            tenants = {request.tenant for request in group}
+            start = self._num_passes - UNHURRIED * len(tenants)
+            self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > start}
+            firsts = [request for request in firsts if request.tenant not in self._turns]
         self.is_hurried = bool(firsts) and len(tenants) > 1
         if not self.is_hurried:
             return group

@@ -14,7 +14,7 @@ from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel, Curve
-from specinfer.policy.lookup_policy import LookupPolicy
+from specinfer.policy.lookup_policy import LookupPolicy, begins_text
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
@@ -65,7 +65,7 @@ class AutoPolicy:
 
     def _fastest(self, spans: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
-        if len(spans) == 1 and spans[0].request.num_output == 1:  # in a batch, requests begin all the time
+        if begins_text(spans):
             self.acceptance.begin_text()
             self._num_requests = 0  # choose anew
         if len(spans) != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):

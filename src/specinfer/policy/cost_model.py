@@ -141,21 +141,20 @@ class CostModel:
             return
         expected = float(self.draft(step.num_guessed, num_levels))
         if step.num_read and step.draft_time >= _FAST * expected:
-            reading = (step.draft_time - expected if step.draft_time > expected else 0.0) / step.num_read
+            reading = max(step.draft_time - expected, 0.0) / step.num_read
             rate = _FAST_RATE if reading < _FAST * self.read_token else _LEARNING_RATE
             self.read_token += rate * (reading - self.read_token)
         else:
-            self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time / expected)
+            self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time, expected)
 
-    def _observe_drafting(self, per_level: float, num_levels: int, ratio: float) -> None:
-        """Learn from drafting that took `ratio` times as long as expected.
+    def _observe_drafting(self, per_level: float, num_levels: int, seconds: float, expected: float) -> None:
+        """Learn from the seconds of drafting, and how many of them were expected.
 
         Start and levels follow together, as with other load. How the time divides between them is learned only from
         drafts with more or fewer levels than usual. After a pass of the target no CPU cache has any of the drafter's
         data, so the start takes more than was measured.
         """
-        ratio, level = min(ratio, _MAX_RATIO), float(self.draft_level(per_level))
-        expected = self.draft_start + num_levels * level
+        ratio, level = min(seconds / expected, _MAX_RATIO), float(self.draft_level(per_level))
         self.draft_start *= 1.0 + (_FAST_RATE if ratio < _FAST else _LEARNING_RATE) * (ratio - 1.0)
         self.draft_level.observe(per_level, level * ratio)
         usual = self._usual_levels or num_levels

@@ -44,7 +44,7 @@ class LookupPolicy:
 
     def budget(self, spans: Sequence[Span]) -> TreeBudget:
         """Return the budget of each request: draft tokens that are expected to save more than their rows take."""
-        if len(spans) == 1 and spans[0].request.num_output == 1:  # in a batch, requests begin all the time
+        if begins_text(spans):
             self._rest, self._gain = 0, min(self._gain, _MOST_KEPT)
         if self.is_resting:
             return OFF
@@ -69,3 +69,8 @@ class LookupPolicy:
         self._gain = min(self._gain + _RATE * (gain - self._gain), _MOST_GAINED)
         if self._gain < -_MOST_LOST:
             self._gain, self._rest = 0.0, _REST
+
+
+def begins_text(spans: Sequence[Span]) -> bool:
+    """Return whether the one request of a step has just begun its text; in a batch, requests begin all the time."""
+    return len(spans) == 1 and spans[0].request.num_output == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from on_device import executor_of, load_plain, make_device_engine
+from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.step_record import StepRecord
@@ -228,12 +228,7 @@ def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair:
         wanted, found, small = requests(params), requests(params), pair[1] if TREES[tree] else None
         plain = run(make_device_engine(pair[0], small, TREES[tree], has_device_executor=False), wanted)
         engine = make_device_engine(pair[0], small, TREES[tree], max_num_seqs=6)
-        for request in found:
-            engine.add(request)
-        served = set[Request]()
-        while engine.has_work:
-            engine.step()
-            served |= set(executor_of(engine).requests)
+        served = run_on_device(engine, found)
         assert [request.output_ids for request in found] == plain
         assert served == set(found)
         if tree == "2,2,1":
@@ -281,12 +276,7 @@ def test_greedy_requests_take_steps_on_the_device_under_every_rule(
 ) -> None:
     """Sampled ones take ordinary steps next to them, with the tokens that they have without others."""
     found, engine = _requests(), make_device_engine(*pair, TREES["2,2,1"], verification=verification)
-    for request in found:
-        engine.add(request)
-    served = set[Request]()
-    while engine.has_work:
-        engine.step()
-        served |= set(executor_of(engine).requests)
+    served = run_on_device(engine, found)
     assert served == {request for request in found if request.params.is_greedy}
     assert all(request.output_ids == tokens for request, tokens in zip(found, plain, strict=True) if request in served)
     assert sum(request.speculation.num_accepted_draft_tokens for request in served) > 5

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from on_device import executor_of, load_plain, make_device_engine
+from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -48,12 +48,8 @@ def _requests() -> list[Request]:
 def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair) -> None:
     wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
     engine = make_device_engine(*pair, TREES[tree], lookups=["suffix", "ngram"])
-    served, requests = set[Request](), _requests()
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-        served |= set(executor_of(engine).requests)
+    requests = _requests()
+    served = run_on_device(engine, requests)
     assert [request.output_ids for request in requests] == wanted
     assert served == set(requests)
     origins = {origin for request in requests for origin in request.origins}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from interpreter import interpreted
-from on_device import executor_of, load_plain, make_device_engine
+from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -49,12 +49,8 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
     target, small = models
     wanted = run(make_device_engine(target, has_device_executor=False), _requests())
     engine = make_device_engine(target, small, TREES[tree], lookups=lookups)
-    served, requests = set[Request](), _requests()
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-        served |= set(executor_of(engine).requests)
+    requests = _requests()
+    served = run_on_device(engine, requests)
     assert [request.output_ids for request in requests] == wanted
     assert served == set(requests)
     assert isinstance(engine.drafter, MergedDrafter)

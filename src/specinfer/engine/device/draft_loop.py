@@ -146,11 +146,11 @@ class DraftLoop:
         )  # fmt: skip
         if is_last:
             return None
-        worth = replace(self.trees, confidence=torch.empty_like(self.trees.confidence))
+        by_path_prob = replace(self.trees, confidence=torch.empty_like(self.trees.confidence))
         valued = replace(candidates, confidence=candidates.path_prob)
-        tree_ops.best_tree(candidates.path_prob, valued, roots, has_two, replace(mine, max_nodes=most), worth)
+        tree_ops.best_tree(candidates.path_prob, valued, roots, has_two, replace(mine, max_nodes=most), by_path_prob)
         in_use = self._nodes < self.trees.sizes.unsqueeze(1)
-        path_prob = torch.where(in_use, worth.confidence, -1.0)[:, 1:].contiguous()
+        path_prob = torch.where(in_use, by_path_prob.confidence, -1.0)[:, 1:].contiguous()
         return Drafted(Guesses(self.trees.tokens[:, 1:].contiguous(), self.trees.parents[:, 1:] - 1, path_prob), most)
 
     def keep(self, walked: Walk, drafted: Tensor | None) -> None:

@@ -13,9 +13,9 @@ from specinfer.model.gguf.families.plan_parts import (
     Plan,
     attention,
     gated,
+    granite_fields,
     in_layer,
     multiplier_keys,
-    multipliers,
     norms,
     outside,
     whole_fields,
@@ -54,13 +54,6 @@ def llama_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     """Return the fields of config.json of Llama."""
     has_bias = "blk.0.attn_q.bias" in meta.header.tensors
     return {**whole_fields(meta, common, "llama", "LlamaForCausalLM"), "attention_bias": has_bias}
-
-
-def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of config.json of Granite."""
-    if not meta.get("rope.scaling.finetuned", bool, True):
-        raise meta.error("its attention does not know positions", TAKE_ANOTHER)
-    return {**whole_fields(meta, common, "granite", "GraniteForCausalLM"), **multipliers(meta)}
 
 
 def smollm_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
@@ -163,7 +156,12 @@ FAMILIES = {
     "llama": Family(llama_fields, partial(_plan, _llama_layer), written=("llama", "mistral")),
     "qwen2": Family(_whole("qwen2", "Qwen2ForCausalLM"), partial(_plan, _qwen2_layer), written=("qwen2",)),
     "qwen3": Family(_whole("qwen3", "Qwen3ForCausalLM"), partial(_plan, _qwen3_layer), written=("qwen3",)),
-    "granite": Family(granite_fields, partial(_plan, _llama_layer), written=("granite",), keys=multiplier_keys),
+    "granite": Family(
+        partial(granite_fields, family="granite", model_class="GraniteForCausalLM"),
+        partial(_plan, _llama_layer),
+        written=("granite",),
+        keys=multiplier_keys,
+    ),
     "smollm3": Family(smollm_fields, partial(_plan, _llama_layer), written=("smollm3",)),
     "phi3": Family(phi_fields, partial(_plan, _phi_layer), written=("phi3",)),
     "olmo2": Family(olmo_fields, partial(_plan, _olmo_layer), written=("olmo2", "olmo3"), keys=_olmo_keys),

@@ -13,15 +13,15 @@ from specinfer.model.gguf.families.plan_parts import (
     attention,
     experts,
     gated,
+    granite_fields,
     in_layer,
     multiplier_keys,
-    multipliers,
     norms,
     outside,
     whole_fields,
     with_biases,
 )
-from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
+from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
 _OSS_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
@@ -94,12 +94,10 @@ def plan_oss(fields: Fields, _names: Collection[str]) -> Plan:
         yield from in_layer(i, with_biases(stacks))
 
 
-def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+def granite_moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     """Return the fields of config.json of Granite with experts."""
-    if not meta.get("rope.scaling.finetuned", bool, True):
-        raise meta.error("its attention does not know positions", TAKE_ANOTHER)
-    fields = whole_fields(meta, common, "granitemoe", "GraniteMoeForCausalLM")
-    return {**fields, **meta.experts("num_local_experts"), **multipliers(meta)}
+    fields = granite_fields(meta, common, "granitemoe", "GraniteMoeForCausalLM")
+    return {**fields, **meta.experts("num_local_experts")}
 
 
 def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
@@ -114,7 +112,7 @@ def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
 
 
 FAMILIES = {
-    "granitemoe": Family(granite_fields, plan_granite, written=("granitemoe",), keys=multiplier_keys),
+    "granitemoe": Family(granite_moe_fields, plan_granite, written=("granitemoe",), keys=multiplier_keys),
     "qwen2moe": Family(qwen2_fields, plan_qwen, stacks_experts=False, written=("qwen2_moe",)),
     "qwen3moe": Family(qwen3_fields, plan_qwen, stacks_experts=False, written=("qwen3_moe",)),
     "gpt-oss": Family(

@@ -124,6 +124,13 @@ def multipliers(meta: Metadata) -> dict[str, float]:
     return {name: meta.positive(stored, 1.0) for name, stored in _MULTIPLIERS.items()}
 
 
+def granite_fields(meta: Metadata, common: Fields, family: str, model_class: str) -> dict[str, Any]:
+    """Return the fields of config.json that Granite has with and without experts."""
+    if not meta.get("rope.scaling.finetuned", bool, True):
+        raise meta.error("its attention does not know positions", TAKE_ANOTHER)
+    return {**whole_fields(meta, common, family, model_class), **multipliers(meta)}
+
+
 def multiplier_keys(fields: Fields) -> dict[str, Any]:
     """Return the metadata of the factors of Granite's definition."""
     return {stored: float(fields[name]) for name, stored in _MULTIPLIERS.items()}
