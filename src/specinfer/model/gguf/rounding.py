@@ -5,18 +5,22 @@ large weights count more. The scales of 256 weights are then rounded to whole nu
 these. The bytes are those that `blocks.py` reads.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from specinfer.kernels import compute_alone
+
 _NEST = 256
-_AT_ONCE = 2**17  # weights rounded at a time, few enough for the cache of a processor
+_AT_ONCE = 2**17  # weights that a thread rounds at a time, few enough for the cache of a processor
 _TINY = 1e-30
 # By bits, for scales with a number that is subtracted: how far from the whole range the searched steps begin, and how
-# many there are, a tenth apart.
-_STEPS = {4: (-1.0, 21), 5: (-0.5, 16)}
+# many there are.
+_STEPS, _STEP = {4: (-1.35, 18), 5: (-1.35, 14)}, 0.15
 _LARGEST_SCALE = 63  # of 6 bits
 # What is written in place of a type whose blocks of 256 weights do not fit into a row.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -29,14 +33,19 @@ def fitting(kind: GGMLQuantizationType, width: int) -> GGMLQuantizationType:
 
 def rounded(numbers: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """Return the bytes [..., bytes of a row] of float32 weights [..., width] in a type."""
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    step = max(_AT_ONCE // rows.shape[1], 1)
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=compute_alone) as pool:
+        parts = pool.map(lambda first: _rounded_rows(rows[first : first + step], kind), range(0, len(rows), step))
+        return np.concatenate(list(parts)).reshape(*numbers.shape[:-1], -1)
+
+
+def _rounded_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     if kind.name not in _NARROW:
-        found: np.ndarray = gguf.quants.quantize(numbers, kind)
+        found: np.ndarray = gguf.quants.quantize(rows, kind)
         return found
-    blocks = torch.from_numpy(numbers).reshape(-1, _NEST)
     write = _six_bits if kind.name == "Q6_K" else _with_offsets
-    bits = int(kind.name[1])
-    parts = [write(part, bits) for part in blocks.split(_AT_ONCE // _NEST)]
-    return torch.cat(parts).view(*numbers.shape[:-1], -1).numpy()
+    return write(torch.from_numpy(rows).reshape(-1, _NEST), int(kind.name[1])).view(len(rows), -1).numpy()
 
 
 def _with_offsets(blocks: Tensor, bits: int) -> Tensor:
@@ -62,36 +71,45 @@ def _with_offsets(blocks: Tensor, bits: int) -> Tensor:
 
 def _least_squares(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return scales and what is subtracted, both at least 0, [blocks, groups] each."""
-    most = (1 << bits) - 1
-    weights = values.pow(2).mean(dim=2, keepdim=True).sqrt() + values.abs()
-    lowest = values.amin(dim=2, keepdim=True).clamp(max=0.0)
-    highest = values.amax(dim=2, keepdim=True)
+    most, groups = (1 << bits) - 1, values.shape[:2]
+    values = _side_by_side(values)
+    weights = values.pow(2).mean(dim=0).sqrt() + values.abs()
+    weighted = weights * values
+    lowest, highest = values.amin(dim=0).clamp_(max=0.0), values.amax(dim=0)
+    codes, room = torch.empty_like(values), torch.empty_like(values)
+
+    def choose_codes(low: Tensor, unit: Tensor) -> None:
+        factor = _inverse(unit)
+        torch.addcmul(-low * factor, values, factor, out=codes).round_().clamp_(0, most)
+
+    def error(scale: Tensor, low: Tensor) -> Tensor:
+        return torch.sub(low, values, out=room).addcmul_(codes, scale).square_().mul_(weights).sum(dim=0)
+
     best_scale, best_low = (highest - lowest) / most, lowest
-    best = _error(values, weights, best_scale, best_low, _divided(values - lowest, best_scale).clamp_(0, most))
-
-    def total(numbers: Tensor) -> Tensor:
-        return (weights * numbers).sum(dim=2, keepdim=True)
-
+    choose_codes(best_low, best_scale)
+    best = error(best_scale, best_low)
     start, count = _STEPS[bits]
-    all_weights, all_values = total(torch.ones(())), total(values)
+    all_weights, all_values = weights.sum(dim=0), weighted.sum(dim=0)
     for step in range(count):
-        unit = (highest - best_low) / (most + start + step / 10)  # from the best one so far
-        codes = _divided(values - best_low, unit).clamp_(0, most)
-        ones, squares, products = total(codes), total(codes * codes), total(codes * values)
+        choose_codes(best_low, (highest - best_low) / (most + start + step * _STEP))  # from the best one so far
+        products = torch.mul(weighted, codes, out=room).sum(dim=0)
+        ones = torch.mul(weights, codes, out=room).sum(dim=0)
+        squares = room.mul_(codes).sum(dim=0)
         determinant = (all_weights * squares - ones * ones).clamp_(min=_TINY)
         scale = (all_weights * products - all_values * ones) / determinant
         low = (squares * all_values - ones * products) / determinant
         scale = torch.where(low > 0, products / squares.clamp(min=_TINY), scale)
-        low = low.clamp(max=0.0)
-        error = _error(values, weights, scale, low, codes)
-        is_less = (error < best) & (scale > 0)
-        best = torch.where(is_less, error, best)
+        low.clamp_(max=0.0)
+        found = error(scale, low)
+        is_less = (found < best) & (scale > 0)
+        best = torch.where(is_less, found, best)
         best_scale, best_low = torch.where(is_less, scale, best_scale), torch.where(is_less, low, best_low)
-    return best_scale.squeeze(2), -best_low.squeeze(2)
+    return best_scale.view(groups), -best_low.view(groups)
 
 
-def _error(values: Tensor, weights: Tensor, scale: Tensor, low: Tensor, codes: Tensor) -> Tensor:
-    return (weights * (codes * scale + low - values).pow(2)).sum(dim=2, keepdim=True)
+def _side_by_side(values: Tensor) -> Tensor:
+    """Return [size, blocks * groups] weights of [blocks, groups, size]: sums of a group are those of many at once."""
+    return values.flatten(0, 1).T.contiguous()
 
 
 def _six_bits(blocks: Tensor, _bits: int) -> Tensor:
@@ -113,22 +131,30 @@ def _six_bits(blocks: Tensor, _bits: int) -> Tensor:
 
 def _symmetric_scales(values: Tensor) -> Tensor:
     """Return [blocks, groups] scales; the largest weight of each group gets a code near -32."""
-    highest, lowest = values.amax(dim=2, keepdim=True), values.amin(dim=2, keepdim=True)
-    largest = torch.where(highest > -lowest, highest, lowest)
-    weights, best_scale, best = values * values, torch.zeros_like(largest), torch.zeros_like(largest)
+    groups = values.shape[:2]
+    values = _side_by_side(values)
+    highest, lowest = values.amax(dim=0), values.amin(dim=0)
+    inverse = _inverse(torch.where(highest > -lowest, highest, lowest))
+    cubes, codes, room = values.pow(3), torch.empty_like(values), torch.empty_like(values)
+    best_scale, best = torch.zeros_like(inverse), torch.zeros_like(inverse)
     for step in range(-9, 10):
-        codes = _divided(values, -largest / (32 + step / 10)).clamp_(-32, 31)
-        fit = (weights * codes * values).sum(dim=2, keepdim=True)
-        norm = (weights * codes * codes).sum(dim=2, keepdim=True).clamp_(min=_TINY)
-        gain = fit * fit / norm  # the decrease of the squared error
-        best_scale = torch.where(gain > best, fit / norm, best_scale)
+        torch.mul(values, inverse * -(32 + step / 10), out=codes).round_().clamp_(-32, 31)
+        fit = torch.mul(cubes, codes, out=room).sum(dim=0)
+        scale = fit / codes.mul_(values).square_().sum(dim=0).clamp_(min=_TINY)
+        gain = fit * scale  # the decrease of the squared error
+        best_scale = torch.where(gain > best, scale, best_scale)
         best = torch.maximum(gain, best)
-    return best_scale.squeeze(2)
+    return best_scale.view(groups)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return 1 / `scale`, 0 where it is 0."""
+    return scale.masked_fill(scale == 0, torch.inf).reciprocal_()
 
 
 def _divided(values: Tensor, scale: Tensor) -> Tensor:
     """Return the nearest whole numbers of `scale`, 0 where it is 0."""
-    return (values / scale.masked_fill(scale == 0, torch.inf)).round_()
+    return (values * _inverse(scale)).round_()
 
 
 def _whole(numbers: Tensor, unit: Tensor) -> Tensor:
