@@ -35,6 +35,10 @@ EXPERTS = {
     "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32, "n_group": 2,
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
+GLM = {
+    "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True,
+}  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3next": DELTA | WIDE | MOE,
     "qwen35": DELTA | WIDE,
@@ -59,8 +63,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm3": PLAIN | {"num_hidden_layers": 4},
     "olmo2": PLAIN,
     "granitemoe": PLAIN | {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.6},
+    "glm4moe": PLAIN | GLM,
     "glm4": PLAIN | {"head_dim": 16},
     "qwen2moe": PLAIN | MOE | {"num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+NOPE = {
+    "family": "granitemoehybrid", "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2,
+    "shared_intermediate_size": 64,
+}  # fmt: skip
+GRANITE_SHARED = {
+    "family": "granitemoeshared", "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
 }  # fmt: skip
 OLMO3 = {
     "family": "olmo3", "num_hidden_layers": 4, "sliding_window": 8, "olmo2__attention__sliding_window": 8,
@@ -76,6 +88,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, changes) for name,
         "falcon-h1",
         ROWS | {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
+    "granite-nope": ("granite", ROWS | NOPE | {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    "granitemoe-nope": ("granitemoe", ROWS | NOPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe-shared": ("granitemoe", PLAIN | GRANITE_SHARED),
+    "glm4moe-plain": ("glm4moe", PLAIN | GLM | {"use_qk_norm": False, "attention_bias": True}),
     "olmo3": ("olmo2", PLAIN | OLMO3),
     "falcon-mamba": ("mamba", {"hidden_size": 64, "time_step_rank": 32, "family": "falcon_mamba"}),
 }

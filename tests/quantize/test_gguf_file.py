@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -12,6 +13,7 @@ from specinfer import ModelError
 from specinfer.kernels.quantization import dequantize
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import find_folder
+from specinfer.model.gguf import rounding
 from specinfer.model.gguf.blocks import weight_of
 from specinfer.model.gguf.families import FAMILIES
 from specinfer.model.gguf.rounding import rounded
@@ -38,6 +40,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}), ("granite", {}), ("smollm3", {}), ("olmo2", {}),
     ("olmo3", {}),
     ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("granitemoeshared", {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}),
+    ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
     ("glm4", {}), ("qwen3_5_text", {}), ("qwen3_5_moe_text", {}), ("lfm2", {"block_auto_adjust_ff_dim": False}),
     ("lfm2_moe", {}), ("mamba", {"intermediate_size": 128}), ("falcon_mamba", {"intermediate_size": 128}),
     ("mamba2", {"num_heads": 8}), ("jamba", {}), ("granitemoehybrid", {"mamba_n_heads": 8}), ("nemotron_h", {}),
@@ -135,6 +139,68 @@ def test_weights_are_rounded_near_what_they_were(kind: str, near: float) -> None
     assert off.max() < near * 1.1
     assert off[4:].mean() < near
     assert torch.equal(dequantize(weight_of(torch.from_numpy(data), kind)), found)
+
+
+def plain_scale(group: np.ndarray, bits: int) -> tuple[float, float]:
+    """Return scale and offset of one group with the least error among codes at finer and finer steps."""
+    most, (start, count) = (1 << bits) - 1, rounding._STEPS[bits]
+    weights = np.sqrt((group**2).mean()) + np.abs(group)
+    best_error, best = np.inf, (0.0, min(group.min(), 0.0))
+    for step in range(-1, count):
+        range_, low = group.max() - best[1], best[1]
+        codes = np.clip(
+            np.round((group - low) * (most + (start + step * rounding._STEP if step >= 0 else 0)) / range_), 0, most
+        )
+        scale = range_ / most
+        if step >= 0:
+            columns = np.stack([codes, np.ones_like(codes)], axis=1)
+            scale, low = np.linalg.solve(columns.T @ (columns * weights[:, None]), columns.T @ (weights * group))
+            if low > 0:
+                scale, low = (weights * codes * group).sum() / (weights * codes**2).sum(), 0.0
+        error = (weights * (codes * scale + low - group) ** 2).sum()
+        if error < best_error and scale > 0:
+            best_error, best = error, (scale, low)
+    return best
+
+
+def plain_symmetric_scale(group: np.ndarray) -> tuple[float, float]:
+    best_gain, best = 0.0, 0.0
+    for step in range(-9, 10):
+        codes = np.clip(np.round(group * -(32 + step / 10) / group[np.abs(group).argmax()]), -32, 31)
+        fit, norm = (group**3 * codes).sum(), (group**2 * codes**2).sum()
+        if fit**2 / norm > best_gain:
+            best_gain, best = fit**2 / norm, fit / norm
+    return best, 0.0
+
+
+@pytest.mark.parametrize(("bits", "size"), [(4, 32), (5, 32), (6, 16)])
+def test_scales_are_those_of_a_plain_search_group_by_group(bits: int, size: int) -> None:
+    weights = torch.randn((64, 8, size), generator=torch.Generator().manual_seed(1))
+    weights[0] = weights[0].abs()
+    if bits == 6:
+        scales = rounding._symmetric_scales(weights)
+        less = torch.zeros_like(scales)
+    else:
+        scales, less = rounding._least_squares(weights, bits)
+    numbers = weights.double().numpy().reshape(-1, size)
+    plain = [plain_symmetric_scale(one) if bits == 6 else plain_scale(one, bits) for one in numbers]
+    wanted = torch.tensor(plain)
+    is_same = torch.isclose(scales.flatten(), wanted[:, 0].float(), rtol=1e-4)
+    is_same &= torch.isclose(less.flatten(), -wanted[:, 1].float(), rtol=1e-3, atol=1e-3)
+    assert is_same.float().mean() > 0.95  # the others nearly tie
+
+
+def test_rounding_by_several_threads_is_that_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "_AT_ONCE", 3 * 256)
+    weights = torch.randn((2, 5, 256), generator=torch.Generator().manual_seed(2)).numpy()
+    found = {}
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found[threads] = [rounded(weights, gguf.GGMLQuantizationType[kind]) for kind in ("Q4_K", "Q6_K", "Q8_0")]
+    for one, several in zip(found[1], found[3], strict=True):
+        assert np.array_equal(one, several)
+    stored = gguf.quants.dequantize(found[3][0], gguf.GGMLQuantizationType.Q4_K)
+    assert np.abs(stored - weights).max() < 0.4
 
 
 def _kinds(file: Path) -> dict[str, str]:

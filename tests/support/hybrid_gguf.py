@@ -505,6 +505,10 @@ _PLAIN = _LLAMA | {f"mlp.{name}": stored for name, stored in _GATED.items()} | {
     **{f"mlp.shared_expert.{name}": f"{stored}_shexp" for name, stored in _GATED.items()},
     "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
+_GLM = _PLAIN | {
+    "post_attention_layernorm": "post_attention_norm", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mlp.shared_experts.{name}": f"{stored}_shexp" for name, stored in _GATED.items()},
+}  # fmt: skip
 _OLMO = _PLAIN | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 
 
@@ -524,9 +528,13 @@ def _plain_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
         names = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotated = int(dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        positions = getattr(config, "position_embedding_type", "rope")
         return {
             f"{arch}.rope.dimension_count": rotated,
-            f"{arch}.expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
+            f"{arch}.rope.scaling.finetuned": None if positions == "rope" else False,
+            f"{arch}.expert_shared_feed_forward_length": getattr(
+                config, "shared_expert_intermediate_size", getattr(config, "shared_intermediate_size", None)
+            ),
             **{
                 f"{arch}.{name}": float(getattr(config, scale))
                 for name, scale in zip(names, scales, strict=True)
@@ -535,6 +543,18 @@ def _plain_metadata(arch: str) -> Callable[[Any], dict[str, Any]]:
         }
 
     return metadata
+
+
+def _glm_metadata(config: Any) -> dict[str, Any]:
+    arch = "glm4moe"
+    return _plain_metadata(arch)(config) | {
+        f"{arch}.expert_count": config.n_routed_experts,
+        f"{arch}.expert_shared_count": config.n_shared_experts,
+        f"{arch}.leading_dense_block_count": config.first_k_dense_replace,
+        f"{arch}.expert_gating_func": 2,
+        f"{arch}.expert_weights_scale": float(config.routed_scaling_factor),
+        f"{arch}.expert_weights_norm": config.norm_topk_prob,
+    }
 
 
 def _renamed(embeddings: str, norm: str, stored: str = "output_norm") -> dict[str, str]:
@@ -573,10 +593,11 @@ _ARCHITECTURES = {
         "mamba", _OLD_MAMBA, _channel_change, _old_mamba_metadata, _renamed("backbone.embeddings", "backbone.norm_f")
     ),
     "kimi-linear": _Architecture("kimi_linear", _KIMI, _kimi_change, _kimi_metadata),
-    "granite": _Architecture("granite", _PLAIN, _pair_change, _plain_metadata("granite")),
+    "granite": _Architecture("granite", _PLAIN | _GRANITE, _granite_change, _plain_metadata("granite")),
     "smollm3": _Architecture("smollm3", _PLAIN, _pair_change, _plain_metadata("smollm3")),
     "olmo2": _Architecture("olmo2", _OLMO, _no_change, _plain_metadata("olmo2")),
     "glm4": _Architecture("glm4", _PLAIN, _no_change, _plain_metadata("glm4")),
+    "glm4moe": _Architecture("glm4_moe", _GLM, _no_change, _glm_metadata),
     "granitemoe": _Architecture("granitemoe", _GRANITE, _granite_change, _plain_metadata("granitemoe")),
     "qwen2moe": _Architecture("qwen2_moe", _PLAIN, _no_change, _plain_metadata("qwen2moe")),
 }

@@ -16,9 +16,11 @@ from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
-_SEPARATE = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"})
+_SEPARATE = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe"})
 # Families whose checkpoints, or GGUF files as they are read, have stacks, too, see `StackedSource`.
-_STACKED = frozenset({"gpt_oss", "granitemoe", "granitemoehybrid", "lfm2_moe", "nemotron_h", "jamba", "kimi_linear"})
+_STACKED = frozenset(
+    {"gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "lfm2_moe", "nemotron_h", "jamba", "kimi_linear"}
+)
 FAMILIES = _SEPARATE | _STACKED
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT = "{layer}.{number}.{kind}_proj.weight"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from specinfer.model.gguf.families.mamba import with_and_without_positions
 from specinfer.model.gguf.families.plan_parts import (
     HEAD_NORMS,
     NORMS,
@@ -156,11 +157,13 @@ FAMILIES = {
     "llama": Family(llama_fields, partial(_plan, _llama_layer), written=("llama", "mistral")),
     "qwen2": Family(_whole("qwen2", "Qwen2ForCausalLM"), partial(_plan, _qwen2_layer), written=("qwen2",)),
     "qwen3": Family(_whole("qwen3", "Qwen3ForCausalLM"), partial(_plan, _qwen3_layer), written=("qwen3",)),
-    "granite": Family(
-        partial(granite_fields, family="granite", model_class="GraniteForCausalLM"),
-        partial(_plan, _llama_layer),
-        written=("granite",),
-        keys=multiplier_keys,
+    "granite": with_and_without_positions(
+        Family(
+            partial(granite_fields, family="granite", model_class="GraniteForCausalLM"),
+            partial(_plan, _llama_layer),
+            written=("granite",),
+            keys=multiplier_keys,
+        )
     ),
     "smollm3": Family(smollm_fields, partial(_plan, _llama_layer), written=("smollm3",)),
     "phi3": Family(phi_fields, partial(_plan, _phi_layer), written=("phi3",)),

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from specinfer.model.gguf.families.plan_parts import (
+    GRANITE_GATED,
     Family,
     Fields,
     Plan,
@@ -13,6 +14,7 @@ from specinfer.model.gguf.families.plan_parts import (
     expansion,
     experts,
     gated,
+    granite_experts,
     in_layer,
     kv_heads_by_layer,
     multiplier_keys,
@@ -81,16 +83,18 @@ def mamba2(
 
 
 def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of config.json of Granite 4 with Mamba-2 layers."""
+    """Return the fields of config.json of Granite 4, with Mamba-2 layers or without."""
     kv_heads = meta.sizes("attention.head_count_kv", common["num_hidden_layers"])
+    if all(kv_heads):
+        sizes = {"mamba_n_heads": 1}  # of no layers; the others follow from it
+    else:
+        sizes = {**_sizes(meta), "mamba_expand": expansion(meta, common), "mamba_conv_bias": _has_bias(meta)}
     count, wide = meta.get("expert_count", int, 0), meta.size("feed_forward_length")
     return {
         "model_type": "granitemoehybrid",
         "architectures": ["GraniteMoeHybridForCausalLM"],
         **attention_fields(meta, common),
-        **_sizes(meta),
-        "mamba_expand": expansion(meta, common),
-        "mamba_conv_bias": _has_bias(meta),
+        **sizes,
         "layer_types": ["full_attention" if one else "linear_attention" for one in kv_heads],
         "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned", bool, True) else None,
         **multipliers(meta),
@@ -113,7 +117,7 @@ def _granite_keys(fields: Fields) -> dict[str, Any]:
 
 
 def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
-    """Yield the tensors of Granite 4 with Mamba-2 layers."""
+    """Yield the tensors of Granite 4."""
     hidden, count = fields["hidden_size"], fields["num_local_experts"]
     yield from outside(fields)
     for i, kind in enumerate(fields["layer_types"]):
@@ -123,13 +127,22 @@ def plan_granite(fields: Fields, _names: Collection[str]) -> Plan:
         else:
             yield from in_layer(i, mamba2(fields, "mamba", has_bias=fields["mamba_conv_bias"]))
         if count:
-            router = Weight("block_sparse_moe.router.weight", (count, hidden))
-            yield from in_layer(i, [("ffn_gate_inp.weight", router)])
-            yield from in_layer(i, experts("block_sparse_moe.experts", hidden, fields["intermediate_size"], count))
-        # Gates and values are one matrix.
-        matrices = ("input_linear", "input_linear", "output_linear")
+            yield from in_layer(i, granite_experts(fields))
         end = "_shexp" if count else ""
-        yield from in_layer(i, gated("shared_mlp", hidden, fields["shared_intermediate_size"], matrices, end))
+        yield from in_layer(i, gated("shared_mlp", hidden, fields["shared_intermediate_size"], GRANITE_GATED, end))
+
+
+def with_and_without_positions(family: Family) -> Family:
+    """Return a family whose files without positions are models of Granite 4 with attention in all layers."""
+
+    def read_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+        has_positions = meta.get("rope.scaling.finetuned", bool, True)
+        return (family.read_fields if has_positions else granite_fields)(meta, common)
+
+    def plan(fields: Fields, names: Collection[str]) -> Plan:
+        return (plan_granite if fields["model_type"] == "granitemoehybrid" else family.plan)(fields, names)
+
+    return family._replace(read_fields=read_fields, plan=plan)
 
 
 # ------------------------------------------------------------------------------------------ Nemotron-H

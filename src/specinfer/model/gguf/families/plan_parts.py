@@ -11,6 +11,7 @@ from specinfer.model.gguf.weights import Weight
 Fields = Mapping[str, Any]
 Plan = Iterator[tuple[str, Weight]]
 GATED = ("gate_proj", "up_proj", "down_proj")
+GRANITE_GATED = ("input_linear", "input_linear", "output_linear")  # gates and values are one matrix
 QKV = ("attn_q", "attn_k", "attn_v", "attn_output")
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -126,8 +127,6 @@ def multipliers(meta: Metadata) -> dict[str, float]:
 
 def granite_fields(meta: Metadata, common: Fields, family: str, model_class: str) -> dict[str, Any]:
     """Return the fields of config.json that Granite has with and without experts."""
-    if not meta.get("rope.scaling.finetuned", bool, True):
-        raise meta.error("its attention does not know positions", TAKE_ANOTHER)
     return {**whole_fields(meta, common, family, model_class), **multipliers(meta)}
 
 
@@ -194,3 +193,10 @@ def experts(module: str, hidden: int, width: int, count: int, names: tuple[str, 
     for i in range(count):
         for stored, one in gated(f"{module}.{i}", hidden, width, names, "_exps"):
             yield stored, replace(one, expert=i, num_experts=count)
+
+
+def granite_experts(fields: Fields) -> Plan:
+    """Yield the router and the routed experts of Granite."""
+    hidden, count = fields["hidden_size"], fields["num_local_experts"]
+    yield "ffn_gate_inp.weight", Weight("block_sparse_moe.router.weight", (count, hidden))
+    yield from experts("block_sparse_moe.experts", hidden, fields["intermediate_size"], count)
