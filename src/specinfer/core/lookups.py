@@ -61,6 +61,11 @@ def reserved_names() -> tuple[str, ...]:
     return (*LOOKUPS, MTP, *SELF_DRAFTERS)
 
 
+def is_self(drafter: str) -> bool:
+    """Return whether the drafter of this name is the target itself, cheaper."""
+    return drafter.startswith("self:")
+
+
 def is_model(drafter: str) -> bool:
     """Return whether the drafter of this name is a model, so that each level of its trees costs a pass."""
     return drafter not in LOOKUPS and drafter != PREDICTION

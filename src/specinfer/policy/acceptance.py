@@ -26,21 +26,24 @@ class AcceptanceModel:
     text most of the trees. So their tokens are fewer than these probabilities promise, and the share that came true is
     learned, too.
 
+    Args:
+        prior: The probabilities before any tree, counted as a few observations.
+
     Attributes:
         share: Accepted tokens over those expected by the probabilities alone.
     """
 
-    # Prior: a drafter of medium quality, counted as a few observations.
-    _PRIOR = (0.6, 0.12, 0.06, 0.04)
+    PRIOR = (0.6, 0.12, 0.06, 0.04)  # of a drafter of medium quality
+    SELF_PRIOR = (0.84, 0.09, 0.03, 0.01)  # of the target itself in 4 bits
     _PRIOR_WEIGHT = 8.0
     _DECAY = 0.995  # per tree: about two hundred trees are remembered
     _SHARE_DECAY, _MOST_SHARE = 0.97, 1.2  # some thirty trees, since texts differ
     _NUM_TEXTS, _LEAST_TREES, _EASY = 16, 4, 0.75  # texts that are remembered, trees of each, and their quantile
     _TEXT_WEIGHT = 4.0  # tokens that the expectation of a text counts as
 
-    def __init__(self) -> None:
-        self._tried = [self._PRIOR_WEIGHT] * len(self._PRIOR)
-        self._accepted = [self._PRIOR_WEIGHT * p for p in self._PRIOR]
+    def __init__(self, prior: Sequence[float] = PRIOR) -> None:
+        self._tried = [self._PRIOR_WEIGHT] * len(prior)
+        self._accepted = [self._PRIOR_WEIGHT * p for p in prior]
         self._num_expected = self._num_accepted = self._PRIOR_WEIGHT  # tokens
         self.share = 1.0
         self._shares = deque([1.0, 1.0], self._NUM_TEXTS)  # of the last texts; the first two are assumed

@@ -27,6 +27,7 @@ class AutoPolicy:
     Args:
         costs: Costs of steps.
         lookups: Names of the drafters that are no models, if others are: they may draft alone.
+        has_self: Whether the target itself, cheaper, is a drafter: it is right more often than others.
     """
 
     reads_logits = False
@@ -37,10 +38,10 @@ class AutoPolicy:
     TEST_REVIEW = 10  # steps between looks at whether a test is due
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
 
-    def __init__(self, costs: CostModel, lookups: Collection[str] = ()) -> None:
+    def __init__(self, costs: CostModel, lookups: Collection[str] = (), *, has_self: bool = False) -> None:
         self.costs = costs
         self._lookups = LookupPolicy(costs, lookups)
-        self.acceptance = AcceptanceModel()
+        self.acceptance = AcceptanceModel(AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR)
         self.optimizer = TreeOptimizer(costs, self.acceptance)
         self.planner = SLOPlanner(costs, self.optimizer)
         self._budget = OFF

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specinfer.core.config import AUTO, SpeculativeConfig, TreeShape
 from specinfer.core.errors import ModelError
-from specinfer.core.lookups import LOOKUPS, is_model, reserved_names
+from specinfer.core.lookups import LOOKUPS, is_model, is_self, reserved_names
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -187,7 +187,8 @@ class Speculator:
         make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
         names = [one.name for one in self.drafter.drafters]
         lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
-        auto: Callable[[CostModel], SpeculationPolicy] = partial(AutoPolicy, lookups=lookups)
+        has_self = any(map(is_self, names))
+        auto: Callable[[CostModel], SpeculationPolicy] = partial(AutoPolicy, lookups=lookups, has_self=has_self)
         if learned and self._predictor is not None:
             auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
         return make_policy(shape, make_costs, self.drafter.num_drafters, auto)

@@ -146,3 +146,28 @@ def test_how_much_a_confidence_is_trusted_further_down() -> None:
         assert chances == pytest.approx([SURE * trust**rank for rank in range(RANKS)])
     assert _chance(Calibration(), "x", 0, 0.0) == 0.0, "without confidence no chance"
     assert _chance(Calibration(), "x", 0, 1.0) == pytest.approx(MIDDLE[-1])
+
+
+def test_the_target_itself_is_expected_to_be_right_more_often_than_it_is_sure() -> None:
+    calibration = Calibration()
+    for confidence, share in ((0.2, 0.43), (0.5, 0.82), (0.85, 0.99)):
+        assert _chance(calibration, "self:int4 sampled", 0, confidence) == pytest.approx(share, abs=0.03)
+    assert _chance(calibration, "self:int4", 1, 0.2) == _chance(calibration, "x", 1, 0.2), "but no later guess"
+
+
+@pytest.mark.parametrize(("truth", "expected"), [(1.0, 0.7), (0.2, 0.2)])
+def test_results_of_the_target_itself_at_one_confidence_change_what_is_expected_at_others(
+    truth: float, expected: float
+) -> None:
+    """A streamed target makes few passes, and trees are to be deep from the second one on."""
+    calibration, fresh = Calibration(), Calibration()
+    for i in range(20):
+        calibration.count("self:int4", 0, 0.8, kept=i < 20 * truth)
+    chance, before = _chance(calibration, "self:int4", 0, 0.3), _chance(fresh, "self:int4", 0, 0.3)
+    assert (chance > expected > before) if truth == 1.0 else (chance < expected < before)
+    restored = Calibration()
+    restored.restore("self:int4", calibration.state("self:int4"))
+    for each in (calibration, restored):
+        for _ in range(20):
+            each.count("self:int4", 0, 0.8, kept=True)
+    assert (restored.state("self:int4") == calibration.state("self:int4")).all()
