@@ -56,7 +56,7 @@ class Reader:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "qwen3_5_text", "bamba", "lfm2"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_are_the_same_in_any_pass(
@@ -78,7 +78,7 @@ def test_logits_are_the_same_in_any_pass(
         assert torch.equal(wide[node], reader.alone("alone", [*short, 8, *path]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "bamba", "lfm2"])
 def test_layers_in_one_native_call_compute_what_they_do_one_by_one(
     family: str, model_folder: Callable[..., Path]
 ) -> None:

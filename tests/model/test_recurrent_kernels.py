@@ -102,7 +102,8 @@ def _on_device(*tensors: Tensor | None) -> None:
 def test_trees_over_kernels_give_the_tokens_of_plain_decoding(
     family: str, num_kept: int, runner_of: Runners, launched: Counter[str]
 ) -> None:
-    loaded, other = (replace(runner_of(family, *args).loaded, native=False) for args in ((), (0, 0.15)))
+    folders = (runner_of(family, *args).loaded.folder for args in ((), (0, 0.15)))
+    loaded, other = (load_model(one, torch.float32, torch.device("cpu"), native=False) for one in folders)
     target, drafter = (ModelRunner(one, 512, num_states=num_kept) for one in (loaded, other))
     forward, num_passes = target.forward, 0
 

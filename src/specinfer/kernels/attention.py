@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specinfer.kernels.library import call, library
 from specinfer.kernels.panels import TYPES
+from specinfer.kernels.recurrence import NativeScan
 
 MAX_DIM = 256  # of a head
 _Integers = npt.NDArray[np.int64]
@@ -23,7 +24,7 @@ class _Pieces(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first_slot", "first_visible")),
         *((name, ctypes.c_void_p) for name in ("slots", "key_positions", "visible")),
         ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("positions", "new_slots")),
+        *((name, ctypes.c_void_p) for name in ("positions", "new_slots", "scan", "paths")),
     )
 
 
@@ -33,7 +34,7 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotated", "window")),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("type", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("type", "is_gated")),
     )
 
 
@@ -72,6 +73,12 @@ class NativePieces:
         self._structure = _Pieces(count, *addresses, len(pieces.positions), *tensors)
         self.num_tokens = len(pieces.positions)
         self.address = ctypes.addressof(self._structure)
+        self.num_scanned = 0  # tokens of the scan
+
+    def follow(self, scan: NativeScan, paths: Tensor) -> None:
+        """Let recurrences follow a scan. paths: [scanned, taps] as `ConvolutionCall` reads them."""
+        self._scan, self.num_scanned = (scan, paths), scan.num_tokens
+        self._structure.scan, self._structure.paths = scan.address, paths.data_ptr()
 
 
 class AttentionCall:
@@ -82,6 +89,7 @@ class AttentionCall:
         window: A token sees keys less than this many positions back.
         query_norm, key_norm: [dim] float32 weights of norms before rotation.
         rotated: Number of a head's values, from the first, that are rotated.
+        is_gated: Whether each head's queries come with gates of its results, for `LayerCall`.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class AttentionCall:
         key_norm: Tensor | None = None,
         eps: float = 0.0,
         rotated: int = 0,
+        is_gated: bool = False,
     ) -> None:
         _, kv_heads, dim = keys.shape
         assert keys.shape == values.shape
@@ -105,7 +114,7 @@ class AttentionCall:
         self._alive = (keys, values, query_norm, key_norm)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._alive)
         sizes = (num_heads, kv_heads, dim, rotated, window or 0)
-        self._structure = _Attention(*addresses, *sizes, scale, eps, TYPES[keys.dtype])
+        self._structure = _Attention(*addresses, *sizes, scale, eps, TYPES[keys.dtype], is_gated)
         self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
 
@@ -119,7 +128,8 @@ class AttentionCall:
             cosines, sines: [positions, rotated] float32.
             qkv: [tokens, (heads + 2 * kv_heads) * dim] float32.
         """
-        call("specinfer_rotate", self.address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
+        addresses = (self.address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
+        call("specinfer_rotate", *addresses, qkv.stride(0))
 
     def attend(self, pieces: NativePieces, queries: Tensor) -> Tensor:
         """Return [tokens, heads * dim] for float32 `queries` [tokens, at least heads * dim]; the rest is ignored."""

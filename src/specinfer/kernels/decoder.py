@@ -1,4 +1,4 @@
-"""A decoder layer on the native kernels: Llama's structure, with optional norms of attention and MLP results."""
+"""A decoder layer on the native kernels: Llama's structure, with optional norms of results, or a recurrence inside."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -11,30 +11,32 @@ from specinfer.kernels.attention import AttentionCall, NativePieces, norm
 from specinfer.kernels.library import call
 from specinfer.kernels.linear_call import Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns
+from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gated", "down")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "output", "gated", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")),
         ("hidden", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("gate", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("gate", "recurs")),
     )
 
 
 class LayerCall:
-    """A layer call: norm and attention, then norm and gated MLP, each added to the hidden states.
+    """A layer call: norm and attention (or a recurrence), then norm and gated MLP, each added to the hidden states.
 
     Copies of a model share this object.
 
     Args:
-        linears: Queries, keys and values together; the attention's output; alternating gates and values; the MLP's
-            output.
+        linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating gates
+            and values; the MLP's output.
         norms: [hidden] float32 weights of the norms before attention and before the MLP.
         post_norms: [hidden] float32 weights of the norms of the results of attention and MLP, or None if there are
             none.
         gate: One of `GATES`.
+        recurrent: What mixes tokens in place of attention, or None.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class LayerCall:
         *,
         post_norms: tuple[Tensor, Tensor] | None = None,
         gate: Ending = Ending.GATED,
+        recurrent: RecurrentParts | None = None,
     ) -> None:
         self.linears, self.norms, self.eps = linears, norms, eps
         self.post_norms, self.gate = post_norms or (None, None), gate
         weights = (None if one is None else one.data_ptr() for one in (*norms, *self.post_norms))
-        self._structure = _Layer(*(one.address for one in linears), *weights, norms[0].shape[0], eps, gate)
+        addresses, recurs = (one.address for one in linears), recurrent is not None
+        self._structure = _Layer(*addresses, *weights, norms[0].shape[0], eps, gate, recurs)
+        self.scan_floats = 0 if recurrent is None else recurrent.scratch_floats  # for each token of a scan
         self.address = ctypes.addressof(self._structure)
         self._max_rows = min(one.max_rows for one in linears)
         output, down = linears[1].panels, linears[3].panels
@@ -65,7 +70,7 @@ class LayerCall:
 
     def __call__(
         self,
-        attention: AttentionCall,
+        mixer: AttentionCall | RecurrentCall,
         pieces: NativePieces,
         cosines: Tensor,
         sines: Tensor,
@@ -80,27 +85,29 @@ class LayerCall:
         The other arguments are those of `AttentionCall.rotate`.
 
         Args:
-            scratch: [at least tokens * `scratch_floats(tokens)`] float32 scratch memory, which layers may share.
+            scratch: [at least tokens * `scratch_floats(tokens)`, and `scan_floats` for each token of a scan] float32
+                scratch memory, which layers may share.
             sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
             runs: Rows with adapters.
-            inputs: Contiguous float32 [tokens, inputs of the first linear layer] that attention reads in place of the
-                norm of the hidden states, or None. May be `hidden`.
+            inputs: Contiguous float32 [tokens, inputs of the first linear layer] that it reads in place of the norm of
+                the hidden states, or None. May be `hidden`.
         """
         tokens = hidden.shape[0]
         assert inputs is None or inputs.is_contiguous()
         if tokens > self._max_rows or sum_over_ranks is not None:
-            self._part_by_part(attention, pieces, cosines, sines, hidden, sum_over_ranks, runs, inputs)
+            self._part_by_part(mixer, pieces, cosines, sines, hidden, sum_over_ranks, runs, inputs)
             return
-        scratch = torch.empty(tokens * self._scratch_floats) if scratch is None else scratch
-        assert len(scratch) >= tokens * self._scratch_floats
-        addresses = (self.address, attention.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
+        floats = tokens * self._scratch_floats + pieces.num_scanned * self.scan_floats
+        scratch = torch.empty(floats) if scratch is None else scratch
+        assert len(scratch) >= floats
+        addresses = (self.address, mixer.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
         adapters = None if runs is None else runs.address
         given = None if inputs is None else inputs.data_ptr()
         call("specinfer_decode", *addresses, given, hidden.data_ptr(), scratch.data_ptr(), adapters)
 
     def _part_by_part(
         self,
-        attention: AttentionCall,
+        mixer: AttentionCall | RecurrentCall,
         pieces: NativePieces,
         cosines: Tensor,
         sines: Tensor,
@@ -110,10 +117,13 @@ class LayerCall:
         inputs: Tensor | None,
     ) -> None:
         """Compute the layer in steps, for many rows, where PyTorch does some products, and for several ranks."""
-        qkv, output, gated, down = self.linears
-        queries = qkv(norm(hidden, self.norms[0], self.eps) if inputs is None else inputs, runs=runs)
-        attention.rotate(pieces, cosines, sines, queries)
-        self._add(output, self.post_norms[0], attention.attend(pieces, queries), hidden, sum_over_ranks, runs)
+        mixed, output, gated, down = self.linears
+        rows = mixed(norm(hidden, self.norms[0], self.eps) if inputs is None else inputs, runs=runs)
+        result = torch.empty(len(hidden), output.panels.inputs)
+        room = torch.empty(pieces.num_scanned * self.scan_floats)
+        places = (tensor.data_ptr() for tensor in (cosines, sines, rows, result, room))
+        call("specinfer_mix", self.address, mixer.address, pieces.address, *places)
+        self._add(output, self.post_norms[0], result, hidden, sum_over_ranks, runs)
         opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate, runs)
         self._add(down, self.post_norms[1], opened, hidden, sum_over_ranks, runs)
 
@@ -139,7 +149,7 @@ class LayersCall:
 
     Args:
         layers: Calls of the layers.
-        attentions: Attention of each layer on one cache.
+        mixers: Attention or recurrence of each layer on one cache.
         tables: [positions, rotated] float32 cosines and sines of each layer.
 
     Attributes:
@@ -149,13 +159,13 @@ class LayersCall:
     def __init__(
         self,
         layers: Sequence[LayerCall],
-        attentions: Sequence[AttentionCall],
+        mixers: Sequence[AttentionCall | RecurrentCall],
         tables: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        self._alive = (list(layers), list(attentions), list(tables))
+        self._alive = (list(layers), list(mixers), list(tables))
         addresses = [
-            (layer.address, attention.address, cosines.data_ptr(), sines.data_ptr())
-            for layer, attention, (cosines, sines) in zip(layers, attentions, tables, strict=True)
+            (layer.address, mixer.address, cosines.data_ptr(), sines.data_ptr())
+            for layer, mixer, (cosines, sines) in zip(layers, mixers, tables, strict=True)
         ]
         self._places = (ctypes.c_void_p * (4 * len(addresses)))(*(one for four in addresses for one in four))
         self.arguments = (ctypes.addressof(self._places), len(addresses))

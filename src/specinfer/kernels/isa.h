@@ -17,10 +17,11 @@ namespace ISA {
 #include "linear.h"
 #include "attention.h"
 #include "rotate.h"
-#include "decoder.h"
 #include "choice.h"
 #include "walk.h"
 #include "recurrence.h"
-extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, decode, choose, noise_of, most_probable,
+#include "mix.h"
+#include "decoder.h"
+extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, mix, decode, choose, noise_of, most_probable,
                               walk, convolve, recur};
 }  // namespace ISA

@@ -160,7 +160,7 @@ static void unpack_rows(const Linear *layer, const int64_t *rows, float *result,
 static void decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden, float *room,
                        const Runs *runs, int threads) {
     for (int64_t i = 0; i < count; i++, places += 4)
-        native->decode((const Layer *)places[0], (const Attention *)places[1], pieces, (const float *)places[2],
+        native->decode((const Layer *)places[0], places[1], pieces, (const float *)places[2],
                        (const float *)places[3], nullptr, hidden, room, runs, threads);
 }
 
@@ -225,8 +225,8 @@ PUBLIC void specinfer_norm(const float *x, const float *weight, float *y, int64_
 }
 
 PUBLIC void specinfer_rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines,
-                             float *qkv, int threads) {
-    native->rotate(layer, pieces, cosines, sines, qkv, threads);
+                             float *qkv, int64_t stride, int threads) {
+    native->rotate(layer, pieces, cosines, sines, qkv, stride, threads);
 }
 
 PUBLIC void specinfer_attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride,
@@ -234,13 +234,18 @@ PUBLIC void specinfer_attend(const Attention *layer, const Pieces *pieces, const
     native->attend(layer, pieces, queries, stride, result, threads);
 }
 
-PUBLIC void specinfer_decode(const Layer *layer, const Attention *attention, const Pieces *pieces,
-                             const float *cosines, const float *sines, const float *inputs, float *hidden,
-                             float *room, const Runs *runs, int threads) {
-    native->decode(layer, attention, pieces, cosines, sines, inputs, hidden, room, runs, threads);
+PUBLIC void specinfer_mix(const Layer *layer, const void *mixer, const Pieces *pieces, const float *cosines,
+                          const float *sines, float *rows, float *result, float *room, int threads) {
+    native->mix(layer, mixer, pieces, cosines, sines, rows, result, room, threads);
 }
 
-// Layers one after the other. places: [count][4] addresses of each one's layer, attention, cosines and sines.
+PUBLIC void specinfer_decode(const Layer *layer, const void *mixer, const Pieces *pieces, const float *cosines,
+                             const float *sines, const float *inputs, float *hidden, float *room, const Runs *runs,
+                             int threads) {
+    native->decode(layer, mixer, pieces, cosines, sines, inputs, hidden, room, runs, threads);
+}
+
+// Layers one after the other. places: [count][4] addresses of each one's layer, mixer, cosines and sines.
 PUBLIC void specinfer_decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden,
                                  float *room, const Runs *runs, int threads) {
     decode_all(places, count, pieces, hidden, room, runs, threads);

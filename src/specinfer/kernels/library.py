@@ -13,7 +13,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 22  # version of structures and functions, as in types.h
+_LAYOUT = 23  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,9 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_linear.argtypes = [pointer] * 4 + [size, number, pointer, number]
         loaded.specinfer_add_low_rank.argtypes = [size] * 3 + [pointer] * 3 + [size, number]
         loaded.specinfer_norm.argtypes = [pointer] * 3 + [size, size, ctypes.c_float, number]
-        loaded.specinfer_rotate.argtypes = [pointer] * 5 + [number]
+        loaded.specinfer_rotate.argtypes = [pointer] * 5 + [size, number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
+        loaded.specinfer_mix.argtypes = [pointer] * 8 + [number]
         loaded.specinfer_decode.argtypes = [pointer] * 9 + [number]
         loaded.specinfer_decode_all.argtypes = [pointer, size, *[pointer] * 4, number]
         least, key = ctypes.c_float, ctypes.c_uint64

@@ -19,7 +19,7 @@ DECAYS: dict[Decays, int] = {"head": 0, "key": 1, "column": 2}
 _Integers = npt.NDArray[np.int64]
 
 
-class _Convolution(ctypes.Structure):
+class ConvolutionFields(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("inputs", "weight", "bias")),
         *((name, ctypes.c_int64) for name in ("channels", "taps")),
@@ -27,7 +27,7 @@ class _Convolution(ctypes.Structure):
     )
 
 
-class _Recurrence(ctypes.Structure):
+class RecurrenceFields(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("stored", "pool", "bias", "decay", "skip")),
         *((name, ctypes.c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim")),
@@ -124,6 +124,13 @@ class ConvolutionCall:
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
+    def fields(self, inputs: Tensor) -> ConvolutionFields:
+        """Return what native code reads of it, as long as this object and `inputs` [slots, 1, channels] live."""
+        taps, channels = self.weight.shape
+        bias = None if self.bias is None else self.bias.data_ptr()
+        addresses = (inputs.data_ptr(), self.weight.data_ptr(), bias)
+        return ConvolutionFields(*addresses, channels, taps, TYPES[inputs.dtype], self.activates)
+
     def __call__(self, inputs: Tensor, paths: Tensor) -> Tensor:
         """Return [tokens, channels] float32 results, rounded to the type of the inputs.
 
@@ -135,10 +142,7 @@ class ConvolutionCall:
         assert (inputs.shape[1:], paths.shape[1]) == ((1, channels), taps)
         assert inputs.is_contiguous()
         assert paths.is_contiguous()
-        bias = None if self.bias is None else self.bias.data_ptr()
-        addresses = (inputs.data_ptr(), self.weight.data_ptr(), bias)
-        layer = _Convolution(*addresses, channels, taps, TYPES[inputs.dtype], self.activates)
-        result = torch.empty(len(paths), channels)
+        layer, result = self.fields(inputs), torch.empty(len(paths), channels)
         call("specinfer_convolve", ctypes.addressof(layer), paths.data_ptr(), result.data_ptr(), len(paths))
         return result
 
@@ -200,6 +204,27 @@ class RecurrenceCall:
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
+    @property
+    def num_stored(self) -> int:
+        """Numbers that are stored of each token, but of "column" decays."""
+        return self._num_steps + self.sizes.num_heads * self.is_delta
+
+    @property
+    def scratch_floats(self) -> int:
+        """Floats for the channels and the rates of each token."""
+        return self.sizes.num_channels + self.sizes.num_heads + self._num_steps
+
+    def fields(self, stored: Tensor, pool: Tensor | None) -> RecurrenceFields:
+        """Return what native code reads of it, as long as this object and the arguments live; see `__call__`."""
+        sizes = self.sizes
+        assert stored.is_contiguous()
+        assert pool is None or pool.is_contiguous()
+        assert pool is None or pool.shape[1:] == (sizes.num_heads, sizes.key_dim, sizes.value_dim)
+        tensors = (stored, pool, self.bias, self.decay, self.skip)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        kind = (TYPES[stored.dtype], self.is_delta, DECAYS[self.decays])
+        return RecurrenceFields(*addresses, *astuple(sizes), *self.limits, *kind)
+
     def __call__(self, scan: NativeScan, mixed: Tensor, stored: Tensor, pool: Tensor | None) -> Tensor:
         """Return [results, heads, value_dim] float32, and write the states that are kept.
 
@@ -211,19 +236,14 @@ class RecurrenceCall:
         """
         sizes, heads = self.sizes, self.sizes.num_heads
         assert mixed.is_contiguous()
-        assert stored.is_contiguous()
         assert mixed.shape == (scan.num_tokens, sizes.num_channels)
-        assert pool is None or (pool.shape[1:] == (heads, sizes.key_dim, sizes.value_dim) and pool.is_contiguous())
         if self.decays == "column":
             assert (stored.shape, stored.dtype) == ((scan.num_tokens, 1, sizes.value_dim), torch.float32)
             rates = stored
         else:
-            assert stored.shape[1:] == (1, self._num_steps + heads * self.is_delta)
+            assert stored.shape[1:] == (1, self.num_stored)
             rates = torch.empty(scan.num_tokens, heads + self._num_steps)
-        tensors = (stored, pool, self.bias, self.decay, self.skip)
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        kind = (TYPES[stored.dtype], self.is_delta, DECAYS[self.decays])
-        layer = _Recurrence(*addresses, *astuple(sizes), *self.limits, *kind)
+        layer = self.fields(stored, pool)
         result = torch.empty(scan.num_results, heads, sizes.value_dim)
         places = (mixed.data_ptr(), rates.data_ptr(), result.data_ptr())
         call("specinfer_recur", ctypes.addressof(layer), scan.address, *places)

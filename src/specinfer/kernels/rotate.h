@@ -28,13 +28,12 @@ static void rotate_token(const Attention *layer, int64_t slot, const float *cosi
 }
 
 // Norms and rotates queries and keys in place; keys and values go to the cache.
-// qkv: [tokens][heads, then kv_heads of keys and of values][dim]; cosines, sines: [positions][rotated].
+// qkv: [tokens][stride] heads, then kv_heads of keys and of values, each [dim]; cosines, sines: [positions][rotated].
 static void rotate(const Attention *layer, const Pieces *pieces, const float *cosines, const float *sines, float *qkv,
-                   int threads) {
-    const int64_t all = (layer->heads + 2 * layer->kv_heads) * layer->dim, tokens = pieces->tokens;
+                   int64_t stride, int threads) {
     const auto one = [&](int64_t t) {
         const int64_t place = pieces->positions[t] * layer->rotated;
-        rotate_token(layer, pieces->new_slots[t], cosines + place, sines + place, qkv + t * all);
+        rotate_token(layer, pieces->new_slots[t], cosines + place, sines + place, qkv + t * stride);
     };
-    in_parallel(tokens, FEW, threads, one);
+    in_parallel(pieces->tokens, FEW, threads, one);
 }

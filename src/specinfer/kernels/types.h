@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 22;
+static const int LAYOUT = 23;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 };  // as in panels.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -61,7 +61,10 @@ struct Attention {  // as in attention.py
     int64_t window;   // a key so many positions back is no longer seen; 0: all are
     float scale, eps;
     int32_t type;
+    int32_t is_gated;  // each head's queries come with as many gates after them, which open its results
 };
+
+struct Scan;
 
 struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
     int64_t count;
@@ -71,15 +74,18 @@ struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
     const uint8_t *visible;                                      // of all pieces [new][rest]
     int64_t tokens;
     const int64_t *positions, *new_slots;  // [tokens]
+    const Scan *scan;      // of recurrences, or null
+    const int64_t *paths;  // of the scan, as `convolve` reads them
 };
 
 struct Layer {  // of a decoder; as in decoder.py
-    const Linear *qkv, *output, *gated, *down;
+    const Linear *mixed, *output, *gated, *down;       // mixed: what attention or a recurrence reads
     const float *attention_norm, *mlp_norm;            // [hidden]
     const float *attention_post_norm, *mlp_post_norm;  // [hidden] of what is added, or null
     int64_t hidden;
     float eps;
-    int32_t gate;  // how `gated` ends
+    int32_t gate;    // how `gated` ends
+    int32_t recurs;  // whether a recurrence mixes the tokens, not attention
 };
 
 struct Walks {  // of several trees, whose nodes follow one another in the arrays; as in walk.py
@@ -178,6 +184,17 @@ struct Recurrence {  // as in recurrence.py
     int32_t type, is_delta, decays;  // OF_KEY: stored steps and bias are of each key; OF_COLUMN: decay is [key_dim][value_dim]
 };
 
+struct Recurrent {  // what mixes tokens where there is no attention, on one cache; as in recurrent_layer.py
+    Convolution convolution;
+    Recurrence recurrence;           // no heads: the convolution's results are those of the layer
+    const float *norm;               // [heads * value_dim], or null
+    int64_t inputs, factors;         // columns of a token's row where inputs begin, and what they are multiplied by, or -1
+    int64_t steps, num_steps, gates;  // and what is stored beside them, how many numbers, and gates of the results
+    int64_t group;                   // of numbers that are normed together
+    float eps;
+    int32_t activates, opens_first;  // whether SiLU of the gates opens; whether they come before the norm
+};
+
 struct Scan {  // the tokens of a pass in the order of a recurrence; as in recurrence.py
     int64_t tokens, places, count;  // places: how many states are needed at a time; count: of first states
     const int64_t *slots, *from, *to;  // [tokens] slot; places of the parent's state and of its own
@@ -192,10 +209,13 @@ struct Native {
     void (*add_low_rank)(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *,
                          int64_t rows, int threads);
     void (*norm)(const float *x, const float *weight, float *y, int64_t rows, int64_t size, float eps, int threads);
-    void (*rotate)(const Attention *, const Pieces *, const float *cosines, const float *sines, float *qkv, int threads);
+    void (*rotate)(const Attention *, const Pieces *, const float *cosines, const float *sines, float *qkv,
+                   int64_t stride, int threads);
     void (*attend)(const Attention *, const Pieces *, const float *queries, int64_t stride, float *result,
                    int threads);
-    void (*decode)(const Layer *, const Attention *, const Pieces *, const float *cosines, const float *sines,
+    void (*mix)(const Layer *, const void *mixer, const Pieces *, const float *cosines, const float *sines, float *rows,
+                float *result, float *room, int threads);
+    void (*decode)(const Layer *, const void *mixer, const Pieces *, const float *cosines, const float *sines,
                    const float *inputs, float *hidden, float *room, const Runs *, int threads);
     int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
                       double *sums, int64_t room);

@@ -74,7 +74,7 @@ class _Layer(nn.Module):
         self.attention_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         self.query_norm, self.key_norm = norms
-        made_of = linears_of(layer)
+        self.names, made_of = LLAMA.linear_names(layer), linears_of(layer, LLAMA)
         self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
         self.qkv, self.output, self.gated, self.down = map(joined, made_of)
 
@@ -103,4 +103,6 @@ def can_fuse_on_device(model: Any, device: torch.device) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    return all(can_join(one) and getattr(one, "call", None) is None for parts in linears_of(layer) for one in parts)
+    return all(
+        can_join(one) and getattr(one, "call", None) is None for parts in linears_of(layer, LLAMA) for one in parts
+    )

@@ -17,9 +17,10 @@ from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_layer import Layer, Packing, Rotations, call_of, can_fuse_layers, norm_weight, taken_apart
-from specinfer.model.layer_kind import kind_of
+from specinfer.model.layer_kind import eps_of, kind_of
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.recurrent.scan import Scan
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 from specinfer.parallel.group import Alone, Group
 
@@ -44,11 +45,16 @@ class FusedDecoder(nn.Module):
         self.width = int(model.config.hidden_size)
         parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
         self.layers = [Layer(layer, kind, model.config, packing) for layer in parts]
+        self.recurrent = nn.ModuleList(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+        taps = {layer.parts.convolution.num_taps for layer in self.layers if layer.parts is not None}
+        assert len(taps) <= 1
+        self._taps = max(taps, default=0)
         self.stream: LayerStream | None = None  # brings in the layers, if they are not in memory
         self.is_first = not isinstance(trunk.embed_tokens, EmbeddingPlaceholder)
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
-            self.head = _Head(norm_weight(trunk.norm, kind), float(model.config.rms_norm_eps), model.lm_head, packing)
+            last_norm = norm_weight(getattr(trunk, kind.last_norm), kind)
+            self.head = _Head(last_norm, eps_of(model.config), model.lm_head, packing)
         self.embedding: Tensor | QuantizedEmbedding | None = None
         self.embedding_scale = 1.0
         if self.is_first:
@@ -88,9 +94,15 @@ class FusedDecoder(nn.Module):
         positions = int(batch.positions.max()) + 1
         sum_over_ranks = self.group.all_reduce if self.group.size > 1 else None
         known = self._scratch_floats(hidden.shape[0]) if sum_over_ranks is None else None
-        scratch = None if known is None else torch.empty(hidden.shape[0] * known)  # not allocated for each layer
+        scan = self._scan(batch)
+        if scan is not None:
+            pieces.follow(scan.native, scan.paths(self._taps))
+        scratch = None  # not allocated for each layer
+        if known is not None:
+            scratch = torch.empty(hidden.shape[0] * known + pieces.num_scanned * self._scan_floats)
         if scratch is not None and watch is None and self.stream is None:
             self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters)
+            self._wrote(scan)
             return hidden
         if watch is not None:
             watch(0, hidden)
@@ -98,21 +110,40 @@ class FusedDecoder(nn.Module):
             if self.stream is not None:
                 self.stream.acquire(i)
             table = self._rotations.table(layer.rotation, positions)
-            attention = layer.attention(batch.store, i)
-            layer.call(attention, pieces, *table, hidden, scratch, sum_over_ranks, batch.adapters)
+            layer.call(
+                layer.mixer(batch.store, i, table), pieces, *table, hidden, scratch, sum_over_ranks, batch.adapters
+            )
             if self.stream is not None:
                 self.stream.release(i)
             if watch is not None:
                 watch(i + 1, hidden)
+        self._wrote(scan)
         return hidden
+
+    def _scan(self, batch: ForwardBatch) -> Scan | None:
+        """Return the scan of layers without attention, or None if there are none."""
+        if not self._taps:
+            return None
+        if not any(layer.parts is not None and layer.parts.recurrence is not None for layer in self.layers):
+            return Scan(batch.pieces, batch.store.states, batch.slots.device, recomputes=False)
+        assert isinstance(batch.scan, Scan)
+        return batch.scan
+
+    def _wrote(self, scan: Scan | None) -> None:
+        """Record that the states of all layers are written."""
+        for i, layer in enumerate(self.layers):
+            if scan is not None and layer.recurrent is not None:
+                scan.wrote(i)
 
     def _in_one_call(self, store: KVStore, positions: int) -> LayersCall:
         """Return the call of all layers on a store, made anew when tables have become longer."""
         tables = [self._rotations.table(layer.rotation, positions) for layer in self.layers]
         calls = self._calls.get(store)
         if calls is None or not calls.has_tables(tables):
-            attentions = [layer.attention(store, i) for i, layer in enumerate(self.layers)]
-            calls = self._calls[store] = LayersCall([layer.call for layer in self.layers], attentions, tables)
+            mixers = [
+                layer.mixer(store, i, table) for i, (layer, table) in enumerate(zip(self.layers, tables, strict=True))
+            ]
+            calls = self._calls[store] = LayersCall([layer.call for layer in self.layers], mixers, tables)
         return calls
 
     def parts(self, store: KVStore, positions: int) -> DecoderParts | None:
@@ -120,6 +151,8 @@ class FusedDecoder(nn.Module):
         embedding = self.embedding.call if isinstance(self.embedding, QuantizedEmbedding) else self.embedding
         floats = self._scratch_floats(1)
         if self.head is None or floats is None or self.stream is not None or self.group.size > 1 or not self.is_first:
+            return None
+        if self._taps:  # a level of a draft has no scan
             return None
         if embedding is None:
             if isinstance(self.embedding, QuantizedEmbedding):
@@ -146,7 +179,11 @@ class FusedDecoder(nn.Module):
     def floats_per_token(self, tokens: int) -> int | None:
         """Return the floats that a pass over `tokens` tokens keeps in memory per token, or None if it is unknown."""
         known, hidden = self._scratch_floats(tokens), self.width
-        return None if known is None else max(hidden + known, _HEAD_STATES * hidden)
+        return None if known is None else max(hidden + known + self._scan_floats, _HEAD_STATES * hidden)
+
+    @property
+    def _scan_floats(self) -> int:
+        return max(layer.call.scan_floats for layer in self.layers)
 
     def _scratch_floats(self, tokens: int) -> int | None:
         """Return the same for a layer, without the hidden states."""

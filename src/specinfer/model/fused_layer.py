@@ -29,9 +29,10 @@ from specinfer.kernels import (
 )
 from specinfer.kernels.attention import MAX_DIM
 from specinfer.kernels.quantization import BITS, Bits
+from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.cut import Cut
-from specinfer.model.layer_kind import LayerKind, activation_of, kind_of, linears_of, window_of
+from specinfer.model.layer_kind import LayerKind, activation_of, eps_of, kind_of, linears_of, window_of
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.sharding.placeholder import Placeholder
 
@@ -62,48 +63,67 @@ class Layer:
 
     Attributes:
         rotation: Arguments that select this layer's rotation in the model's rotary embedding.
-        shapes: Inputs and outputs of the linear layers that each of its calls computes.
+        recurrent: The module without attention, which keeps all but its linear layers, or None.
+        names, shapes: Names, and inputs and outputs, of the linear layers that each of its calls computes.
     """
 
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: Packing) -> None:
-        attention = layer.self_attn
-        self.heads, self.scale = attention.q_proj.out_features // attention.head_dim, attention.scaling
-        self.window = window_of(attention)
-        self.rotation: tuple[str, ...] = (attention.layer_type,) if kind.rotates_by_type else ()
-        self.head_norms = [
-            norm_weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
-            for name in ("q_norm", "k_norm")
-        ]
-        made_of = linears_of(layer)
+        self.recurrent: Any = None if hasattr(layer, "self_attn") else getattr(layer, str(kind.recurrent))
+        self.rotation: tuple[str, ...] = ()
+        self.window: int | None = None
+        self.parts: RecurrentParts | None = None if self.recurrent is None else self.recurrent.parts()
+        if self.recurrent is None:
+            self._take_attention(layer.self_attn, kind)
+        self.names, made_of = kind.linear_names(layer), linears_of(layer, kind)
         self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
-        qkv, output = (call_of(list(linears), packing) for linears in made_of[:2])
+        mixed, output = (call_of(list(linears), packing) for linears in made_of[:2])
         gated, down = call_of(list(made_of[2]), packing, interleaved=True), call_of(list(made_of[3]), packing)
         norms = _weights(layer, kind.norms, kind)
         post_norms = None if kind.post_norms is None else _weights(layer, kind.post_norms, kind)
-        self.eps, gate = float(config.rms_norm_eps), GATES[activation_of(config)]
-        self.call = LayerCall((qkv, output, gated, down), norms, self.eps, post_norms=post_norms, gate=gate)
+        self.eps, gate = eps_of(config), GATES[activation_of(config)]
+        self.call = LayerCall(
+            (mixed, output, gated, down), norms, self.eps, post_norms=post_norms, gate=gate, recurrent=self.parts
+        )
         self.origins = [
             Origin(call, tuple(origin_of(part._parameters.get("weight")) for part in parts), interleaved=call is gated)
             for call, parts in zip(self.call.linears, made_of, strict=True)
         ]
-        self._attention: WeakKeyDictionary[KVStore, AttentionCall] = WeakKeyDictionary()
+        self._mixers: WeakKeyDictionary[KVStore, AttentionCall | RecurrentCall] = WeakKeyDictionary()
         self._keys_and_values: LinearCall | None = None  # a part of the first call, see `read`
+        for parts in kind.recurrent_linears if self.recurrent is not None else ():
+            for name in parts:
+                delattr(self.recurrent, name)
 
-    def attention(self, store: KVStore, index: int) -> AttentionCall:
-        """Return the attention over the store's keys and values, made once for each store."""
-        call = self._attention.get(store)
+    def _take_attention(self, attention: Any, kind: LayerKind) -> None:
+        self.is_gated, self.scale, self.window = kind.is_gated, attention.scaling, window_of(attention)
+        self.heads = attention.q_proj.out_features // attention.head_dim // (2 if kind.is_gated else 1)
+        self.rotation = (attention.layer_type,) if kind.rotates_by_type else ()
+        self.head_norms = [
+            norm_weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
+            for name in kind.head_norms
+        ]
+
+    def mixer(self, store: KVStore, index: int, table: _Table) -> AttentionCall | RecurrentCall:
+        """Return the attention, or the recurrence, over what the store has, made once for each store."""
+        call = self._mixers.get(store)
         if call is None:
-            call = self._attention[store] = self._attend(store, index, self.heads)
+            if self.parts is None:
+                call = self._attend(store, index, self.heads, table)
+            else:
+                pool = store.states.pools.get(index)
+                call = RecurrentCall(self.parts, store.keys[index], store.values[index], pool)
+            self._mixers[store] = call
         return call
 
     def read(self, store: KVStore, index: int, pieces: NativePieces, table: _Table, inputs: Tensor) -> None:
         """Store the keys and values of contiguous float32 `inputs` [tokens, inputs], and compute nothing else."""
-        attend = self._attend(store, index, num_heads=0)
+        attend = self._attend(store, index, 0, table)
         if self._keys_and_values is None:
-            self._keys_and_values = self.call.linears[0].outputs_from(self.heads * store.keys[index].shape[2])
+            first = self.heads * store.keys[index].shape[2] * (2 if self.is_gated else 1)
+            self._keys_and_values = self.call.linears[0].outputs_from(first)
         attend.rotate(pieces, *table, self._keys_and_values(inputs))
 
-    def _attend(self, store: KVStore, index: int, num_heads: int) -> AttentionCall:
+    def _attend(self, store: KVStore, index: int, num_heads: int, table: _Table) -> AttentionCall:
         query_norm, key_norm = self.head_norms
         return AttentionCall(
             store.keys[index],
@@ -114,7 +134,8 @@ class Layer:
             query_norm=query_norm,
             key_norm=key_norm,
             eps=self.eps,
-            rotated=store.keys[index].shape[2],
+            rotated=table[0].shape[1],
+            is_gated=self.is_gated,
         )
 
 
@@ -158,8 +179,15 @@ class FusedLayers(nn.Module):
         for i, layer in enumerate(self.layers):
             pieces = (batch if windowed is None or layer.window is None else windowed).native
             assert pieces is not None
-            attention, table = layer.attention(batch.store, i), self._rotations.table(layer.rotation, positions)
-            layer.call(attention, pieces, *table, hidden, runs=batch.adapters, inputs=None if i else inputs)
+            table = self._rotations.table(layer.rotation, positions)
+            layer.call(
+                layer.mixer(batch.store, i, table),
+                pieces,
+                *table,
+                hidden,
+                runs=batch.adapters,
+                inputs=None if i else inputs,
+            )
         return hidden
 
     def read(self, batch: ForwardBatch, inputs: Tensor) -> None:
@@ -177,28 +205,38 @@ class FusedLayers(nn.Module):
 
 def can_fuse_layers(layers: nn.ModuleList, config: Any) -> bool:
     """Return whether decoder layers are of a known kind, and native kernels run them faster on a CPU."""
-    if kind_of(config) is None or activation_of(config) not in GATES:
+    if (kind := kind_of(config)) is None or activation_of(config) not in GATES:
         return False
     linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
-    first: Any = next(layer for layer in layers if not isinstance(layer, Placeholder))
-    return bool(
-        all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
-        and all(_can_join(layer) for layer in layers)
-        and first.mlp.gate_proj.out_features % _GATES == 0
-        and first.self_attn.head_dim <= MAX_DIM
+    return all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears) and all(
+        isinstance(layer, Placeholder) or _can_fuse(layer, kind) for layer in layers
     )
 
 
-def _can_join(layer: Any) -> bool:
-    """Return whether the linear layers of a decoder layer that are stored as codes can be computed together."""
-    if isinstance(layer, Placeholder):
-        return True
-    qkv, _, gates, _ = linears_of(layer)
-    formats = {one.call.panels.format for one in gates if isinstance(one, QuantizedLinear) and one.call is not None}
-    has_codes = {isinstance(one, QuantizedLinear) for one in gates}
-    if len(formats) > 1 or len(has_codes) > 1:
-        return False
-    return not any(one.out_features % WIDTH for one in qkv if isinstance(one, QuantizedLinear))
+def _can_fuse(layer: Any, kind: LayerKind) -> bool:
+    """Return whether a layer's heads are small enough, and linear layers with the same input can be joined."""
+    mixed, _, gates, _ = linears_of(layer, kind)
+    last = _runs(mixed)[-1]
+    return bool(
+        gates[0].out_features % _GATES == 0
+        and (not hasattr(layer, "self_attn") or layer.self_attn.head_dim <= MAX_DIM)
+        and _are_alike(gates)
+        and (len(last) == 1 or _are_alike(last))
+        and not any(one.out_features % WIDTH for one in mixed[: -len(last)] if isinstance(one, QuantizedLinear))
+    )
+
+
+def _are_alike(layers: Sequence[Any]) -> bool:
+    """Return whether all layers are stored as codes of one format, or none."""
+    has_codes = {isinstance(one, QuantizedLinear) for one in layers}
+    formats = {one.call.panels.format for one in layers if isinstance(one, QuantizedLinear) and one.call is not None}
+    return len(has_codes) == 1 and len(formats) <= 1
+
+
+def _runs(parts: Sequence[Any]) -> list[list[Any]]:
+    """Return the layers one by one, but those that do not fill whole panels, and what follows them, together."""
+    first = next((i for i, one in enumerate(parts) if one.out_features % WIDTH), len(parts) - 1)
+    return [*([one] for one in parts[:first]), list(parts[first:])]
 
 
 def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
@@ -241,8 +279,12 @@ def _call_of_codes(parts: Sequence[Any], packing: Packing, *, interleaved: bool)
         weights, join = [part.quantized for part in parts], partial(together, interleaved=True)
         return LinearCall(Panels.of_codes(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True)))
     panels = []
-    for part in parts:
-        call = part.call if isinstance(part, QuantizedLinear) else call_of([part], packing)
+    for run in _runs(parts):
+        if isinstance(run[0], QuantizedLinear):
+            weight = QuantizedWeight.joined([one.quantized for one in run]) if len(run) > 1 else None
+            call = run[0].call if weight is None else LinearCall(Panels.of_codes(weight, _bias(run, interleaved=False)))
+        else:
+            call = call_of(run, packing)
         assert call is not None
         panels.append(call.panels)
     following: LinearCall | None = None

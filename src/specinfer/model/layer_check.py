@@ -117,6 +117,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
         if dtype == torch.float32:
             return torch.zeros_like(wanted)
         found = module.forward(*as_own(args), **{name: as_own(value) for name, value in kwargs.items()})
+        found = found[0] if isinstance(found, tuple) else found
         error: Tensor = found[0].float() - wanted
         return error
 
@@ -130,8 +131,10 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
         reference.inputs.append(_as_input(output[0], dtype))
         return reference.inputs[-1].unsqueeze(0)
 
-    def end(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        return add(output, own(layer, args, kwargs, output[0]).norm(dim=1))
+    def end(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        result = output[0] if isinstance(output, tuple) else output
+        following = add(result, own(layer, args, kwargs, result[0]).norm(dim=1))
+        return (following, *output[1:]) if isinstance(output, tuple) else following
 
     def end_head(head: nn.Module, args: Any, kwargs: Any, logits: Tensor) -> None:
         reference.own.append(_spread(own(head, args, kwargs, logits[0])))

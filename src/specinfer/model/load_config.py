@@ -14,6 +14,7 @@ from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse
 from specinfer.model.quantized.sources import is_for_gpus
+from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.parallel.shard_spec import ShardSpec
 
 
@@ -78,5 +79,10 @@ class LoadConfig:
         return not (self.has_native_kernels and is_for_gpus(source))
 
     def fuses(self, definition: Any) -> bool:
-        """Return whether `FusedDecoder` can run the definition; of quantized weights it has integers only."""
+        """Return whether `FusedDecoder` can run the definition.
+
+        Of quantized weights it has integers only, and layers without attention are not split over ranks.
+        """
+        if self.shard.tensor.size > 1 and is_hybrid(definition):
+            return False
         return self.has_native_kernels and self.quantization in (None, *BITS) and can_fuse(definition)

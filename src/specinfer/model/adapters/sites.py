@@ -19,7 +19,6 @@ from specinfer.model.cut import LinearCut
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import together
-from specinfer.model.layer_kind import LINEARS
 from specinfer.model.linears import layer_names
 from specinfer.model.load import LoadedModel
 
@@ -111,14 +110,14 @@ def connect(loaded: LoadedModel) -> list[Site]:
     if isinstance(model, FusedDecoder | DeviceDecoder):
         layers: Any = model.layers
         for i, layer in zip(loaded.layers, layers, strict=True):
-            for names, shapes, call in zip(LINEARS, layer.shapes, _computed(layer), strict=True):
+            for names, shapes, call in zip(layer.names, layer.shapes, _computed(layer), strict=True):
                 parts = {f"model.layers.{i}.{name}": Shape(*shape) for name, shape in zip(names, shapes, strict=True)}
                 is_fused = isinstance(model, FusedDecoder)
                 if is_fused:
                     call.number = len(sites)
                 else:
                     hook(call, len(sites))
-                sites.append(Site(parts, interleaved=is_fused and len(parts) == 2))
+                sites.append(Site(parts, interleaved=is_fused and names == layer.names[2]))
         return sites
     inside = layer_names(model, model.config.get_text_config().num_hidden_layers)
     for name, module in model.named_modules():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
+from specinfer.kernels.recurrent_layer import RecurrentParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur
@@ -35,7 +36,7 @@ class GatedDelta(nn.Module):
     in_proj_b: nn.Linear
     in_proj_a: nn.Linear
     conv1d: nn.Conv1d
-    norm: nn.Module
+    norm: Any
     out_proj: nn.Linear
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -98,6 +99,16 @@ class GatedDelta(nn.Module):
         beta, decay = self.in_proj_ba(hidden).unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)
         inputs = torch.cat([one.flatten(1) for one in qkv], dim=-1)
         return inputs, gate.flatten(1), torch.cat([beta.flatten(1), decay.flatten(1)], dim=-1)
+
+    def parts(self) -> RecurrentParts:
+        """Return the layer between its linear layers, for fused layers: it reads inputs, gates, betas and steps."""
+        convolution, recurrence = self._calls
+        channels, norm = recurrence.sizes.num_channels, self.norm
+        weight = norm.weight.detach().float().repeat(self.num_v_heads)
+        return RecurrentParts(
+            convolution, recurrence, inputs=0, gates=channels, steps=channels + len(weight),
+            norm=weight, group=self.head_v_dim, eps=norm.variance_epsilon,
+        )  # fmt: skip
 
     @cached_property
     def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
+from specinfer.kernels.recurrent_layer import RecurrentParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur
@@ -29,7 +30,7 @@ class Mamba2(nn.Module):
 
     conv1d: nn.Conv1d
     in_proj: nn.Linear
-    norm: nn.Module
+    norm: Any
     out_proj: nn.Linear
 
     def __init__(self, layer: Any, num_before: int = 0) -> None:
@@ -78,6 +79,17 @@ class Mamba2(nn.Module):
         out = self.norm(out, gate) if self.has_norm else out * functional.silu(gate.float())
         mixed: Tensor = self.out_proj(out.to(inputs.dtype))
         return mixed.unsqueeze(0)
+
+    def parts(self) -> RecurrentParts:
+        """Return the layer between its linear layers, for fused layers."""
+        assert self.factors is None
+        assert self.has_norm
+        width, norm = self.num_heads * self.head_dim, self.norm
+        convolution, recurrence = self._calls
+        return RecurrentParts(
+            convolution, recurrence, inputs=width, gates=0, steps=width + recurrence.sizes.num_channels,
+            norm=norm.weight.detach().float(), group=norm.group_size, eps=norm.variance_epsilon, opens_first=True,
+        )  # fmt: skip
 
     @cached_property
     def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:

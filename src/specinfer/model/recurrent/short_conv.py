@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specinfer.kernels import tree_ops
 from specinfer.kernels.recurrence import ConvolutionCall
+from specinfer.kernels.recurrent_layer import RecurrentParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.recurrence import convolve
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
@@ -67,6 +68,11 @@ class ShortConv(nn.Module):
         mixed = convolve(forward_batch, stored, paths, self._call)
         out: Tensor = self.out_proj(after * mixed.to(inputs.dtype))
         return out.unsqueeze(0)
+
+    def parts(self) -> RecurrentParts:
+        """Return the layer between its linear layers, for fused layers."""
+        width = self.conv.out_channels
+        return RecurrentParts(self._call, None, inputs=2 * width, gates=width, factors=0, activates=False)
 
     @cached_property
     def _call(self) -> ConvolutionCall:
