@@ -14,6 +14,8 @@ from specinfer.kernels import QuantizedLinear
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import find_folder
+from specinfer.model.fused import FusedDecoder
+from specinfer.model.fused_layer import together
 from specinfer.model.load import load_model
 from tiny import make_tokenizer
 
@@ -141,6 +143,15 @@ def _check_experts(found: Any, module: Any) -> None:
     assert (found(x, routed, weights) - wanted).norm() < 0.03 * wanted.norm()
 
 
+def _check_fused(found: FusedDecoder, exact: Any) -> None:
+    for i, layer in enumerate(found.layers):
+        for names, origin in zip(layer.names, layer.origins, strict=True):
+            weights = [exact.get_submodule(f"model.layers.{i}.{name}").weight for name in names]
+            rows = [call.rows(torch.arange(call.panels.outputs)) for call in origin.call.chain]
+            wanted = together(weights, interleaved=origin.interleaved)
+            assert torch.equal(torch.cat(rows).to(wanted.dtype), wanted)
+
+
 @cases
 def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     """The codes are the numbers of the file in the model's order, and are multiplied by inputs in it."""
@@ -148,6 +159,12 @@ def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes:
     coded = load_model(find_folder(tmp_path / "m.gguf"), torch.bfloat16, CPU)
     exact = load_model(find_folder(tmp_path / "m-exact.gguf"), torch.bfloat16, CPU, native=False).model
     assert coded.stored_types == "Q8_0"
+    assert isinstance(coded.model, FusedDecoder) == (
+        arch in ("qwen35", "lfm2") and changes.get("linear_value_head_dim") != 8
+    )
+    if isinstance(coded.model, FusedDecoder):
+        _check_fused(coded.model, exact)
+        return
     for name, module in exact.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith(DECODED):
             found = coded.model.get_submodule(name)

@@ -215,9 +215,10 @@ def can_fuse_layers(layers: nn.ModuleList, config: Any) -> bool:
 
 def _can_fuse(layer: Any, kind: LayerKind) -> bool:
     """Return whether a layer's heads are small enough, and linear layers with the same input can be joined."""
-    mixed, _, gates, _ = linears_of(layer, kind)
+    mixed, output, gates, down = linears_of(layer, kind)
     last = _runs(mixed)[-1]
-    return bool(
+    reorders = any(getattr(one, "inputs", None) is not None for one in (*mixed, *output, *gates, *down))
+    return not reorders and bool(
         gates[0].out_features % _GATES == 0
         and (not hasattr(layer, "self_attn") or layer.self_attn.head_dim <= MAX_DIM)
         and _are_alike(gates)
