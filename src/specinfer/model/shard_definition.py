@@ -119,7 +119,9 @@ def open_checkpoint(
 ) -> Iterator[Checkpoint]:
     """Open a folder's weights, and close them at the end or on an error."""
     dtype = job.dtype if isinstance(job.dtype, torch.dtype) else None
-    checkpoint = Checkpoint(job.folder, progress, dtype, job.keeps_codes_of)
+    checkpoint = Checkpoint(
+        job.folder, progress, dtype, job.keeps_codes_of, is_streamed=job.offload.offload is not None
+    )
     if job.keeps_codes and job.has_native_kernels and any(map(is_for_gpus, checkpoint.shards.sources.values())):
         logger.warning(
             "NVFP4 weights of %s are decoded while they are loaded, and take the memory of the model's type: kernels "

@@ -48,6 +48,7 @@ class Checkpoint:
         dtype: Type that weights of a GGUF file are decoded to, or None for the file's own.
         keeps_codes: Function of a name and its source, whether the weight is computed with as it is stored. Experts
             become a stack together, or none of them does: they are kept if one is.
+        is_streamed: Whether layers are read again for each pass.
 
     Raises:
         ModelError: The weights cannot be used.
@@ -59,9 +60,11 @@ class Checkpoint:
         progress: ProgressCallback | None = None,
         dtype: torch.dtype | None = None,
         keeps_codes: Callable[[str, Any], bool] = lambda *_: False,
+        *,
+        is_streamed: bool = False,
     ) -> None:
         self.folder = folder
-        self.shards = Shards(folder, dtype)
+        self.shards = Shards(folder, dtype, is_cached=not is_streamed)
         self._coded = {name for name, source in self.shards.sources.items() if keeps_codes(name, source)}
         self._experts = {_experts_of(name) for name in self._coded} - {None}
         self._outlines: dict[str, tuple[str, QuantizedWeight]] = {}

@@ -1,4 +1,4 @@
-"""Files read past the page cache, because data that is used once per pass would only evict other data from it."""
+"""Files of weights, read past the page cache where data that is used once per pass would evict other data from it."""
 
 import contextlib
 import errno
@@ -30,15 +30,23 @@ def pages(num_bytes: int) -> Tensor:
 class DirectFile:
     """A file of weights that must not change after it was opened.
 
+    Args:
+        is_cached: Whether it is read through the page cache, because weights that stay in memory are read only once.
+
+    Attributes:
+        alignment: Number of bytes that reads begin and end at a multiple of.
+
     Raises:
         WeightsError: The file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_cached: bool = False) -> None:
         self.path = path
+        self.alignment = 1 if is_cached else ALIGNMENT
         self._descriptor, self._seeking = -1, threading.Lock()
         try:
-            self._descriptor, self._is_direct = _open(path)
+            self._descriptor, is_direct = (os.open(path, _READ), False) if is_cached else _open(path)
+            self._is_evicted = not is_cached and not is_direct
             self._identity = _identity(os.fstat(self._descriptor))
         except OSError as error:
             self.close()
@@ -66,7 +74,7 @@ class DirectFile:
         """Read `num_bytes` at `offset`, with the rest of their pages, to the start of `into`.
 
         Args:
-            into: [bytes] uint8, page-aligned, with room for `padded_size(num_bytes)`.
+            into: [bytes] uint8, page-aligned, with room for `padded_size(num_bytes)`; if cached for so many bytes.
 
         Returns:
             The index in `into` where the bytes begin.
@@ -74,9 +82,9 @@ class DirectFile:
         Raises:
             WeightsError: The disk reports an error, or the file ends before.
         """
-        start = offset // ALIGNMENT * ALIGNMENT
-        skipped = offset - start
-        wanted, whole = skipped + num_bytes, aligned_up(skipped + num_bytes)
+        skipped = offset % self.alignment
+        start, wanted = offset - skipped, skipped + num_bytes
+        whole = -(-wanted // self.alignment) * self.alignment
         view = into.numpy().data
         done = 0
         try:
@@ -84,7 +92,7 @@ class DirectFile:
                 got = self._read_at(start + done, view[done:whole])
                 done += got
                 if done < wanted and (
-                    got == 0 or done % ALIGNMENT
+                    got == 0 or done % self.alignment
                 ):  # the end of the file, or a direct read that reports it
                     raise WeightsError(
                         f"weights: {self.path} ends {wanted - done} bytes early at {start + done}; "
@@ -94,7 +102,7 @@ class DirectFile:
             raise WeightsError(
                 f"weights: {self.path} cannot be read at {start + done}: {error.strerror}; check the disk"
             ) from error
-        if not self._is_direct:
+        if self._is_evicted:
             evict(self._descriptor, start, whole)
         return skipped
 

@@ -63,6 +63,9 @@ class Source:
             WeightsError: The file cannot be read.
         """
         result = _allocate(self.num_bytes)
+        if self.file.alignment == 1:
+            self.file.read(self.offset, self.num_bytes, result)
+            return result.view(self.dtype).view(self.shape)
         staging = pages(padded_size(min(CHUNK, self.num_bytes)))
         for start in range(0, self.num_bytes, CHUNK):
             size = min(CHUNK, self.num_bytes - start)
@@ -117,21 +120,22 @@ class Shards:
 
     Args:
         dtype: Type that quantized weights are decoded to, or None for the file's own.
+        is_cached: False for files that are read again for each pass, past the page cache.
 
     Raises:
         ModelError: A file is not a safetensors or GGUF file, or the index names a missing one.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None, *, is_cached: bool = True) -> None:
         self.sources: dict[str, Source | GgufSource | JoinedSource | DecodedSource | StackedSource] = {}
         self.files: list[DirectFile] = []
         try:
             if (gguf := weights_file(folder)) is not None:
-                self.files.append(DirectFile(gguf))
+                self.files.append(DirectFile(gguf, is_cached=is_cached))
                 self.sources |= gguf_sources(gguf, dtype)
                 return
             for path in weight_paths(folder):
-                file = DirectFile(path)
+                file = DirectFile(path, is_cached=is_cached)
                 self.files.append(file)
                 self.sources |= _sources(file)
             self.sources = with_decoded(self.sources, folder, dtype)
