@@ -91,6 +91,8 @@ def test_four_adapters_and_none_in_one_batch_give_what_the_merged_models_give(
         ("gemma3_text", "all-linear"),  # norms of what is added, another gate
         ("gpt2", "all-linear"),  # transposed weights, queries, keys and values in one layer; not fused
         ("phi3", ["qkv_proj", "down_proj"]),
+        ("qwen3_5_text", "all-linear"),  # recurrences, and gates of attention; fused
+        ("lfm2", "all-linear"),
     ],
 )
 def test_other_families_give_what_their_merged_models_give(
