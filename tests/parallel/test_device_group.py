@@ -127,7 +127,7 @@ def test_a_split_model_generates_what_it_does_over_sockets_to_the_bit(
     def work(connections: Connections) -> list[Tensor]:
         with loading:
             loaded = load_model(folder, torch.float32, _CPU, shard=connections.shard)
-        part = ShardRunner(loaded, 64, connections.stages, torch.float32)
+        part = ShardRunner(loaded, 64, connections.stages, [torch.float32])
         return [part.run(pieces) for pieces in passes()]
 
     found = _run(ParallelConfig(*split), work)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.drafters import sparse_context
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, free_port, is_alive, make_cluster_cert, workers
 
@@ -65,6 +66,39 @@ def test_several_processes_generate_what_one_does(family: str, sizes: tuple[int,
         assert cache.is_balanced()
         assert cache.num_owned == 0
     assert not any(map(is_alive, ids))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "drafter", "streams"),
+    [
+        ("llama", (2, 1), "self:int8", False),
+        pytest.param("llama", (1, 2), "self:int8", True, marks=pytest.mark.distributed),
+        pytest.param("llama", (1, 2), "self:sparse", False, marks=pytest.mark.distributed),
+        pytest.param("llama", (2, 2), "self:int4-sparse", False, marks=pytest.mark.distributed),
+        pytest.param("qwen3_5_text", (1, 2), "self:int8", False, marks=pytest.mark.distributed),
+    ],
+    ids=str,
+)
+def test_each_rank_drafts_with_its_part_of_the_target_itself(
+    family: str, sizes: tuple[int, int], drafter: str, streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_context, "_LEAST", 24)
+    settings: dict[str, Any] = SETTINGS | {"drafters": [drafter, "ngram"], "tree": "2,1,1"}
+    if streams:
+        settings |= {"offload": "disk", "offload_folder": tmp_path / "copies"}
+    # Each of two ranks has whole groups of 64 inputs that share a scale.
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    folder, found = _folder(tmp_path / "model", family, head_dim=64, **wide), []
+    for split in ({}, {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}):
+        with LLM(folder, **settings, **split) as llm:
+            texts, metrics = _say(llm), llm.engine.metrics
+            found.append((texts, metrics.num_generated / sum(step.num_requests for step in metrics.recent)))
+            assert llm.target.cache.is_balanced()
+            assert llm.target.cache.num_owned == 0
+    (texts, tokens), (split_texts, split_tokens) = found
+    assert split_texts == texts
+    assert split_tokens == pytest.approx(tokens, rel=0.05), "tokens of a request in a pass"
+    assert tokens > 1.5
 
 
 def test_a_model_that_cannot_be_split_so_is_refused_before_anybody_is_started(

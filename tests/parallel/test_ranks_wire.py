@@ -35,6 +35,7 @@ def _pieces(draw: st.DrawFn) -> Piece:
         draw(_slots(earlier)),
         draw(st.lists(_SLOT, min_size=earlier, max_size=earlier)),
         num_known=draw(st.integers(0, new)),
+        prefix_positions=draw(_slots(prefix)) if prefix and draw(st.booleans()) else None,
     )
 
 

@@ -16,7 +16,7 @@ from specinfer.drafters.lookup.suffix import SuffixDrafter
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.drafters.merge.selection import Selection
 from specinfer.drafters.remote.drafter import RemoteDrafter, RemoteModel
-from specinfer.drafters.self_drafter import SelfDrafter, SelfRunner
+from specinfer.drafters.self_drafter import SelfDrafter, SelfRunner, SplitSelfRunner
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.runner import ModelRunner
@@ -35,6 +35,7 @@ __all__ = [
     "SelfDrafter",
     "SelfRunner",
     "SmallModelDrafter",
+    "SplitSelfRunner",
     "SuffixDrafter",
     "make_drafter",
 ]

@@ -8,7 +8,6 @@ from specinfer.core.config import OffloadConfig, check_quantization
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import MTP, SELF_DRAFTERS
 from specinfer.drafters.feature_drafter import NextTokens
-from specinfer.drafters.self_drafter import load_self
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.hub.files import read_object
@@ -19,6 +18,7 @@ from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.load import find_format, load_head
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.self_copy import load_self
 
 _MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
 

@@ -11,8 +11,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from specinfer.core.config import OffloadConfig
-from specinfer.core.errors import ModelError
 from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -23,16 +21,11 @@ from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_cache import OutOfSlotsError, Slots
-from specinfer.model.load import LoadedModel, load_model, num_bytes_of
-from specinfer.model.offload.budget import Budget
-from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.recurrent.layers import is_hybrid
+from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
+from specinfer.model.sharding.runner import DistributedRunner
 from specinfer.verify import Acceptance
-
-USUAL_COPY = "self:int4"
 
 
 class SelfRunner(ModelRunner):
@@ -60,6 +53,23 @@ class SelfRunner(ModelRunner):
         if places is None:
             return piece
         return replace(piece, prefix_slots=piece.prefix_slots[places], prefix_positions=places)
+
+
+class SplitSelfRunner(SelfRunner):
+    """A runner of the copy of a target that is split over several ranks, each of which computes the copy of its shard.
+
+    Args:
+        loaded: The copy of rank 0's shard.
+        name: The copy's name, one of `SELF_DRAFTERS`.
+    """
+
+    def __init__(self, loaded: LoadedModel, target: DistributedRunner, name: str) -> None:
+        self.loaded, self.capacity, self.padded, self.cache = loaded, None, None, target.cache
+        self._takes_adapters, self._is_sparse = False, SELF_DRAFTERS[name].is_sparse
+        self._target, self._name = target, name
+
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        return self._target.begin(pieces, self._name).wait()
 
 
 class BorrowedCache(DrafterCache):
@@ -190,63 +200,3 @@ class SelfDrafter(SmallModelDrafter):
         if self._scoring and drafted is not None and drafted.request is request:
             known = self._cache.known[request.request_id]
             self._scoring.settle(request, request.token_ids[known.num_tokens :])
-
-
-def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedModel:
-    """Return the target's own weights, or load a quantized copy, all of it in memory, that shares its embedding.
-
-    Args:
-        name: One of `SELF_DRAFTERS`.
-        offload: Settings of a streamed target; its copy is kept in the folder of the packed copies.
-
-    Raises:
-        ModelError: The target is split over several processes, has this quantization itself, or has layers that
-            cannot leave out a part of the context.
-        ValueError: A streamed target has no folder for copies, or the memory budget is too small.
-    """
-    quantization, is_sparse = SELF_DRAFTERS[name]
-    if not target.shard.is_whole:
-        raise ModelError(f"drafters: {name} needs a target in one process; leave its parallel sizes out")
-    if is_sparse and is_hybrid(target.model):
-        raise ModelError(
-            f"drafters: {name} leaves out tokens, and the target has layers without attention, which need all of them; "
-            f"name {USUAL_COPY}"
-        )
-    if quantization is None:
-        if target.stream is not None:
-            raise ModelError(f"drafters: {name} would stream the target for each draft token; name {USUAL_COPY}")
-        return replace(target, layer_shapes=())  # it needs no cache of its own
-    if target.quantization == quantization:
-        remedy = "name self:sparse" if is_sparse else "leave one out"
-        raise ModelError(f"drafters: {name} is the target itself, which is {quantization} too; {remedy}")
-    if target.stream is not None and offload.offload_folder is None:
-        raise ValueError(f"offload_folder: {name} is read from a packed copy; name a folder for it")
-    try:
-        copy = load_model(target.folder, target.dtype, target.device, quantization, offload=offload)
-    except ModelError as error:
-        raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
-    if copy.layer_shapes != target.layer_shapes:
-        raise ModelError(f"drafters: {name} stores other keys and values than its target; leave it out")
-    if isinstance(copy.model, FusedDecoder) and isinstance(target.model, FusedDecoder):
-        copy.model.embedding, copy.model.embedded = None, target.model.embedded  # type: ignore[method-assign]
-    if copy.stream is not None:
-        _keep_all(name, copy.stream, Budget(offload.budget_bytes, target.device))
-    return replace(copy, layer_shapes=(), num_bytes=num_bytes_of(copy.model))  # it needs no cache of its own
-
-
-def _keep_all(name: str, stream: LayerStream, budget: Budget) -> None:
-    """Read all layers of a copy, which stay in memory.
-
-    Raises:
-        ValueError: The memory budget is too small for them.
-    """
-    num_bytes = stream.num_layers * stream.buffer_bytes
-    try:
-        budget.spare(num_bytes, budget.cache_bytes, f"{name}, two layers of the target, and the cache")
-        stream.settle(num_bytes)
-        for layer in range(stream.num_layers):
-            stream.acquire(layer)
-            stream.release(layer)
-    except BaseException:
-        stream.close()
-        raise

@@ -29,6 +29,7 @@ class TargetConfig:
         folder: Path on this machine.
         device: Name as on the command line.
         limits: Limits of the cache, for each rank.
+        copies: The target's own copies that draft, by names of `SELF_DRAFTERS`.
 
     Raises:
         ValueError: A field has an invalid value.
@@ -40,6 +41,7 @@ class TargetConfig:
     quantization: str | None
     offload: OffloadConfig
     limits: EngineConfig
+    copies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -47,12 +49,15 @@ class TargetConfig:
         check_quantization("quantization", self.quantization)
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        if self.offload.offload_folder is not None:
+            fields["offload"]["offload_folder"] = str(self.offload.offload_folder)
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TargetConfig":
         offload, limits = OffloadConfig(**fields["offload"]), EngineConfig(**fields["limits"])
-        return cls(**(fields | {"offload": offload, "limits": limits}))
+        return cls(**(fields | {"offload": offload, "limits": limits, "copies": tuple(fields["copies"])}))
 
     def wanted(self) -> dict[str, str]:
         """Return the values that must be the same on all ranks, by option name; folders and budgets may differ."""
@@ -62,6 +67,7 @@ class TargetConfig:
             "device": torch.device(find_device(self.device)).type,
             "quantization": str(self.quantization),
             "offload": str(self.offload.offload),
+            "drafters": ", ".join(self.copies),
             "version of specinfer": _version(),
         }
 

@@ -19,7 +19,7 @@ from specinfer.drafters.loading import load_small, reads_target
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.drafters.remote.process import start_ranks
-from specinfer.drafters.self_drafter import SelfRunner
+from specinfer.drafters.self_drafter import SelfRunner, SplitSelfRunner
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
@@ -124,8 +124,9 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
     settings = TargetConfig(
-        str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config
-    )
+        str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config,
+        tuple(name for name in names if name in SELF_DRAFTERS),
+    )  # fmt: skip
     models = find_drafters(names, folder) if finds_drafters else {}
     small = {name: path for name, path in models.items() if not reads_target(name, path)}  # heads stay with the engine
     placement = place_drafters(
@@ -170,10 +171,10 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             for name, path in drafters.items()
             if path is not None and name not in remote
         }
-        loaded = [one.loaded for one in small.values()]
-        target = replace(target, taps=taps_of(target, loaded))
+        loaded = {name: one.loaded for name, one in small.items()}
+        target = replace(target, taps=taps_of(target, list(loaded.values())))
         graphs = make_graphs(place, enforce_eager=args.enforce_eager)
-        captured = [] if graphs is None else loaded if ranks is not None else [target, *loaded]
+        captured = [] if graphs is None else [*loaded.values()] if ranks is not None else [target, *loaded.values()]
         max_model_len, num_slots, kept, capacity = _plan(settings, target, loaded, ranks, captured)
         make_runner = partial(
             ModelRunner,
@@ -190,6 +191,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 keeps_prefixes=args.enable_prefix_caching,
                 capacity=capacity,
                 num_states=kept,
+                copies={name: loaded[name] for name in settings.copies},
             )
         )
         here = {name: _drafter_runner(name, one.loaded, runner, args, make_runner) for name, one in small.items()}
@@ -233,6 +235,8 @@ def _drafter_runner(
     if isinstance(loaded.model, FeatureHead):
         return HeadRunner(loaded, target, target.cache.num_slots, keeps_prefixes=args.enable_prefix_caching)
     if name in SELF_DRAFTERS:
+        if isinstance(target, DistributedRunner):
+            return SplitSelfRunner(loaded, target, name)
         assert isinstance(target, ModelRunner)
         alike = type(loaded.model) is type(target.loaded.model)  # then they compute the same linear layers together
         takes_adapters, is_sparse = args.enable_lora and alike, SELF_DRAFTERS[name].is_sparse
@@ -268,7 +272,7 @@ def _with_budget(settings: TargetConfig, drafters: Sequence[str]) -> TargetConfi
 def _plan(
     settings: TargetConfig,
     target: LoadedModel,
-    drafters: Sequence[LoadedModel],
+    drafters: Mapping[str, LoadedModel],
     ranks: Ranks | None,
     captured: Sequence[LoadedModel],
 ) -> tuple[int, int, int, PassCapacity | None]:
@@ -277,6 +281,7 @@ def _plan(
     The limits leave room for all that was loaded and for what a pass needs, those of the models `captured` too.
     """
     limits, offload = settings.limits, settings.offload
+    models, copies = (target, *drafters.values()), [drafters[name] for name in settings.copies]
     budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
     max_bytes = None if budget is None else budget.cache_bytes
     sharing = 1 if ranks is None else num_sharing(target.device, ranks.place)
@@ -284,16 +289,15 @@ def _plan(
     max_model_len, num_slots = plan_capacity(
         limits,
         target,
-        drafters,
+        models[1:],
         max_bytes,
         num_sharing=sharing,
-        max_slots=None if ranks is None else min_remote_slots(ranks, target),
+        max_slots=None if ranks is None else min_remote_slots(ranks, [target, *copies]),
         reserved=reserved,
     )
     memory = cache_bytes(limits, target.device, max_bytes, sharing, reserved)
-    kept = num_states(limits, (target, *drafters), memory)
+    kept = num_states(limits, models, memory)
     if budget is None:
         return max_model_len, num_slots, kept, None
-    models = (target, *drafters)
     taken = num_slots * bytes_per_token(models) + kept * bytes_per_state(models)
     return max_model_len, num_slots, kept, settle_shard(target, budget, taken, limits)

@@ -1,7 +1,7 @@
 """DistributedRunner: the engine's interface on rank 0 to a target that is split over several ranks."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +35,14 @@ def load_first_shard(ranks: Ranks, settings: TargetConfig, progress: ProgressCal
     return ranks.call(partial(load_shard, settings, ranks.shard, ranks.place, progress))
 
 
-def min_remote_slots(ranks: Ranks, loaded: LoadedModel) -> int:
-    """Return the smallest number of slots that fit into another rank's memory, once all have loaded."""
-    descriptions = ranks.call(partial(ranks.connections.world.all_gather, describe_shard(loaded, 0)))
-    return min(int(num_slots) for num_slots, _ in descriptions[1:])
+def min_remote_slots(ranks: Ranks, models: Sequence[LoadedModel]) -> int:
+    """Return the smallest number of slots that fit into another rank's memory, once all have loaded.
+
+    Args:
+        models: Rank 0's shard and its copies.
+    """
+    descriptions = ranks.call(partial(ranks.connections.world.all_gather, describe_shard(models, 0)))
+    return min(int(description[0]) for description in descriptions[1:])
 
 
 class DistributedRunner:
@@ -46,6 +50,9 @@ class DistributedRunner:
 
     Rank 0's shard runs in the thread of `Ranks`, one pass after the other, whatever the caller does in the meantime,
     and even if the caller is interrupted.
+
+    Args:
+        copies: The copies of rank 0's shard that draft, by name.
     """
 
     def __init__(
@@ -57,15 +64,18 @@ class DistributedRunner:
         keeps_prefixes: bool = False,
         capacity: PassCapacity | None = None,
         num_states: int = 0,
+        copies: Mapping[str, LoadedModel] | None = None,
     ) -> None:
         self.loaded, self.capacity = loaded, capacity
+        copies = copies or {}
+        self._numbers = {name: i for i, name in enumerate(copies, start=1)}
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         self._ranks, self._writer = ranks, PieceWriter()
         self._sending = threading.Lock()  # adapters are sent by the threads that ask for them
         self.adapters = SharedAdapters(ranks, partial(self._send, Command.ADAPTERS))
         # Rank 0 sends no hidden states.
         self.shard_runner = ShardRunner(
-            loaded, num_slots, ranks.connections.stages, torch.float32, loaded.taps, num_states
+            loaded, num_slots, ranks.connections.stages, (), loaded.taps, num_states, tuple(copies.values())
         )
         taps = () if loaded.taps is None else (loaded.taps.width, *loaded.taps.layers)
         self._send(Command.SLOTS, torch.tensor([num_slots, *taps], dtype=torch.int32))
@@ -85,8 +95,11 @@ class DistributedRunner:
         """Bytes that rank 0 has sent and received, over all its groups."""
         return self._ranks.connections.traffic
 
-    def begin(self, pieces: Sequence[Piece]) -> Pass:
+    def begin(self, pieces: Sequence[Piece], copy: str | None = None) -> Pass:
         """Send the pieces to all ranks, which begin at once.
+
+        Args:
+            copy: Name of the copy that computes the pass in place of the target, or None.
 
         Raises:
             RanksError: A rank is gone, hangs or failed.
@@ -94,8 +107,9 @@ class DistributedRunner:
         self._ranks.check()
         try:
             self.adapters.send_dropped()
-            self._send(Command.PASS, self._writer.write(pieces))
-            return _PendingPass(self._ranks, self._ranks.submit(partial(self._run, pieces)))
+            model = 0 if copy is None else self._numbers[copy]
+            self._send(Command.PASS, self._writer.write(pieces), model)
+            return _PendingPass(self._ranks, self._ranks.submit(partial(self._run, pieces, model)))
         except BaseException as error:  # an interrupt too: only some ranks may have received the pass
             self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
             raise
@@ -119,9 +133,9 @@ class DistributedRunner:
         self._ranks.connections.messages.send_all(nothing)
         self._send(Command.STOP, nothing)
 
-    def _run(self, pieces: Sequence[Piece]) -> Tensor:
+    def _run(self, pieces: Sequence[Piece], model: int) -> Tensor:
         try:
-            return self.shard_runner.run(pieces)
+            return self.shard_runner.run(pieces, model)
         except Exception as error:
             if is_broken(error):
                 raise  # the waiting caller finds out which rank failed
@@ -129,9 +143,8 @@ class DistributedRunner:
             self._ranks.fail(f"a pass failed on rank 0: {type(error).__name__}: {error}")
             raise RanksError(str(error)) from error
 
-    def _send(self, command: Command, numbers: Tensor) -> None:
-        kind = torch.tensor([command], dtype=torch.int32)
-        message = torch.cat([kind, numbers])
+    def _send(self, command: Command, numbers: Tensor, *first: int) -> None:
+        message = torch.cat([torch.tensor([command, *first], dtype=torch.int32), numbers])
         with self._sending:
             self._ranks.connections.commands.send_all(message)
 

@@ -17,24 +17,24 @@ from specinfer.parallel.group import Group
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def describe_shard(loaded: LoadedModel, num_slots: int) -> Tensor:
-    """Return [2] int64, which a rank sends to the others after loading: its slots and its type of hidden states.
+def describe_shard(models: Sequence[LoadedModel], num_slots: int) -> Tensor:
+    """Return [1 + models] int64, which a rank sends to the others after loading: its slots and types of hidden states.
 
-    The first is the number of slots that fit into its memory, the second an index into `_TYPES`. Native layers, which
-    one rank may find faster than another, keep hidden states in float32.
+    The first is the number of slots that fit into its memory, the others, of its shard and the shard's copies, indices
+    into `_TYPES`. Native layers, which one rank may find faster than another, keep hidden states in float32.
     """
-    taken = received(loaded.model, 1, loaded.dtype, loaded.device).dtype
-    return torch.tensor([num_slots, _TYPES.index(taken)])
+    taken = [received(one.model, 1, one.dtype, one.device).dtype for one in models]
+    return torch.tensor([num_slots, *map(_TYPES.index, taken)])
 
 
-def next_dtype(descriptions: Sequence[Tensor], rank: int, width: int) -> torch.dtype:
-    """Return the type of hidden states that the next stage takes.
+def next_dtypes(descriptions: Sequence[Tensor], rank: int, width: int) -> list[torch.dtype]:
+    """Return the types of hidden states that the next stage takes, for its shard and the shard's copies.
 
     Args:
         descriptions: The descriptions of all ranks.
         width: Number of ranks per stage.
     """
-    return _TYPES[int(descriptions[max(rank - width, 0)][1])]
+    return [_TYPES[int(number)] for number in descriptions[max(rank - width, 0)][1:]]
 
 
 class ShardRunner:
@@ -42,9 +42,10 @@ class ShardRunner:
 
     Args:
         stages: The ranks that pass hidden states on to each other, from the last stage to the first.
-        next_dtype: Type that the next stage takes, see `next_dtype`.
+        next_dtypes: Types that the next stage takes, see `next_dtypes`.
         taps: Hidden states to store, by layers of the whole target, or None. Each stage hands on those up to its end.
         num_states: Number of states of recurrent layers to keep. Ranks may keep different ones.
+        copies: The shard's copies that draft, which compute in its cache.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class ShardRunner:
         loaded: LoadedModel,
         num_slots: int,
         stages: Group,
-        next_dtype: torch.dtype,
+        next_dtypes: Sequence[torch.dtype],
         taps: TapShape | None = None,
         num_states: int = 0,
+        copies: Sequence[LoadedModel] = (),
     ) -> None:
-        self.loaded, self._stages, self._next_dtype = loaded, stages, next_dtype
+        self.loaded, self._stages, self._models, self._next_dtypes = loaded, stages, (loaded, *copies), next_dtypes
         layers, self._received = range(0), tuple[int, ...]()
         if taps is not None:  # what later stages compute is not stored here
             layers = loaded.layers
@@ -71,12 +73,15 @@ class ShardRunner:
         self.tensors.taps = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece]) -> Tensor:
+    def run(self, pieces: Sequence[Piece], model: int = 0) -> Tensor:
         """Run this rank's shard for one pass.
+
+        Args:
+            model: 0 for the shard itself, or the number of its copy, from 1.
 
         The last stage's first rank returns [rows, vocab] float32 logits. The results of other ranks are not used.
         """
-        loaded, stages = self.loaded, self._stages
+        loaded, stages = self._models[model], self._stages
         hidden = None
         if not loaded.shard.is_first:
             num_tokens = sum(len(piece.tokens) for piece in pieces)
@@ -86,7 +91,7 @@ class ShardRunner:
                 self._receive_taps(self._slots_of(pieces))
         out = compute(loaded, self.tensors, pieces, hidden)
         if not loaded.shard.is_last:
-            stages.send(out.to(self._next_dtype), stages.rank - 1)
+            stages.send(out.to(self._next_dtypes[model]), stages.rank - 1)
             if self._stored:
                 slots = self._slots_of(pieces)
                 stages.send(torch.cat([rows[slots] for rows in self._stored.values()], dim=-1), stages.rank - 1)

@@ -18,8 +18,9 @@ from specinfer.model.kv_cache import NO_SLOTS, Slots
 
 Numbers = npt.NDArray[np.int32]
 NUM_LISTS = 64
-# Adapter, history, slots that stay, slots that follow, earlier, new, logits, known, whether `visible` is a chain.
-_HEADER = 9
+# Adapter, history, slots that stay, slots that follow, positions of the prefix, earlier, new, logits, known, whether
+# `visible` is a chain.
+_HEADER = 10
 
 
 class _Histories:
@@ -62,10 +63,11 @@ class PieceWriter:
             num_new, num_earlier = len(piece.tokens), len(piece.earlier_slots)
             is_chain = not num_earlier and np.array_equal(piece.visible, _chain(num_new))
             tail = piece.prefix_slots[known:]
+            places = () if piece.prefix_positions is None else piece.prefix_positions
             adapter = 0 if piece.adapter is None else piece.adapter.number
-            sizes = (len(tail), num_earlier, num_new, piece.num_logits, piece.num_known)
+            sizes = (len(tail), len(places), num_earlier, num_new, piece.num_logits, piece.num_known)
             header = (adapter, history, known, *sizes, is_chain)
-            numbers = (header, tail, piece.earlier_slots, piece.earlier_positions, piece.slots, piece.tokens)
+            numbers = (header, tail, places, piece.earlier_slots, piece.earlier_positions, piece.slots, piece.tokens)
             parts += [np.asarray(part, dtype=np.int32) for part in (*numbers, piece.positions)]
             if not is_chain:
                 parts.append(_packed(piece.visible))
@@ -89,9 +91,10 @@ class PieceReader:
 
     def _piece(self, rest: "_Rest") -> Piece:
         adapter, history, known, *sizes, is_chain = rest.take(_HEADER).tolist()
-        num_tail, num_earlier, num_new, num_logits, num_known = sizes
+        num_tail, num_places, num_earlier, num_new, num_logits, num_known = sizes
         prefix_slots = np.concatenate([self._histories.lists[history][:known], rest.slots(num_tail)])
         self._histories.put(history, prefix_slots)
+        places = rest.take(num_places).astype(np.int64) if num_places else None
         earlier_slots, earlier_positions = rest.slots(num_earlier), rest.take(num_earlier).tolist()
         slots, tokens, positions = rest.slots(num_new), rest.take(num_new).tolist(), rest.take(num_new).tolist()
         if is_chain:
@@ -102,7 +105,7 @@ class PieceReader:
             visible = np.unpackbits(bits, count=shape[0] * shape[1]).astype(np.bool_).reshape(shape)
         return Piece(
             tokens, positions, prefix_slots, slots, visible, num_logits, earlier_slots, earlier_positions,
-            num_known=num_known, adapter=self._adapters[adapter] if adapter else None,
+            num_known=num_known, prefix_positions=places, adapter=self._adapters[adapter] if adapter else None,
         )  # fmt: skip
 
 

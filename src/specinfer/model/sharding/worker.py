@@ -14,8 +14,9 @@ from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_byt
 from specinfer.model.kv_cache import TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
+from specinfer.model.self_copy import load_self
 from specinfer.model.sharding.adapter_messages import ReceivedAdapters
-from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, next_dtype
+from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, next_dtypes
 from specinfer.model.sharding.wire import PieceReader
 from specinfer.model.target import TargetConfig, load_shard, num_sharing, rank_device, settle_shard
 from specinfer.parallel.health import Heartbeat, error_key
@@ -31,7 +32,7 @@ class Command(IntEnum):
     """The kind of a message from rank 0; numbers follow it."""
 
     SLOTS = 1  # number of slots of the caches, and the width and the layers of hidden states to store, if any
-    PASS = 2  # pieces
+    PASS = 2  # 0 for the target or the number of its copy, and pieces
     STOP = 3
     ADAPTERS = 4  # a message about adapters
 
@@ -99,6 +100,7 @@ class Worker:
         """Load this rank's shard and return it, or None if rank 0 stops before passes begin."""
         settings, connections = self._settings, self._connections
         loaded = load_shard(settings, connections.shard, self._place)
+        copies = [load_self(name, loaded, settings.offload) for name in settings.copies]
         service_models = [] if self._service is None else self._service.load(loaded)
         budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
         most = None if budget is None else budget.cache_bytes
@@ -106,7 +108,7 @@ class Worker:
         memory = cache_bytes(settings.limits, loaded.device, most, num_sharing(loaded.device, self._place))
         kept = num_states(settings.limits, models, memory)
         fitting = (memory - kept * bytes_per_state(models)) // bytes_per_token(models)
-        descriptions = connections.world.all_gather(describe_shard(loaded, fitting))
+        descriptions = connections.world.all_gather(describe_shard((loaded, *copies), fitting))
         command = connections.commands.receive(0).tolist()
         if command[0] == Command.STOP:
             return None
@@ -115,9 +117,9 @@ class Worker:
             settle_shard(
                 loaded, budget, command[1] * bytes_per_token(models) + kept * bytes_per_state(models), settings.limits
             )
-        taken = next_dtype(descriptions, self._place.rank, loaded.shard.tensor.size)
+        taken = next_dtypes(descriptions, self._place.rank, loaded.shard.tensor.size)
         taps = TapShape(tuple(command[3:]), command[2]) if command[2:] else None
-        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept)
+        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept, copies)
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
@@ -141,7 +143,7 @@ class Worker:
                 adapters.receive(command[1:])
                 continue
             assert command[0] == Command.PASS
-            runner.run(reader.read(command[1:]))
+            runner.run(reader.read(command[2:]), int(command[1]))
 
 
 def work(
