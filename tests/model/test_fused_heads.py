@@ -29,7 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "layout": "speculators", "norm_before_residual": True, "norm_output": True,
     },
     "eagle": {},
-    "mtp of MiMo": {},
+    "mtp of MiMo": {"family": "mimo"},
+    "mtp of Qwen3.5": {"family": "qwen3_5_text"},  # its attention has gates
     "dflash": {"num_layers": 2},
     "jetspec": {"num_layers": 1},
     "dspark": {},
@@ -42,8 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _folders(kind: str, folder: Path) -> tuple[Path, Path]:
     """Write a target and a head of this kind."""
-    if kind == "mtp of MiMo":
-        save_mtp(folder, "mimo")
+    if kind.startswith("mtp"):
+        save_mtp(folder, KINDS[kind]["family"])
         return folder, folder
     target = save_model(folder / "target", "llama", num_hidden_layers=8)
     if (block := kind.partition(" ")[0]) in ("dflash", "jetspec", "dspark"):
