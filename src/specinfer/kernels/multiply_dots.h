@@ -68,8 +68,8 @@ struct DotFp8 {
 // Adds to each sum the products of four signed bytes of `values` with four unsigned bytes of `codes`.
 static INLINE void add_dots(Ints &sums, Ints values, Words codes) {
 #if defined(__x86_64__)
-    // Spelled out: compilers copy the sums around what they think the instruction is.
-    asm("vpdpbusd %1, %2, %0" : "+v"(sums) : "v"(values), "v"(codes));
+    // Not spelled out: GCC keeps the sums of many rows in memory, then.
+    sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)values);
 #else
     for (int i = 0; i < 4; i++) {
         const int32x4_t quarter = read<int32x4_t>((const char *)&sums + 16 * i);
