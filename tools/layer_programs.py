@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
+from specinfer.kernels.kv_types import FLOAT8
 from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 from specinfer.kernels.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
@@ -67,6 +68,8 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for dim in (64, 96, 128, 256):
             for has_norms in (False, True):
                 yield f"rotate {name} {dim}{' norms' * has_norms}", _rotation(dtype, dim, has_norms=has_norms)
+        for kind in FLOAT8:
+            yield f"rotate {name} to {str(kind)[6:]}", _rotation(dtype, 128, has_norms=True, kind=kind)
         gated = _empty(64, 2 * 14336, dtype=dtype)
         yield f"gate {name}", partial(gate, gated)
         x, lanes, places = _empty(64, 4096, dtype=dtype), _empty(64, dtype=torch.int32), _empty(3, 5, dtype=torch.int64)
@@ -104,9 +107,12 @@ def recurrence_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"recur {name}", partial(recur, mixed, call, order, stored, pool)
 
 
-def _rotation(dtype: torch.dtype, dim: int, *, has_norms: bool) -> Callable[[], object]:
+def _rotation(
+    dtype: torch.dtype, dim: int, *, has_norms: bool, kind: torch.dtype | None = None
+) -> Callable[[], object]:
     tokens, heads, kv_heads = 64, 32, 8
-    qkv, pool = _empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), _empty(_SLOTS, kv_heads, dim, dtype=dtype)
+    qkv = _empty(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    pool = _empty(_SLOTS, kv_heads, dim, dtype=kind or dtype)
     places, table = _empty(tokens, dtype=torch.int64), _empty(_POSITIONS, dim, dtype=torch.float32)
     norms = (_empty(dim, dtype=dtype), _empty(dim, dtype=dtype)) if has_norms else None
     return partial(rotate_and_store, qkv, places, table, places, pool, pool, norms, 1e-5)

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases, recurrence_cases
+from specinfer.kernels.kv_types import FLOAT8
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
@@ -47,6 +48,10 @@ DEVICES = {
 _MOST_STACK = 256  # bytes of a thread that do not fit into registers
 _SLOTS, _CONTEXT = 65536, 8192
 _HALF, _FULL = torch.bfloat16, torch.float32
+_E4M3, _E5M2 = FLOAT8
+# Head dims, types of queries, and types of keys and values of 8 bits.
+FLOAT8_CASES = [(64, _HALF, _E4M3), (128, _HALF, _E4M3), (256, _HALF, _E4M3), (128, torch.float16, _E4M3),
+                (128, _HALF, _E5M2), (128, _FULL, _E4M3)]  # fmt: skip
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -84,6 +89,11 @@ def attention_cases(arch: int) -> Iterator[Case]:
     for requests, max_new in ((1, 1), (1, 64), (1, 2048), (8, 1)):
         yield _attention_case(arch, "chain", requests, max_new, 128, _HALF, is_chain=True)
     yield _attention_case(arch, "padded", 1, 16, 6, _FULL)
+    for dim, dtype, pool in FLOAT8_CASES:
+        name = f"{str(pool)[6:]} {dim} {str(dtype)[6:]}"
+        for requests, max_new in ((1, 1), (8, 64)):
+            yield _attention_case(arch, name, requests, max_new, dim, dtype, pool=pool)
+        yield _attention_case(arch, f"{name} chain", 1, 2048, dim, dtype, is_chain=True, pool=pool)
 
 
 def _attention_case(
@@ -94,13 +104,16 @@ def _attention_case(
     dim: int,
     dtype: torch.dtype,
     is_chain: bool = False,
+    pool: torch.dtype | None = None,
     **features: Any,
 ) -> Case:
     layout = _layout(requests, max_new, is_chain=is_chain)
     query = _empty(requests * max_new, 32, dim, dtype=dtype)
-    keys, values = (_empty(_SLOTS, 8, dim, dtype=dtype) for _ in range(2))
-    blocks = choose_blocks(layout, 32, 8, dim, dim, dtype.itemsize, DEVICES[arch])
+    keys, values = (_empty(_SLOTS, 8, dim, dtype=pool or dtype) for _ in range(2))
+    by_bits = pool is not None and arch < 89
+    blocks = choose_blocks(layout, 32, 8, dim, dim, dtype.itemsize, DEVICES[arch], by_bits=by_bits)
 
+    features["has_float8"] = arch >= 89
     call = partial(attend, query, keys, values, layout, scale=dim**-0.5, blocks=blocks, **features)
     return f"attend {name}, {requests} x {max_new}", call
 
@@ -111,6 +124,9 @@ def step_cases() -> Iterator[Case]:
     for dtype in (_HALF, _FULL):
         pool, new = _empty(_SLOTS, 8, 128, dtype=dtype), _empty(nodes, 8, 128, dtype=dtype)
         yield f"store {str(dtype)[6:]}", partial(store, pool, pool, _empty(nodes), new, new)
+        for kind in FLOAT8:
+            pool = _empty(_SLOTS, 8, 128, dtype=kind)
+            yield f"store {str(kind)[6:]} of {str(dtype)[6:]}", partial(store, pool, pool, _empty(nodes), new, new)
         for rows, vocab in ((1, 50257), (64, 128256)):
             of_rows = (_empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, dtype=_FULL))
             yield (

@@ -15,6 +15,7 @@ from specinfer.core.config import (
     AUTO,
     DRAFT_SAMPLINGS,
     DTYPES,
+    KV_CACHE_DTYPES,
     OFFLOADS,
     QUANTIZATIONS,
     EngineConfig,
@@ -122,6 +123,13 @@ class EngineArgs:
     )
     kv_cache_memory_bytes: int | str | None = setting(
         None, _MODEL, "Size of the KV caches of all models, such as 512M or 1G.", metavar="SIZE"
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        _MODEL,
+        "Data type of the keys and values in the KV caches of all models: {choices}; auto is that of the model, fp8 is "
+        "fp8_e4m3.",
+        choices=KV_CACHE_DTYPES,
     )
     gpu_memory_utilization: float | None = setting(
         None,

@@ -49,7 +49,7 @@ class PassWork:
         widths = (shape.key_dim + shape.value_dim for shape in loaded.layer_shapes)
         return cls(
             weight_bytes=read_bytes(loaded),
-            token_bytes=bytes_per_slot(loaded.layer_shapes, loaded.dtype),
+            token_bytes=bytes_per_slot(loaded.layer_shapes, loaded.dtype, kv_dtype=loaded.kv_dtype),
             row_flops=2.0 * (loaded.num_parameters - embedding),
             pair_flops=2.0 * config.num_attention_heads * sum(widths),
         )

@@ -85,6 +85,7 @@ GROW = Annotated[
 DRAFTERS = Annotated[list[str] | None, engine_flag("drafters")]
 DTYPE = Annotated[str, engine_flag("dtype")]
 QUANTIZATION = Annotated[str | None, engine_flag("quantization")]
+KV_CACHE_DTYPE = Annotated[str, engine_flag("kv_cache_dtype")]
 DRAFTER_QUANTIZATION = Annotated[str | None, engine_flag("drafter_quantization")]
 OFFLOAD = Annotated[str | None, engine_flag("offload")]
 MEMORY_BUDGET = Annotated[str | None, engine_flag("memory_budget")]

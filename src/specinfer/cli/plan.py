@@ -13,6 +13,7 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
+    KV_CACHE_DTYPE,
     MEMORY_BUDGET,
     OFFLOAD,
     OFFLOAD_FOLDER,
@@ -36,6 +37,7 @@ def plan(
     dtype: DTYPE = "auto",
     quantization: QUANTIZATION = None,
     drafter_quantization: DRAFTER_QUANTIZATION = None,
+    kv_cache_dtype: KV_CACHE_DTYPE = "auto",
     device: Annotated[
         str,
         flag(
@@ -86,6 +88,7 @@ def plan(
             dtype=dtype,
             quantization=quantization,
             drafter_quantization=drafter_quantization,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             grow=grow,
             context=context,

@@ -12,6 +12,7 @@ from specinfer.core.sizes import parse_size
 
 MAX_TREE_NODES = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 BEST_FIRST = "best-first"
 _MAX_NGRAM = 64  # each length takes memory for every token

@@ -17,6 +17,7 @@ from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, Hea
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.vocabulary.token_map import Known
+from specinfer.kernels.kv_types import KVScales
 from specinfer.model.batch import Piece, pack
 from specinfer.model.device import on_device
 from specinfer.model.heads.assistant import AssistantHead
@@ -32,6 +33,7 @@ class _ReadOnly:
 
     keys: list[Tensor]
     values: list[Tensor]
+    scales: Sequence[KVScales]
     states: RecurrentStates
     taps: dict[int, Tensor] = field(default_factory=dict)
 
@@ -47,7 +49,8 @@ class AssistantRunner(HeadRunner):
     def __init__(self, loaded: LoadedModel, target: TargetRunner) -> None:
         super().__init__(loaded, target, 0)
         assert isinstance(target, ModelRunner)
-        self._store = _ReadOnly(target.tensors.keys, target.tensors.values, target.tensors.states)
+        tensors = target.tensors
+        self._store = _ReadOnly(tensors.keys, tensors.values, tensors.scales, tensors.states)
 
     @torch.inference_mode()
     def score(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:

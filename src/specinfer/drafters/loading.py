@@ -67,7 +67,9 @@ def load_small(
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
         token_map = read_token_map(folder, vocab_size)
-        loaded = load_model(folder, target.dtype, target.device, quantization, token_map=token_map)
+        loaded = load_model(
+            folder, target.dtype, target.device, quantization, token_map=token_map, kv_dtype=target.kv_dtype
+        )
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
     vocabulary = find_vocabulary(

@@ -65,16 +65,15 @@ static INLINE void fetch_ahead(const Attention *layer, const Keys &keys, int64_t
                                const void *pool) {
     if (start + BLOCK > keys.in_prefix || (layer->dim != WIDE && layer->dim <= WIDE / 2)) return;
     constexpr int64_t BYTES = WIDE * 2;  // of a key; neighbouring lines come by themselves
-    const int64_t bytes = layer->dim * (layer->type == FP32 ? 4 : 2);
+    const int64_t bytes = layer->dim * (layer->type == FP32 ? 4 : layer->type == FP8 || layer->type == E5M2 ? 1 : 2);
     for (int64_t i = 0; i < BLOCK; i++) {
         const char *place = (const char *)pool + (keys.slots[keys.first + start + i] * layer->kv_heads + kv_head) * bytes;
         each<(BYTES + 63) / 64>([&](auto line) ALWAYS { __builtin_prefetch(place + line * 64, 0, 2); });
     }
 }
 
-template <int WIDE>
-static INLINE void widen(const uint16_t *place, int64_t dim, float *to, float from(uint16_t),
-                         Floats vector(const uint16_t *)) {
+template <int WIDE, class Number>
+static INLINE void widen(const Number *place, int64_t dim, float *to, float from(Number), Floats vector(const Number *)) {
     if (dim == WIDE) return each<WIDE / LANES>([&](auto i) ALWAYS { write(to + i * LANES, vector(place + i * LANES)); });
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) write(to + d, vector(place + d));
@@ -90,6 +89,10 @@ static INLINE void fetch(const void *pool, int type, int64_t place, int64_t dim,
         memcpy(to, (const float *)pool + place, 4 * dim);
     else if (type == BF16)
         widen<WIDE>((const uint16_t *)pool + place, dim, to, from_bf16, vectors_from_bf16);
+    else if (type == FP8)
+        widen<WIDE>((const uint8_t *)pool + place, dim, to, from_e4m3, vectors_from_e4m3);
+    else if (type == E5M2)
+        widen<WIDE>((const uint8_t *)pool + place, dim, to, from_e5m2, vectors_from_e5m2);
     else
         widen<WIDE>((const uint16_t *)pool + place, dim, to, from_fp16, vectors_from_fp16);
 }
@@ -163,6 +166,12 @@ __attribute__((noinline)) static void merge(float *__restrict sums, const float 
         for (int64_t d = 0; d < dim; d++) sums[d] += part[d] * scale;
         sums[dim + 1] += part[dim + 1] * scale;
     }
+}
+
+// A row's result from its sums.
+static INLINE void finish(const Attention *layer, const float *row, float *result) {
+    const int64_t dim = layer->dim;
+    for (int64_t d = 0; d < dim; d++) result[d] = row[d] / row[dim + 1] * layer->value_scale;
 }
 
 // How a piece's work is divided.
@@ -242,9 +251,7 @@ static void attend_item(const Attention *layer, const Pieces *pieces, const Divi
             memcpy(place, sums + r * size, 4 * size);
             continue;
         }
-        float *place = result + ((pieces->first_row[item.piece] + token) * layer->heads + head) * dim;
-        const float *row = sums + r * size;
-        for (int64_t d = 0; d < dim; d++) place[d] = row[d] / row[dim + 1];
+        finish(layer, sums + r * size, result + ((pieces->first_row[item.piece] + token) * layer->heads + head) * dim);
     }
 }
 
@@ -303,7 +310,7 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
         in_parallel(rows, shares(rows, threads), threads, [&](int64_t r) {
             float *sums = partials + r * parts * size;
             for (int64_t p = 1; p < parts; p++) merge(sums, sums + p * size, layer->dim);
-            for (int64_t d = 0; d < layer->dim; d++) to[r * layer->dim + d] = sums[d] / sums[layer->dim + 1];
+            finish(layer, sums, to + r * layer->dim);
         });
     }
 }

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.library import call, library
-from specinfer.kernels.panels import TYPES
+from specinfer.kernels.kv_types import NO_SCALES, KVScales
+from specinfer.kernels.panels import FP8, TYPES
 from specinfer.kernels.recurrence import NativeScan
 
 MAX_DIM = 256  # of a head
+_TYPES = TYPES | {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8 + 1}
 _Integers = npt.NDArray[np.int64]
 
 
@@ -34,6 +36,7 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotated", "window")),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("key_inverse", "value_inverse", "value_scale")),
         *((name, ctypes.c_int32) for name in ("type", "is_gated")),
     )
 
@@ -85,11 +88,12 @@ class AttentionCall:
     """One layer's attention on one cache, ready to be called. Copies of a model share this object.
 
     Args:
-        keys, values: [slots, kv_heads, dim] of float32, bfloat16 or float16.
+        keys, values: [slots, kv_heads, dim] of float32, bfloat16, float16, or e4m3 or e5m2.
         window: A token sees keys less than this many positions back.
         query_norm, key_norm: [dim] float32 weights of norms before rotation.
         rotated: Number of a head's values, from the first, that are rotated.
         is_gated: Whether each head's queries come with gates of its results, for `LayerCall`.
+        kv_scales: What keys and values of 8 bits are stored as multiples of.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class AttentionCall:
         eps: float = 0.0,
         rotated: int = 0,
         is_gated: bool = False,
+        kv_scales: KVScales = NO_SCALES,
     ) -> None:
         _, kv_heads, dim = keys.shape
         assert keys.shape == values.shape
@@ -114,7 +119,9 @@ class AttentionCall:
         self._alive = (keys, values, query_norm, key_norm)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._alive)
         sizes = (num_heads, kv_heads, dim, rotated, window or 0)
-        self._structure = _Attention(*addresses, *sizes, scale, eps, TYPES[keys.dtype], is_gated)
+        scales = (*kv_scales.inverses, kv_scales.value)
+        scale *= kv_scales.key
+        self._structure = _Attention(*addresses, *sizes, scale, eps, *scales, _TYPES[keys.dtype], is_gated)
         self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
 
@@ -149,4 +156,4 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def attends(keys: Tensor, values: Tensor) -> bool:
     """Return whether native attention supports this cache."""
     alike = keys.dtype == values.dtype and keys.shape == values.shape
-    return library() is not None and alike and keys.dtype in TYPES and keys.shape[2] <= MAX_DIM
+    return library() is not None and alike and keys.dtype in _TYPES and keys.shape[2] <= MAX_DIM

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels import float8
+from specinfer.kernels.kv_types import NO_SCALES, KVScales, to_stored
 from specinfer.kernels.quantization import dequantize
 from specinfer.kernels.quantized_weight import QuantizedWeight
 
@@ -52,6 +53,7 @@ def rotate_and_store(
     values: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    scales: KVScales = NO_SCALES,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return [tokens, heads, dim] rotated queries, and store rotated keys and values in their slots.
@@ -64,6 +66,7 @@ def rotate_and_store(
         keys: [slots, kv_heads, dim], written to.
         values: [slots, kv_heads, dim], written to.
         norms: [dim] each, weights of the RMS norms of each head of queries and keys before rotation, or None.
+        scales: What keys and values are stored as multiples of, in 8 bits.
     """
     kv_heads, dim = keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -72,8 +75,8 @@ def rotate_and_store(
         query, key = (add_norm(one, None, weight, eps) for one, weight in zip((query, key), norms, strict=True))
     turns = rotations[positions].unsqueeze(1)
     rotated = _rotated(query, turns) if out is None else out.copy_(_rotated(query, turns))
-    _store(keys, slots, _rotated(key, turns))
-    _store(values, slots, value)
+    for pool, rows, inverse in zip((keys, values), (_rotated(key, turns), value), scales.inverses, strict=True):
+        _store(pool, slots, to_stored(rows, pool.dtype, inverse))
     return rotated
 
 
@@ -92,7 +95,7 @@ def _store(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     kept = slots[chosen]
     # If no row has a slot, the first is still below 0, and the old contents are written again.
     place = kept.clamp(min=0).long()
-    pool[place] = torch.where((kept >= 0).view(-1, 1, 1), rows[chosen].to(pool.dtype), pool[place])
+    pool[place] = torch.where((kept >= 0).view(-1, 1, 1), rows[chosen], pool[place])
 
 
 def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
+from specinfer.kernels.kv_types import NO_SCALES, KVScales, to_stored
 from specinfer.kernels.tree_layout import TreeLayout, unpack_bits
 
 NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token has a nonzero probability
@@ -24,6 +25,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
+    value_scale: float = 1.0,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
@@ -33,10 +35,12 @@ def attend(
         query: [tokens, heads, dim].
         keys: [slots, kv_heads, dim].
         values: [slots, kv_heads, value_dim].
+        scale: What scores are multiplied by, that of stored keys included.
         window: A token sees keys less than this many positions back.
         softcap: Scores become softcap * tanh(scores / softcap).
         sinks: [heads] logits that take part in the softmax and have no value.
         key_bias: [heads, positions] float32, added to the scores by key position (ALiBi).
+        value_scale: What results are multiplied by, for values that are stored as multiples of it.
         out: [tokens, heads, value_dim] to write to.
         scratch: As in the Triton kernel; not used here.
 
@@ -70,7 +74,7 @@ def attend(
         weights = scores.softmax(dim=-1)
     found = (weights.flatten(2, 3) @ v).unflatten(2, (-1, layout.max_new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     is_new = row < layout.max_new
-    result = found[request, row.clamp(max=layout.max_new - 1)].to(query.dtype)
+    result = (found[request, row.clamp(max=layout.max_new - 1)] * value_scale).to(query.dtype)
     result = result.masked_fill(~(is_new & (torch.arange(len(row), device=device) < starts[-1]))[:, None, None], 0)
     assert result.shape == (layout.num_tokens, heads, values.shape[2])
     return result if out is None else out.copy_(result)
@@ -109,21 +113,24 @@ def _requests_of_rows(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return request, rows - starts[request]
 
 
-def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+def store(
+    keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor, scales: KVScales = NO_SCALES
+) -> None:
     """Write the new tokens' keys and values to their slots.
 
     Args:
         keys, values: [slots, kv_heads, dim], written to.
         slots: [tokens]; rows with a slot below 0 are skipped.
         key, value: [tokens, kv_heads, dim].
+        scales: What they are stored as multiples of, in 8 bits.
     """
     # A skipped row repeats the write of the first row with a slot. If there is none, it rewrites the old contents.
     kept = slots >= 0
     first = kept.to(torch.int8).argmax()
     row = torch.where(kept, torch.arange(len(slots), device=slots.device), first)
     places = slots.long()[row].clamp(min=0)
-    for pool, new in ((keys, key), (values, value)):
-        pool[places] = torch.where(kept.any(), new[row].to(pool.dtype), pool[places])
+    for pool, new, inverse in zip((keys, values), (key, value), scales.inverses, strict=True):
+        pool[places] = torch.where(kept.any(), to_stored(new[row], pool.dtype, inverse), pool[places])
 
 
 def choose(

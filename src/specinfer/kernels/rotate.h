@@ -1,8 +1,13 @@
 // What precedes attention: norms and rotation of queries and keys, and keys and values on their way to the cache.
 
-static INLINE void store(void *pool, int type, int64_t place, float value) {
+// `inverse`: of the scale, for types of 8 bits.
+static INLINE void store(void *pool, int type, int64_t place, float value, float inverse) {
     if (type == FP32)
         ((float *)pool)[place] = value;
+    else if (type == FP8)
+        ((uint8_t *)pool)[place] = to_float8<FP8>(value * inverse);
+    else if (type == E5M2)
+        ((uint8_t *)pool)[place] = to_float8<E5M2>(value * inverse);
     else
         ((uint16_t *)pool)[place] = type == BF16 ? to_bf16(value) : to_fp16(value);
 }
@@ -22,8 +27,8 @@ static void rotate_token(const Attention *layer, int64_t slot, const float *cosi
     const float *key = qkv + layer->heads * dim, *value = key + layer->kv_heads * dim;
     const int64_t size = layer->kv_heads * dim;
     for (int64_t i = 0; i < size; i++) {
-        store(layer->keys, layer->type, slot * size + i, key[i]);
-        store(layer->values, layer->type, slot * size + i, value[i]);
+        store(layer->keys, layer->type, slot * size + i, key[i], layer->key_inverse);
+        store(layer->values, layer->type, slot * size + i, value[i], layer->value_inverse);
     }
 }
 

@@ -18,9 +18,9 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 23;
+static const int LAYOUT = 24;
 
-enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 };  // as in panels.py
+enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
 enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS, FP32_SCALES };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -59,7 +59,9 @@ struct Attention {  // as in attention.py
     int64_t heads, kv_heads, dim;
     int64_t rotated;  // of dim, the first so many are
     int64_t window;   // a key so many positions back is no longer seen; 0: all are
-    float scale, eps;
+    float scale, eps;                 // scale: that of stored keys included
+    float key_inverse, value_inverse;  // what is stored are keys and values times these, in 8 bits
+    float value_scale;
     int32_t type;
     int32_t is_gated;  // each head's queries come with as many gates after them, which open its results
 };
@@ -264,6 +266,25 @@ static INLINE float from_fp16(uint16_t bits) {
 // e4m3, whose bits a float has in its middle; NaN is as 480.
 static INLINE float from_fp8(uint8_t bits) {
     return as_float((uint32_t)(bits & 0x80u) << 24 | (uint32_t)(bits & 0x7fu) << 20) * 0x1p120f;
+}
+
+static INLINE float from_e4m3(uint8_t bits) { return (bits & 0x7fu) == 0x7fu ? NAN : from_fp8(bits); }
+
+static INLINE float from_e5m2(uint8_t bits) { return from_fp16((uint16_t)(bits << 8)); }
+
+// To nearest even; what is too large becomes the largest number, as in kv_types.py.
+template <int TYPE>
+static INLINE uint8_t to_float8(float value) {
+    constexpr bool is_e4m3 = TYPE == FP8;
+    constexpr int shift = is_e4m3 ? 20 : 21;
+    constexpr uint32_t bias = is_e4m3 ? 0x3c000000u : 0x38000000u, largest = is_e4m3 ? 0x43e00000u : 0x47600000u;
+    constexpr float places = is_e4m3 ? 0x1p14f : 0x1p7f;  // whose last place is that of subnormal numbers
+    const uint32_t word = read<uint32_t>(&value), sign = word >> 24 & 0x80u, rest = word & 0x7fffffffu;
+    if (rest > 0x7f800000u) return (uint8_t)(sign | 0x7fu);
+    if (rest > largest) return (uint8_t)(sign | (largest - bias) >> shift);
+    if (rest < bias + 0x800000u)
+        return (uint8_t)(sign | (read<uint32_t>(&(const float &)(as_float(rest) + places)) - read<uint32_t>(&places)));
+    return (uint8_t)(sign | (rest + (1u << (shift - 1)) - 1u + (rest >> shift & 1u) - bias) >> shift);
 }
 
 static INLINE uint16_t to_fp16(float value) {

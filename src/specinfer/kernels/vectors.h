@@ -130,10 +130,14 @@ static INLINE Part register_widened(const Small *from) {
 #endif
 }
 
-static INLINE Register register_from_fp16(const uint16_t *place) {
-    const RegisterWords bits = register_widened<RegisterWords>(place), rest = bits & 0x7fffu;
+static INLINE Register register_from_fp16(RegisterWords bits) {
+    const RegisterWords rest = bits & 0x7fffu;
     const RegisterWords finite = (RegisterWords)((Register)(rest << 13) * 0x1p112f), other = rest << 13 | 0x7f800000u;
     return (Register)(select(rest >= 0x7c00u, other, finite) | (bits & 0x8000u) << 16);
+}
+
+static INLINE Register register_from_fp16(const uint16_t *place) {
+    return register_from_fp16(register_widened<RegisterWords>(place));
 }
 
 // The same of 16 numbers. body(first of a register's).
@@ -159,6 +163,19 @@ static INLINE Floats vectors_from_bf16(const uint16_t *place) {
 
 static INLINE Floats vectors_from_fp16(const uint16_t *place) {
     return by_registers<Floats>([&](auto i) ALWAYS { return register_from_fp16(place + i); });
+}
+
+static INLINE Floats vectors_from_e4m3(const uint8_t *place) {
+    return by_registers<Floats>([&](auto i) ALWAYS {
+        const RegisterWords bits = register_widened<RegisterWords>(place + i), rest = bits & 0x7fu;
+        const RegisterWords finite = (RegisterWords)((Register)(rest << 20) * 0x1p120f), nan = RegisterWords{} + 0x7fc00000u;
+        return (Register)(select(rest == 0x7fu, nan, finite) | (bits & 0x80u) << 24);
+    });
+}
+
+static INLINE Floats vectors_from_e5m2(const uint8_t *place) {
+    return by_registers<Floats>(
+        [&](auto i) ALWAYS { return register_from_fp16(register_widened<RegisterWords>(place + i) << 8); });
 }
 
 // Numbers from -128 to 127 as bytes.

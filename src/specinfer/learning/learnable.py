@@ -94,7 +94,10 @@ class LearnableModel:
 
     def load(self, folder: Path) -> LoadedModel:
         was = self._was
-        loaded = load_model(folder, was.dtype, was.device, was.quantization, native=was.native, token_map=was.token_map)
+        loaded = load_model(
+            folder, was.dtype, was.device, was.quantization,
+            native=was.native, token_map=was.token_map, kv_dtype=was.kv_dtype,
+        )  # fmt: skip
         return _checked(loaded, was)
 
     def can_learn(self, example: TrainingExample) -> bool:

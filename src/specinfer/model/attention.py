@@ -35,6 +35,7 @@ class AttentionFeatures(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]
     key_bias: Tensor | None = None  # [heads, positions]
+    value_scale: float = 1.0  # of stored values
 
     @property
     def is_plain(self) -> bool:
@@ -82,13 +83,14 @@ def tree_attention(
     assert dropout == 0.0
     layer = module.layer_idx
     assert isinstance(layer, int)
-    forward_batch.windows.add(sliding_window)
+    forward_batch.windows[layer] = sliding_window
     store, layout = forward_batch.store, forward_batch.layout
     new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if layout is None:
         store.store(layer, forward_batch.slots, new_key, new_value)
     else:  # padding has no slot
-        tree_ops.store(store.keys[layer], store.values[layer], forward_batch.slots, new_key, new_value)
+        pools = store.keys[layer], store.values[layer]
+        tree_ops.store(*pools, forward_batch.slots, new_key, new_value, store.scales[layer])
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     features = AttentionFeatures(scale, sliding_window, softcap, s_aux, key_bias)
     return attend_stored(forward_batch, layer, query[0].transpose(0, 1), features).unsqueeze(0), None
@@ -103,12 +105,15 @@ def attend_stored(batch: ForwardBatch, layer: int, query: Tensor, features: Atte
     Returns:
         [tokens, heads, value_dim].
     """
-    keys, values = batch.store.keys[layer], batch.store.values[layer]
+    keys, values, scales = batch.store.keys[layer], batch.store.values[layer], batch.store.scales[layer]
+    if features.is_plain and batch.native is not None and attends(keys, values):
+        call = AttentionCall(
+            keys, values, query.shape[1], features.scale, window=features.window, kv_scales=scales
+        )
+        return call.attend(batch.native, query.flatten(1).float()).to(query.dtype).view(query.shape)
+    features = features._replace(scale=features.scale * scales.key, value_scale=scales.value)
     if batch.layout is not None:
         return tree_ops.attend(query, keys, values, batch.layout, **features._asdict())
-    if features.is_plain and batch.native is not None and attends(keys, values):
-        call = AttentionCall(keys, values, query.shape[1], features.scale, window=features.window)
-        return call.attend(batch.native, query.flatten(1).float()).to(query.dtype).view(query.shape)
     dtype = torch.float64 if batch.in_double else query.dtype
     result = None
     for group in batch.groups:
@@ -153,6 +158,7 @@ def _attend(
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=features.scale)
     else:
         out = _attend_explicitly(q, k, v, bias, group, features)
+    out = out if features.value_scale == 1 else out * features.value_scale
     by_token: Tensor = out.to(packed.dtype).unflatten(2, (repeats, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return by_token
 

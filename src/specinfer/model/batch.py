@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
+from specinfer.kernels.kv_types import KVScales
 from specinfer.kernels.sight import sight
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
@@ -33,11 +34,13 @@ class KVStore(Protocol):
     """The part of a cache that a pass needs: tensors to read, and a method that writes.
 
     Attributes:
+        scales: Of each layer.
         taps: [slots + 1, width] hidden states of every token after some of the layers, by the number of layers before.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
+    scales: Sequence[KVScales]
     taps: dict[int, Tensor]
     states: RecurrentStates
 
@@ -123,7 +126,7 @@ class ForwardBatch:
     allows_native: bool = True
     in_double: bool = False  # compute PyTorch's attention in float64
     layout: TreeLayout | None = None  # for passes of fixed shapes; padding tokens have slot -1
-    windows: set[int | None] = field(default_factory=set)  # windows that layers passed; None is full attention
+    windows: dict[int, int | None] = field(default_factory=dict)  # by layer with attention; None is full attention
     hidden: Tensor | None = None  # [1, tokens, width] input of the first layer here, unless it is the model's first
     features: Tensor | None = None  # [tokens, width] see `Piece`
     _paths: dict[int, Tensor] = field(default_factory=dict)

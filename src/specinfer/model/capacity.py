@@ -111,7 +111,7 @@ def cache_bytes(
 
 def bytes_per_token(models: Iterable[LoadedModel]) -> int:
     """Return the bytes that a token takes in the caches of all the models."""
-    return sum(bytes_per_slot(model.layer_shapes, model.dtype, model.taps) for model in models)
+    return sum(bytes_per_slot(model.layer_shapes, model.dtype, model.taps, model.kv_dtype) for model in models)
 
 
 def _memory(device: torch.device, utilization: float | None) -> int:

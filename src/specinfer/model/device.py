@@ -16,6 +16,14 @@ DTYPES: dict[str, str | torch.dtype] = {
     "half": torch.float16,
     "float": torch.float32,
 }
+KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,  # that of the model
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 def find_device(name: str) -> torch.device:

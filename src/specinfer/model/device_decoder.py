@@ -85,10 +85,11 @@ class _Layer(nn.Module):
             hidden: [tokens, width] residual stream, updated in place.
             added: [tokens, width] result of the previous layer, not yet added to `hidden`.
         """
-        keys, values = batch.store.keys[self.index], batch.store.values[self.index]
+        store = batch.store
+        keys, values, scales = store.keys[self.index], store.values[self.index], store.scales[self.index]
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
         qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps))
-        query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps)
+        query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps, scales)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
         attended = self.output(seen.flatten(1))
         result: Tensor = self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))))

@@ -136,6 +136,7 @@ class Layer:
             eps=self.eps,
             rotated=table[0].shape[1],
             is_gated=self.is_gated,
+            kv_scales=store.scales[index],
         )
 
 

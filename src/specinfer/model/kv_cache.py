@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.kernels.kv_types import FLOAT8, NO_SCALES, KVScales, to_stored
 from specinfer.model.prefix_cache import PrefixCache, PrefixNode
 from specinfer.model.recurrent.states import RecurrentStates
 
@@ -204,15 +205,26 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of what one layer stores for one token, as observed in the model's attention calls."""
+    """Sizes of what one layer stores for one token, as observed in the model's attention calls.
+
+    Attributes:
+        attends: Whether it stores keys and values, not the inputs of a convolution or a recurrence.
+        scales: Scales of the checkpoint for keys and values of 8 bits.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    attends: bool = True
+    scales: KVScales = NO_SCALES
 
     @property
     def num_values(self) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def stored_type(self, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> torch.dtype:
+        """Return the type that it stores numbers of type `dtype` in, if the cache's own is `kv_dtype`."""
+        return kv_dtype if kv_dtype is not None and self.attends else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +253,7 @@ class KVTensors:
     Args:
         taps: The layers after which hidden states are stored, or None for none.
         states: States of recurrent layers, or None to keep none.
+        kv_dtype: Type of keys and values, or None for `dtype`.
     """
 
     def __init__(
@@ -251,14 +264,17 @@ class KVTensors:
         device: torch.device,
         taps: TapShape | None = None,
         states: RecurrentStates | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         def pool(shape: LayerShape, dim: int) -> Tensor:
             # Not zeros: memory pages that are never written take no memory, and a slot is written before it is read.
-            return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=dtype, device=device)
+            kind = shape.stored_type(dtype, kv_dtype)
+            return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=kind, device=device)
 
         self.num_slots, self._device = num_slots, device
         self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
         self.values = [pool(shape, shape.value_dim) for shape in shapes]
+        self.scales = [shape.scales if kv_dtype in FLOAT8 and shape.attends else NO_SCALES for shape in shapes]
         self.states = RecurrentStates({}, 0, num_slots, device) if states is None else states
         # Padding has slot -1, and writes to the last row.
         size = () if taps is None else (num_slots + 1, taps.width)
@@ -267,8 +283,9 @@ class KVTensors:
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value, each [tokens, kv_heads, dim], to `slots` [tokens]."""
-        self.keys[layer][slots] = key.to(self.keys[layer].dtype)
-        self.values[layer][slots] = value.to(self.values[layer].dtype)
+        pools = self.keys[layer], self.values[layer]
+        for pool, new, inverse in zip(pools, (key, value), self.scales[layer].inverses, strict=True):
+            pool[slots] = to_stored(new, pool.dtype, inverse)
 
     def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
         """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
@@ -284,6 +301,12 @@ class KVTensors:
         return sum(pool.numel() * pool.element_size() for pool in (*self.keys, *self.values, *self.taps.values()))
 
 
-def bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype, taps: TapShape | None = None) -> int:
+def bytes_per_slot(
+    shapes: Sequence[LayerShape],
+    dtype: torch.dtype,
+    taps: TapShape | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> int:
     """Return the bytes that one token's keys and values take in all layers, and its stored hidden states."""
-    return (sum(shape.num_values for shape in shapes) + (taps.num_values if taps else 0)) * dtype.itemsize
+    of_layers = sum(shape.num_values * shape.stored_type(dtype, kv_dtype).itemsize for shape in shapes)
+    return of_layers + (taps.num_values if taps else 0) * dtype.itemsize

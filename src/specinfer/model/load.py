@@ -31,6 +31,7 @@ from specinfer.model.kv_cache import LayerShape, TapShape
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
+from specinfer.model.offload.kv_scales import with_scales
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
 from specinfer.model.recurrent.layers import check_stages
@@ -51,7 +52,7 @@ class LoadedModel:
     Attributes:
         num_parameters: Number of parameters of the checkpoint, before quantization and splitting.
         num_bytes: Bytes that the weights take in memory.
-        dtype: Type of keys, values and activations, and of the weights that are not quantized.
+        dtype: Type of activations, and of the weights that are not quantized.
         quantization: One of `config.QUANTIZATIONS`, or None.
         stored_types: The types of weights that are computed with as a file stores them, such as "Q4_K, Q6_K" or
             "int4", or None.
@@ -62,6 +63,7 @@ class LoadedModel:
         cuts: The slices of linear layers in the decoder layers that this rank computes, by name.
         token_map: [map] the only tokens whose logits are computed, or None for the whole vocabulary.
         taps: The hidden states that its cache stores for drafters that read them, or None.
+        kv_dtype: Type of the keys and values in its cache, or None for `dtype`.
     """
 
     model: nn.Module
@@ -85,6 +87,7 @@ class LoadedModel:
     cuts: Mapping[str, LinearCut] = field(default_factory=dict)
     token_map: Tensor | None = None
     taps: TapShape | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def num_logits(self) -> int:
@@ -150,6 +153,7 @@ def load_model(
     progress: ProgressCallback | None = None,
     shard: ShardSpec | None = None,
     token_map: Tensor | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Load weights into transformers' definition, and check that it runs with tree attention.
 
@@ -165,6 +169,7 @@ def load_model(
         shard: The shard that this rank reads and computes, or None for the whole model. It does not wait for other
             ranks.
         token_map: [map] the only tokens whose rows of the output head are kept, or None for all. For drafters only.
+        kv_dtype: Type of the keys and values in its cache, or None for that of the model.
 
     Raises:
         ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite or already
@@ -177,7 +182,7 @@ def load_model(
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
     check_stages(config, shard.num_stages)
-    job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map)
+    job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map, kv_dtype)
     if offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""
@@ -227,7 +232,7 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
         vocab_size=job.config.get_text_config().vocab_size,
         max_position=max_position_of(job.config),
         eos_token_ids=definition.eos_token_ids,
-        layer_shapes=built.probe.layer_shapes,
+        layer_shapes=with_scales(built.probe.layer_shapes, job.folder, job.layers),
         num_parameters=definition.num_parameters,
         native=job.native,
         num_bytes=num_bytes_of(model),
@@ -242,6 +247,7 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
         layers=job.layers,
         cuts=definition.split.cuts,
         token_map=None if job.token_map is None else job.token_map.to(job.device),
+        kv_dtype=job.kv_dtype,
     )
 
 

@@ -31,6 +31,7 @@ class LoadConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     shard: ShardSpec = field(default_factory=ShardSpec)
     token_map: Tensor | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def num_layers(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError, first_line
+from specinfer.kernels.kv_types import NO_SCALES
 from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
 from specinfer.model.definition import max_position_of
@@ -56,6 +57,7 @@ class _ProbeStore:
     def __init__(self, num_layers: int) -> None:
         self.keys: list[Tensor] = [torch.empty(0, 0, 0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0, 0, 0)] * num_layers
+        self.scales = [NO_SCALES] * num_layers
         self.taps: dict[int, Tensor] = {}
         self.states = RecurrentStates({}, 0, 0, torch.device("cpu"))
         self.num_calls = [0] * num_layers
@@ -107,7 +109,7 @@ def probe(
             f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
             "do not call the attention interface of transformers once a pass"
         )
-    if _has_window(config, layers) and batch.windows == {None}:
+    if _has_window(config, layers) and set(batch.windows.values()) == {None}:
         raise ModelError(
             f"model: family {family!r} is not supported with a sliding window: it does not hand the window to attention"
         )
@@ -116,7 +118,9 @@ def probe(
             f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
         )
     stored = zip(store.keys, store.values, strict=True)
-    shapes = tuple(LayerShape(k.shape[1], k.shape[2], v.shape[2]) for k, v in stored)
+    shapes = tuple(
+        LayerShape(k.shape[1], k.shape[2], v.shape[2], attends=i in batch.windows) for i, (k, v) in enumerate(stored)
+    )
     return Probe(shapes, logits, reference)
 
 

@@ -104,7 +104,9 @@ class ModelRunner:
         self.cache = KVCache(num_slots, keeps_prefixes=keeps_prefixes)
         num_states = ROWS_PER_REQUEST * max_requests if num_states is None else num_states
         states = kept_states(loaded.model, num_states, num_slots, loaded.device)
-        self.tensors = KVTensors(loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps, states)
+        self.tensors = KVTensors(
+            loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps, states, loaded.kv_dtype
+        )
         self.graphs, self.num_replaced = graphs, 0
         self._max_requests = max_requests
         self._why_unpadded: str | None = None
@@ -117,7 +119,8 @@ class ModelRunner:
     def replace(self, loaded: LoadedModel) -> None:
         """Run other weights of the same model from now on, and empty the cache, computed with the old weights."""
         assert (loaded.layer_shapes, loaded.num_logits) == (self.loaded.layer_shapes, self.loaded.num_logits)
-        assert (loaded.dtype, loaded.device) == (self.loaded.dtype, self.loaded.device)
+        assert (loaded.dtype, loaded.kv_dtype) == (self.loaded.dtype, self.loaded.kv_dtype)
+        assert loaded.device == self.loaded.device
         self.loaded = loaded
         self.cache = KVCache(self.cache.num_slots, keeps_prefixes=self.cache.keeps_prefixes)
         self.tensors.states.clear()

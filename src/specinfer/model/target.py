@@ -13,7 +13,7 @@ import torch
 from specinfer.core.config import EngineConfig, OffloadConfig, check_quantization
 from specinfer.core.parallel_config import Place
 from specinfer.core.progress import ProgressCallback
-from specinfer.model.device import DTYPES, find_device
+from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, find_device
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
@@ -30,6 +30,7 @@ class TargetConfig:
         device: Name as on the command line.
         limits: Limits of the cache, for each rank.
         copies: The target's own copies that draft, by names of `SELF_DRAFTERS`.
+        kv_cache_dtype: Type of keys and values, one of `config.KV_CACHE_DTYPES`.
 
     Raises:
         ValueError: A field has an invalid value.
@@ -42,6 +43,7 @@ class TargetConfig:
     offload: OffloadConfig
     limits: EngineConfig
     copies: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -66,6 +68,7 @@ class TargetConfig:
             "dtype": self.dtype,
             "device": torch.device(find_device(self.device)).type,
             "quantization": str(self.quantization),
+            "kv_cache_dtype": self.kv_cache_dtype,
             "offload": str(self.offload.offload),
             "drafters": ", ".join(self.copies),
             "version of specinfer": _version(),
@@ -112,7 +115,7 @@ def load_shard(
         offload = dataclasses.replace(offload, memory_budget=usual_budget(device, place.local_size))
     return load_model(
         Path(settings.folder), DTYPES[settings.dtype], device, settings.quantization,
-        offload=offload, progress=progress, shard=shard,
+        offload=offload, progress=progress, shard=shard, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
     )  # fmt: skip
 
 

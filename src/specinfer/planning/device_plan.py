@@ -14,7 +14,7 @@ from specinfer.core.lookups import reserved_names
 from specinfer.model.definition import load_config
 from specinfer.model.heads.load import find_format
 from specinfer.planning.cluster import TargetShape
-from specinfer.planning.device_costs import StepCosts, designs, weights_of
+from specinfer.planning.device_costs import StepCosts, StepDesign, designs, weights_of
 from specinfer.planning.options import ACCELERATORS, PlanConfig
 from specinfer.planning.plan import choose, find_acceptance
 from specinfer.planning.plan_report import Choice
@@ -90,17 +90,18 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
     """
     check_files(config.json, config.plot)
     models = find_models(config.model, config.drafters)
-    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config, models), config.context)
+    present = StepDesign(kv_bytes=1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0)
+    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config, models), config.context, present)
     acceptance = find_acceptance(replace(config, device="auto", grow=None), models, console)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
         name: np.array(
             [choose(replace(costs, design=one).of_batch(n), acceptance, n).tokens_per_second for n in _COMPARED]
         )
-        for name, one in designs()
+        for name, one in designs(present)
     }
-    present = next(iter(rates.values()))
-    changes = {name: tuple((found / present).tolist()) for name, found in rates.items()}
+    built = next(iter(rates.values()))
+    changes = {name: tuple((found / built).tolist()) for name, found in rates.items()}
     by_rank = tuple(acceptance.by_rank().tolist())
     report = DevicePlan(choices, changes, by_rank, costs.target, costs.drafter, options_of(config))
     write_files(report, config.json, config.plot, plot_device_plan)

@@ -63,6 +63,7 @@ def command_of(config: PlanConfig, choice: OffloadChoice) -> str:
         "dtype": None if config.dtype == "auto" else config.dtype,
         "quantization": config.quantization,
         "drafter-quantization": config.drafter_quantization,
+        "kv-cache-dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "device": None if config.device == "auto" else config.device,
         "offload": config.offload,
         "memory-budget": config.memory_budget,

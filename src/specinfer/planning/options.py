@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.bench.options import AnyPrompt, bench_params, check_models, check_seed, check_whole
-from specinfer.core.config import OffloadConfig, check_device
+from specinfer.core.config import KV_CACHE_DTYPES, OffloadConfig, check_device
 from specinfer.core.sampling import SamplingParams
 
 MAX_RANKS = 8
@@ -54,6 +54,7 @@ class PlanConfig:
         context: With such a GPU, number of tokens in the KV cache of each request.
         quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
         drafter_quantization: The same for draft models.
+        kv_cache_dtype: Type of keys and values, one of `KV_CACHE_DTYPES`.
         offload: "disk" or "cpu", from which the target's layers are streamed, or None for no offloading.
         memory_budget: With `offload`, memory that the process may use, in bytes or as "2GiB", or None for most of the
             available memory.
@@ -78,6 +79,7 @@ class PlanConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     grow: str | None = None
     context: int = 1024
@@ -96,6 +98,10 @@ class PlanConfig:
         for size in self.batch_sizes or (0,):
             check_whole("batch_sizes", size, 1, 4096)
         check_models(self.dtype, self.quantization, self.drafter_quantization)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
+            )
         check_whole("context", self.context, 1, 2**20)
         if self.device not in ACCELERATORS:
             check_device(self.device)

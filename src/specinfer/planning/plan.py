@@ -129,6 +129,7 @@ def _survey(config: PlanConfig, models: Models, console: Console | None) -> Iter
             dtype=config.dtype,
             quantization=config.quantization,
             drafter_quantization=config.drafter_quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
             device=config.device,
             offload=config.offload,
             memory_budget=config.memory_budget,

@@ -114,7 +114,10 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
         return None
     loaded = runner.loaded
     shape = [loaded.num_parameters, len(loaded.layer_shapes), loaded.num_logits]
-    return [type(loaded.model).__name__, *shape, loaded.quantization or loaded.stored_types]
+    types = [loaded.quantization or loaded.stored_types]
+    if loaded.kv_dtype is not None:
+        types.append(str(loaded.kv_dtype))
+    return [type(loaded.model).__name__, *shape, *types]
 
 
 def _read(path: Path, situation: dict[str, Any]) -> CostModel | None:

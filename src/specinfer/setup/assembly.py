@@ -25,7 +25,7 @@ from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_bytes, num_states, plan_capacity
 from specinfer.model.definition import load_config, load_tokenizer
-from specinfer.model.device import DTYPES, find_device
+from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.heads.assistant import AssistantHead
@@ -126,6 +126,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config,
         tuple(name for name in names if name in SELF_DRAFTERS),
+        args.kv_cache_dtype,
     )  # fmt: skip
     models = find_drafters(names, folder) if finds_drafters else {}
     small = {name: path for name, path in models.items() if not reads_target(name, path)}  # heads stay with the engine
@@ -158,7 +159,10 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         ranks = None if parallel.world_size == 1 else start_ranks(parallel, settings, placement)
         if ranks is None:
             dtype, rounded = DTYPES[settings.dtype], settings.quantization
-            target = load_model(folder, dtype, place, rounded, offload=settings.offload, progress=progress)
+            kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
+            target = load_model(
+                folder, dtype, place, rounded, offload=settings.offload, progress=progress, kv_dtype=kv_dtype
+            )
         else:
             undo.callback(ranks.close)
             target = load_first_shard(ranks, settings, progress)

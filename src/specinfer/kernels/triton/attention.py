@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.kernels.triton.blocks import MAX_SPLITS, Blocks, choose_blocks, device_of, padded
+from specinfer.kernels.triton.float8 import AS_STORED, as_stored, has_float8_instructions, kind_of, widened
 
 # With this many, Triton loads slots two iterations ahead of the product, keys and values one.
 _STAGES = 5
@@ -25,13 +26,15 @@ def _fold(
     q, slots, valid, seen, bias, scale, m, total, acc,
     keys, values, stride_key, stride_value, key_dims, value_dims,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Fold one block of keys and values into the running softmax; scores are in powers of 2."""
     at = slots.to(tl.int64)[:, None]
-    k = tl.load(keys + at * stride_key + key_dims[None, :], valid[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
+    k = tl.load(keys + at * stride_key + key_dims[None, :], valid[:, None] & (key_dims < KEY_DIM)[None, :], other=0)
     v = tl.load(
-        values + at * stride_value + value_dims[None, :], valid[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0
+        values + at * stride_value + value_dims[None, :], valid[:, None] & (value_dims < VALUE_DIM)[None, :], other=0
     )
+    k, v = widened(k, q.dtype, KIND, NATIVE), widened(v, q.dtype, KIND, NATIVE)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
         scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)
@@ -48,13 +51,13 @@ def _fold(
 def attend_program(
     query, keys, values, out, parts, sinks, key_bias,
     slot_table, prefix_lens, starts, node_slots, node_positions, node_lens, visible, positions,
-    num_requests, num_tokens, scale,
+    num_requests, num_tokens, scale, value_scale,
     stride_token, stride_head, stride_key, stride_key_head, stride_value, stride_value_head,
     stride_out, stride_out_head, stride_bias, stride_table, stride_nodes, stride_words,
     REPEATS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLITS: tl.constexpr,
     IS_CHAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of rows. Grid: [blocks of rows, requests + 1, kv_heads * splits].
 
@@ -87,7 +90,8 @@ def attend_program(
         query + token[:, None] * stride_token + head[:, None] * stride_head + key_dims[None, :],
         is_row[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    q = q.to(keys.dtype.element_ty)
+    if KIND == AS_STORED:
+        q = q.to(keys.dtype.element_ty)
     position = tl.load(positions + token, is_row, other=2**30)
     prefix, num_nodes = tl.load(prefix_lens + request), tl.load(node_lens + request)
     before = num_nodes - num_new  # nodes of previous passes
@@ -125,6 +129,7 @@ def attend_program(
         m, total, acc = _fold(
             q, slots, valid, seen, bias, scale, m, total, acc,
             keys, values, stride_key, stride_value, key_dims, value_dims, KEY_DIM, VALUE_DIM, SOFTCAP,
+            KIND, NATIVE,
         )  # fmt: skip
     node_slots += request * stride_nodes
     node_positions += request * stride_nodes
@@ -149,9 +154,12 @@ def attend_program(
         m, total, acc = _fold(
             q, slots, valid, seen, bias, scale, m, total, acc,
             keys, values, stride_key, stride_value, key_dims, value_dims, KEY_DIM, VALUE_DIM, SOFTCAP,
+            KIND, NATIVE,
         )  # fmt: skip
 
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    if KIND != AS_STORED:
+        result *= value_scale
     mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
     if SPLITS == 1:
         place = out + token[:, None] * stride_out + head[:, None] * stride_out_head + value_dims[None, :]
@@ -197,23 +205,30 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
+    value_scale: float = 1.0,
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     blocks: Blocks | None = None,
+    has_float8: bool | None = None,
 ) -> Tensor:
     """Compute `plain_tree.attend`.
 
     Args:
         scratch: At least `scratch_size` float32 numbers, for launches that are split, or None to allocate them.
         blocks: How to divide the work, or None for `choose_blocks` on this device.
+        has_float8: Whether the device has instructions for e4m3, or None to find out.
     """
     (tokens, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     assert heads % kv_heads == 0
     assert tokens == layout.num_tokens
     assert query.stride(2) == keys.stride(2) == values.stride(2) == 1
+    has_float8 = has_float8_instructions(query.device) if has_float8 is None else has_float8
     if blocks is None:
         device = device_of(query.device)
-        blocks = choose_blocks(layout, heads, kv_heads, key_dim, value_dim, keys.element_size(), device)
+        itemsize, by_bits = keys.element_size(), False
+        if itemsize == 1:
+            itemsize, by_bits = query.element_size(), not has_float8
+        blocks = choose_blocks(layout, heads, kv_heads, key_dim, value_dim, itemsize, device, by_bits=by_bits)
     if out is None:
         out = query.new_empty((tokens, heads, value_dim))
     assert out.stride(2) == 1
@@ -226,17 +241,18 @@ def attend(
     repeats = heads // kv_heads
     grid = (triton.cdiv(layout.max_new * repeats, blocks.rows), layout.num_requests + 1, kv_heads * blocks.splits)
     attend_program[grid](
-        query, keys, values, out, scratch if blocks.splits > 1 else out,
+        query, as_stored(keys), as_stored(values), out, scratch if blocks.splits > 1 else out,
         sinks if sinks is not None else query, key_bias if key_bias is not None else query,
         layout.slot_table, layout.prefix_lens, layout.starts, layout.node_slots, layout.node_positions,
         layout.node_lens, layout.visible, layout.positions,
-        layout.num_requests, tokens, scale,
+        layout.num_requests, tokens, scale, value_scale,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), out.stride(1), key_bias.stride(0) if key_bias is not None else 0,
         layout.slot_table.stride(0), layout.node_slots.stride(0), layout.visible.stride(0),
         REPEATS=repeats, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROWS=blocks.rows, KEYS=blocks.keys,
         BLOCK_KEY=padded(key_dim), BLOCK_VALUE=padded(value_dim), SPLITS=blocks.splits, IS_CHAIN=layout.is_chain,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None, HAS_BIAS=key_bias is not None,
+        KIND=kind_of(keys), NATIVE=has_float8,
         num_warps=blocks.num_warps, num_stages=_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if blocks.splits > 1:

@@ -29,17 +29,26 @@ class Device(NamedTuple):
 
 
 def choose_blocks(
-    layout: TreeLayout, heads: int, kv_heads: int, key_dim: int, value_dim: int, itemsize: int, device: Device
+    layout: TreeLayout,
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    itemsize: int,
+    device: Device,
+    *,
+    by_bits: bool = False,
 ) -> Blocks:
     """Choose blocks: two tiles of keys and values in flight, no register spills, work for every multiprocessor.
 
     Args:
-        itemsize: Bytes of a number of the cache.
+        itemsize: Bytes of a number of the cache; of 8 bits, of what it is widened to in registers.
+        by_bits: Whether numbers of 8 bits are widened by bit operations, which take registers too.
     """
     per_key = (padded(key_dim) + padded(value_dim)) * itemsize
     num_rows = layout.max_new * (heads // kv_heads)
     # Products of float32 do not use tensor cores, and take more registers.
-    most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 else 64)
+    most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 and not by_bits else 64)
     rows = min(max(triton.next_power_of_2(num_rows), 16), most_rows)
     keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
     while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.kernels.triton.float8 import has_float8_instructions
 from specinfer.kernels.triton.weights import (
     HALVES,
     LEVELS,
     NO_OFFSET,
-    has_float8_instructions,
     has_one_scale,
     load_nested,
     load_numbers,

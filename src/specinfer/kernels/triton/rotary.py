@@ -4,11 +4,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specinfer.kernels.kv_types import NO_SCALES, KVScales
+from specinfer.kernels.triton.float8 import as_stored, kind_of, to_stored
+
 
 @triton.jit
 def rotate_program(
-    qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps,
-    heads, kv_heads, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
+    qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values,
+    key_inverse, value_inverse, eps, heads, kv_heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of a token; heads of queries come first, then keys, then values."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -21,8 +25,8 @@ def rotate_program(
     if head >= heads + kv_heads:
         if slot >= 0:
             to = values + (slot * kv_heads + head - heads - kv_heads) * DIM
-            tl.store(to + place, left.to(values.dtype.element_ty), mask=inside)
-            tl.store(to + HALF + place, right.to(values.dtype.element_ty), mask=inside)
+            tl.store(to + place, to_stored(left, value_inverse, values.dtype.element_ty, KIND), mask=inside)
+            tl.store(to + HALF + place, to_stored(right, value_inverse, values.dtype.element_ty, KIND), mask=inside)
     else:
         x, y = left.to(tl.float32), right.to(tl.float32)
         if HAS_NORMS:
@@ -45,8 +49,9 @@ def rotate_program(
             tl.store(to + HALF + place, second.to(query.dtype.element_ty), mask=inside)
         elif slot >= 0:
             to = keys + (slot * kv_heads + head - heads) * DIM
-            tl.store(to + place, first.to(keys.dtype.element_ty), mask=inside)
-            tl.store(to + HALF + place, second.to(keys.dtype.element_ty), mask=inside)
+            x, y = first.to(qkv.dtype.element_ty).to(tl.float32), second.to(qkv.dtype.element_ty).to(tl.float32)
+            tl.store(to + place, to_stored(x, key_inverse, keys.dtype.element_ty, KIND), mask=inside)
+            tl.store(to + HALF + place, to_stored(y, key_inverse, keys.dtype.element_ty, KIND), mask=inside)
 
 
 def rotate_and_store(
@@ -58,6 +63,7 @@ def rotate_and_store(
     values: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    scales: KVScales = NO_SCALES,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `plain_layer.rotate_and_store`."""
@@ -71,8 +77,9 @@ def rotate_and_store(
     if tokens:
         query_norm, key_norm = norms or (rotations, rotations)
         rotate_program[(tokens, heads + 2 * kv_heads)](
-            qkv, positions, rotations, slots, query_norm, key_norm, query, keys, values, eps, heads, kv_heads,
-            DIM=dim, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORMS=norms is not None, num_warps=1,
-            enable_fp_fusion=True,
+            qkv, positions, rotations, slots, query_norm, key_norm, query, as_stored(keys), as_stored(values),
+            *scales.inverses, eps, heads, kv_heads,
+            DIM=dim, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), HAS_NORMS=norms is not None,
+            KIND=kind_of(keys), num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return query

@@ -1,6 +1,5 @@
 """Quantized weights in Triton kernels: the numbers that codes stand for, and the scales of groups."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -9,29 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
+from specinfer.kernels.triton.float8 import has_float8_instructions, widen_e4m3
 
 # Kinds of codes, see `QuantizedWeight`: whole numbers of a byte, or of half a byte, levels of half a byte, and e4m3.
 BYTES, HALVES, LEVELS, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NO_OFFSET, ADDED, ZEROS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is added to a group's weights
-_NATIVE_FLOAT8 = (8, 9)  # the first compute capability with instructions for it
 _BYTES = 1024  # of a program that widens
-
-
-@triton.jit
-def _widened(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Widen e4m3 bytes: exponent and mantissa move to their float32 places, then 2**120 corrects the exponent."""
-    if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    bits = codes.to(tl.int32)
-    bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
 
 
 @triton.jit
 def load_numbers(codes, levels, zero, DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Return the numbers that codes of one kind stand for."""
     if KIND == FLOAT8:
-        return _widened(codes, DTYPE, NATIVE)
+        return widen_e4m3(codes, DTYPE, NATIVE)
     if KIND == LEVELS:
         return tl.load(levels + codes).to(DTYPE)
     return (codes.to(tl.int32) - zero).to(DTYPE)
@@ -128,7 +117,3 @@ def stored_arguments(weight: QuantizedWeight) -> tuple[tuple[Any, ...], dict[str
     # Where there is nothing, a tensor that is not read.
     return (weight.codes, *(weight.scales if one is None else one for one in given), weight.zero), constants
 
-
-@cache
-def has_float8_instructions(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE_FLOAT8

@@ -115,8 +115,8 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
 
 
 def _exact(plain: Callable[[KVTensors], Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:
-    """Return the logits of the plain pass in float32, or `wanted` for definitions that cannot compute them."""
-    if loaded.dtype == torch.float32:
+    """Return the logits of the plain pass in float32, its keys and values too, or `wanted` for definitions that cannot compute them."""
+    if loaded.dtype == torch.float32 and loaded.kv_dtype is None:
         return wanted
     try:
         with Widened():

@@ -161,5 +161,5 @@ def usual_reads(num_layers: int, num_own: int) -> list[int]:
 
 def _causal(batch: ForwardBatch) -> ForwardBatch:
     return replace(
-        batch, pieces=tuple(replace(piece, visible=np.tril(piece.visible)) for piece in batch.pieces), windows=set()
+        batch, pieces=tuple(replace(piece, visible=np.tril(piece.visible)) for piece in batch.pieces), windows={}
     )

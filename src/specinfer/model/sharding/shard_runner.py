@@ -66,7 +66,7 @@ class ShardRunner:
             self._received = tuple(i for i in taps.layers if i <= layers.start and not loaded.shard.is_first)
         self.tensors = KVTensors(
             loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, taps,
-            kept_states(loaded.model, num_states, num_slots, loaded.device),
+            kept_states(loaded.model, num_states, num_slots, loaded.device), loaded.kv_dtype,
         )  # fmt: skip
         # A pass counts the layers of its stage only.
         self._stored = self.tensors.taps

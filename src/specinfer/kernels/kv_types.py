@@ -1,0 +1,35 @@
+"""Types of the numbers in a KV cache. Those of 8 bits (arXiv 2209.05433) are multiples of a scale for each layer.
+
+Conversions to them round to the nearest, of two equally near to the even one, and saturate: what is larger than the
+largest number of the type becomes that, and so does infinity. NaN stays NaN. Conversions from them are exact.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class KVScales(NamedTuple):
+    """What the stored keys and values of a layer are multiples of."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+    @property
+    def inverses(self) -> tuple[float, float]:
+        """The numbers that keys and values are multiplied by before they are stored."""
+        return 1.0 / self.key, 1.0 / self.value
+
+
+NO_SCALES = KVScales()
+
+
+def to_stored(numbers: Tensor, dtype: torch.dtype, inverse: float = 1.0) -> Tensor:
+    """Return numbers as they are stored; only types of 8 bits have scales."""
+    if dtype not in FLOAT8:
+        return numbers.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (numbers.float() * inverse).clamp(-largest, largest).to(dtype)
