@@ -17,7 +17,7 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import AnyPrompt, check_dtype, check_once, check_whole
 from specinfer.bench.prompts import token_prompts
-from specinfer.core.config import QUANTIZATIONS, check_quantization
+from specinfer.core.config import KV_CACHE_DTYPES, QUANTIZATIONS, check_quantization
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
@@ -42,6 +42,7 @@ class PerplexityConfig:
     Attributes:
         model: A local folder, a hub name, or "demo".
         quantizations: Quantizations to measure, from "int8", "int4" and "fp8"; None is all, or none for a GGUF file.
+        kv_cache_dtypes: Types of keys and values to measure, with the weights as they are.
         peer: "llama.cpp" to let it read the same texts with the same GGUF file, or None.
         grow: Size to grow the model to, such as "1b". Llama models only.
         dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
@@ -57,6 +58,7 @@ class PerplexityConfig:
 
     model: str = "demo"
     quantizations: tuple[str, ...] | None = None
+    kv_cache_dtypes: tuple[str, ...] = ()
     peer: str | None = None
     grow: str | None = None
     dtype: str = "auto"
@@ -77,6 +79,9 @@ class PerplexityConfig:
             raise ValueError(f"peer: {LLAMA_CPP} reads GGUF files as they are; name one as the model, without grow")
         if self.quantizations is not None:
             check_once("quantization", self.quantizations)
+        check_once("kv_cache_dtype", self.kv_cache_dtypes)
+        if unknown := set(self.kv_cache_dtypes) - set(KV_CACHE_DTYPES):
+            raise ValueError(f"kv_cache_dtype: use {', '.join(KV_CACHE_DTYPES)}, not {', '.join(sorted(unknown))}")
         for quantization in self.compared:
             check_quantization("quantization", quantization)
 
@@ -108,7 +113,9 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
         raise ValueError(f"prompts: one has {len(short[0])} tokens; give at least 2, the first of which is only read")
     exact_name = STORED if config.is_gguf else UNQUANTIZED
     with stage_bar(console) as progress:
-        progress.stage("loading", (1 + len(config.compared) + (config.peer is not None)) * len(texts))
+        arms: list[tuple[str, str | None, str]] = [(name, name, "auto") for name in config.compared]
+        arms += [(f"KV cache of {name}", None, name) for name in config.kv_cache_dtypes]
+        progress.stage("loading", (1 + len(arms) + (config.peer is not None)) * len(texts))
         if config.grow is not None:
             progress.stage(f"growing to {config.grow}")
         models, dtype = at_size(models, config.grow, config.dtype, device)
@@ -127,10 +134,10 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
                 return lambda tokens: _logits(llm.target, tokens)
 
             scores = [score_of(exact_name, exact.target.loaded.num_bytes)]
-            for quantization in config.compared:
+            for name, quantization, kv_cache_dtype in arms:
                 # One quantized model at a time, since all of them together might not fit into memory.
-                llm = _load(config, models, dtype, texts, quantization)
-                scores.append(score_of(quantization, llm.target.loaded.num_bytes, read_with(llm)))
+                llm = _load(config, models, dtype, texts, quantization, kv_cache_dtype)
+                scores.append(score_of(name, llm.target.loaded.num_bytes, read_with(llm)))
                 del llm
             if config.peer is not None:
                 size = Path(config.model).stat().st_size
@@ -142,7 +149,12 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
 
 
 def _load(
-    config: PerplexityConfig, models: Models, dtype: str, texts: Sequence[Sequence[int]], quantization: str | None
+    config: PerplexityConfig,
+    models: Models,
+    dtype: str,
+    texts: Sequence[Sequence[int]],
+    quantization: str | None,
+    kv_cache_dtype: str = "auto",
 ) -> LLM:
     longest = max(map(len, texts))
     return LLM(
@@ -151,6 +163,7 @@ def _load(
         tree="off",
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         device=config.device,
         max_model_len=longest,
         max_num_seqs=1,

@@ -21,6 +21,10 @@ def perplexity(
             "--quantization",
         ),
     ] = None,
+    kv_cache_dtype: Annotated[
+        list[str] | None,
+        flag("Model", "Data type of keys and values, such as fp8. May be repeated.", "--kv-cache-dtype"),
+    ] = None,
     peer: Annotated[
         str | None,
         flag("Model", "Let llama.cpp read the same texts with the same GGUF file: llama.cpp.", "--peer"),
@@ -47,6 +51,7 @@ def perplexity(
         config = PerplexityConfig(
             model=model,
             quantizations=None if quantization is None else tuple(quantization),
+            kv_cache_dtypes=tuple(kv_cache_dtype or ()),
             peer=peer,
             grow=grow,
             dtype=dtype,

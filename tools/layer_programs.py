@@ -68,8 +68,8 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for dim in (64, 96, 128, 256):
             for has_norms in (False, True):
                 yield f"rotate {name} {dim}{' norms' * has_norms}", _rotation(dtype, dim, has_norms=has_norms)
-        for kind in FLOAT8:
-            yield f"rotate {name} to {str(kind)[6:]}", _rotation(dtype, 128, has_norms=True, kind=kind)
+        for pool in FLOAT8:
+            yield f"rotate {name} to {str(pool)[6:]}", _rotation(dtype, 128, has_norms=True, kind=pool)
         gated = _empty(64, 2 * 14336, dtype=dtype)
         yield f"gate {name}", partial(gate, gated)
         x, lanes, places = _empty(64, 4096, dtype=dtype), _empty(64, dtype=torch.int32), _empty(3, 5, dtype=torch.int64)

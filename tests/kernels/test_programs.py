@@ -10,10 +10,21 @@ import pytest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "programs.py"
 # One form of every kernel; all that there are take minutes.
-SOME = ["attend 128 bfloat16, 8", "attend all", "store bf", "choose float32, 64", "walk 64", "multi-step 128", "commit"]
+SOME = [
+    "attend 128 bfloat16, 8",
+    "attend float8_e4m3fn 128 bfloat16, 8",
+    "store float8_e4m3fn of bf",
+    "attend all",
+    "store bf",
+    "choose float32, 64",
+    "walk 64",
+    "multi-step 128",
+    "commit",
+]
 OF_LAYERS = [
     "add_norm bfloat16 4",
     "rotate bfloat16 128 n",
+    "rotate bfloat16 to float8_e4m3fn",
     "gate bf",
     "low rank bf",
     "product bfloat16 int8, 1 ",

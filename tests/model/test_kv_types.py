@@ -45,9 +45,10 @@ def check(out: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def numbers() -> Tensor:
-    """[..., 2, 8] float32: all that the types have, what lies between, the smallest, too large ones, and no numbers."""
+    """[..., 2, 8] float32: all of the types, the middles between them, tiny and too large ones, and NaN."""
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.tensor([449.0, 463.9, 464.0, 1e9, torch.inf, torch.nan, 61440.0, 65536.0, 2.0**-10, 2.0**-17, 1e-30])]
+    special = [449.0, 463.9, 464.0, 1e9, torch.inf, torch.nan, 61440.0, 65536.0, 2.0**-10, 2.0**-17, 1e-30]
+    parts = [torch.tensor(special)]
     for dtype in FLOAT8:
         exact = BYTES.view(dtype).float()
         exact = exact[exact.isfinite()].sort().values
@@ -167,7 +168,8 @@ def expected(case: AttentionCase, **features: Any) -> Tensor:
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_attention_is_that_over_the_widened_numbers(dtype: torch.dtype, name: str) -> None:
-    for splits, parts in ((1, [Part(21, 2, wide(5), 1), Part(0, 3, ROOT)]), (2, [Part(70, 1, ROOT), Part(3, 1, wide(2))])):
+    cases = [[Part(21, 2, wide(5), 1), Part(0, 3, ROOT)], [Part(70, 1, ROOT), Part(3, 1, wide(2))]]
+    for splits, parts in enumerate(cases, start=1):
         case = AttentionCase(parts, heads=4, kv_heads=2, seed=splits)
         stored(case, dtype)
         wanted = expected(case, **FEATURES[name])
@@ -177,7 +179,7 @@ def test_attention_is_that_over_the_widened_numbers(dtype: torch.dtype, name: st
 
 @interpreted
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", [(6, 5), (64, 64), (128, 128)])
+@pytest.mark.parametrize("dims", [(6, 5), (64, 64)])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_queries_in_half_precision(dtype: torch.dtype, dims: tuple[int, int], kind: torch.dtype) -> None:
     case = AttentionCase([Part(18, 1, wide(3)), Part(2, 9, ROOT)], heads=2, kv_heads=1, dims=dims, dtype=kind)
@@ -185,7 +187,6 @@ def test_queries_in_half_precision(dtype: torch.dtype, dims: tuple[int, int], ki
     out = run(case, attention.attend)
     assert out.dtype == kind
     check(out, expected(case), 2e-2)
-    case.layout = case.as_chain() if dims == (6, 5) else case.layout
 
 
 @interpreted

@@ -30,6 +30,7 @@ ENGINE: Mapping[str, VllmName] = {
     "allowed_local_media_path": VllmName(_MEDIA, ("", None)),
     "async_scheduling": VllmName("the next step is prepared while the device computes wherever that is possible", _ANY),
     "block_size": VllmName("the cache has single slots, not blocks", _ANY),
+    "calculate_kv_scales": VllmName("scales of keys and values are those of the checkpoint, or 1", (False,)),
     "code_revision": VllmName("code of a checkpoint is never run"),
     "compilation_config": VllmName("passes are captured, and nothing is compiled; see enforce_eager", _ANY),
     "config_format": VllmName("configurations are in the format of transformers, or in a GGUF file", ("auto", "hf")),

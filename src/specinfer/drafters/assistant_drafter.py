@@ -33,7 +33,7 @@ class _ReadOnly:
 
     keys: list[Tensor]
     values: list[Tensor]
-    scales: Sequence[KVScales]
+    scales: list[KVScales]
     states: RecurrentStates
     taps: dict[int, Tensor] = field(default_factory=dict)
 

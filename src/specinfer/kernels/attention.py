@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.kernels.library import call, library
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
+from specinfer.kernels.library import call, library
 from specinfer.kernels.panels import FP8, TYPES
 from specinfer.kernels.recurrence import NativeScan
 

@@ -13,7 +13,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class KVScales(NamedTuple):
-    """What the stored keys and values of a layer are multiples of."""
+    """Units of the stored numbers of a layer: keys and values are multiples of them."""
 
     key: float = 1.0
     value: float = 1.0

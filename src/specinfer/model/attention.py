@@ -107,9 +107,7 @@ def attend_stored(batch: ForwardBatch, layer: int, query: Tensor, features: Atte
     """
     keys, values, scales = batch.store.keys[layer], batch.store.values[layer], batch.store.scales[layer]
     if features.is_plain and batch.native is not None and attends(keys, values):
-        call = AttentionCall(
-            keys, values, query.shape[1], features.scale, window=features.window, kv_scales=scales
-        )
+        call = AttentionCall(keys, values, query.shape[1], features.scale, window=features.window, kv_scales=scales)
         return call.attend(batch.native, query.flatten(1).float()).to(query.dtype).view(query.shape)
     features = features._replace(scale=features.scale * scales.key, value_scale=scales.value)
     if batch.layout is not None:

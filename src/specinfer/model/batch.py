@@ -40,7 +40,7 @@ class KVStore(Protocol):
 
     keys: list[Tensor]
     values: list[Tensor]
-    scales: Sequence[KVScales]
+    scales: list[KVScales]
     taps: dict[int, Tensor]
     states: RecurrentStates
 

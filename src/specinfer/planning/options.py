@@ -99,9 +99,7 @@ class PlanConfig:
             check_whole("batch_sizes", size, 1, 4096)
         check_models(self.dtype, self.quantization, self.drafter_quantization)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
-            )
+            raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}")
         check_whole("context", self.context, 1, 2**20)
         if self.device not in ACCELERATORS:
             check_device(self.device)

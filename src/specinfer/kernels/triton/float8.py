@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Types of the cache's numbers: those that Triton reads as they are, and e4m3 and e5m2 as bytes.
 AS_STORED, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KINDS = {torch.float8_e4m3fn: E4M3.value, torch.float8_e5m2: E5M2.value}
+_KINDS: dict[torch.dtype, int] = {torch.float8_e4m3fn: E4M3.value, torch.float8_e5m2: E5M2.value}
 _NATIVE = (8, 9)  # the first compute capability with instructions for it
 
 
@@ -58,24 +58,24 @@ def _rounded(numbers, inverse, KIND: tl.constexpr):
     bits = (numbers.to(tl.float32) * inverse).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     # As bits of a float32: the exponent by which the types differ, the largest number and the smallest normal one. The
-    # last place of `PLACES` is that of subnormal numbers.
-    BIAS: tl.constexpr = 0x3C000000 if KIND == E4M3 else 0x38000000
-    SHIFT: tl.constexpr = 20 if KIND == E4M3 else 21
-    LARGEST: tl.constexpr = 0x43E00000 if KIND == E4M3 else 0x47600000
-    NORMAL: tl.constexpr = BIAS + 0x800000
-    PLACES: tl.constexpr = 16384.0 if KIND == E4M3 else 128.0
-    PLACES_BITS: tl.constexpr = 0x46800000 if KIND == E4M3 else 0x43000000
-    normal = (size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1) - BIAS) >> SHIFT
-    subnormal = (size.to(tl.float32, bitcast=True) + PLACES).to(tl.int32, bitcast=True) - PLACES_BITS
-    code = tl.where(size < NORMAL, subnormal, normal)
-    code = tl.where(size > LARGEST, (LARGEST - BIAS) >> SHIFT, code)
+    # last place of `places` is that of subnormal numbers.
+    bias: tl.constexpr = 0x3C000000 if KIND == E4M3 else 0x38000000
+    shift: tl.constexpr = 20 if KIND == E4M3 else 21
+    largest: tl.constexpr = 0x43E00000 if KIND == E4M3 else 0x47600000
+    least: tl.constexpr = bias + 0x800000
+    places: tl.constexpr = 16384.0 if KIND == E4M3 else 128.0
+    places_bits: tl.constexpr = 0x46800000 if KIND == E4M3 else 0x43000000
+    normal = (size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1) - bias) >> shift
+    subnormal = (size.to(tl.float32, bitcast=True) + places).to(tl.int32, bitcast=True) - places_bits
+    code = tl.where(size < least, subnormal, normal)
+    code = tl.where(size > largest, (largest - bias) >> shift, code)
     code = tl.where(size > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 def kind_of(pool: Tensor) -> int:
     """Return the kind of the numbers in a pool of the cache, for `KIND`."""
-    return _KINDS.get(pool.dtype, AS_STORED.value)
+    return _KINDS.get(pool.dtype, 0)
 
 
 def as_stored(pool: Tensor) -> Tensor:

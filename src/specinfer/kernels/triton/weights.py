@@ -116,4 +116,3 @@ def stored_arguments(weight: QuantizedWeight) -> tuple[tuple[Any, ...], dict[str
     }
     # Where there is nothing, a tensor that is not read.
     return (weight.codes, *(weight.scales if one is None else one for one in given), weight.zero), constants
-

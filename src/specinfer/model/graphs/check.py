@@ -115,7 +115,7 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
 
 
 def _exact(plain: Callable[[KVTensors], Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:
-    """Return the logits of the plain pass in float32, its keys and values too, or `wanted` for definitions that cannot compute them."""
+    """Return the logits of the plain pass in float32, its cache too, or `wanted` where they cannot be computed."""
     if loaded.dtype == torch.float32 and loaded.kv_dtype is None:
         return wanted
     try:
