@@ -90,7 +90,7 @@ def tree_attention(
         store.store(layer, forward_batch.slots, new_key, new_value)
     else:  # padding has no slot
         pools = store.keys[layer], store.values[layer]
-        tree_ops.store(*pools, forward_batch.slots, new_key, new_value, store.scales[layer])
+        tree_ops.store(*pools, forward_batch.slots, new_key, new_value, scales=store.scales[layer])
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     features = AttentionFeatures(scale, sliding_window, softcap, s_aux, key_bias)
     return attend_stored(forward_batch, layer, query[0].transpose(0, 1), features).unsqueeze(0), None

@@ -20,6 +20,7 @@ from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
+from specinfer.kernels.kv_types import NO_SCALES, KVScales
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
@@ -75,7 +76,8 @@ class Kernels:
         return query.new_empty((*query.shape[:2], values.shape[2]))
 
     @staticmethod
-    def store(keys: Tensor, values: Tensor, slots: Tensor, *new: Tensor) -> None:
+    def store(keys: Tensor, values: Tensor, slots: Tensor, *new: Tensor, scales: KVScales) -> None:
+        assert scales == NO_SCALES
         _on_device(keys, values, slots, *new)
         assert all(one.stride(2) == 1 for one in new)
 

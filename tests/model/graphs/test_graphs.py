@@ -397,7 +397,9 @@ def test_programs_take_nothing_from_the_host(
         assert query.stride(2) == 1
         return query.new_empty((*query.shape[:2], values.shape[2]))
 
-    def store(keys: torch.Tensor, _values: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor) -> None:
+    def store(
+        keys: torch.Tensor, _values: torch.Tensor, slots: torch.Tensor, *new: torch.Tensor, scales: object = None
+    ) -> None:
         assert keys.device == slots.device == there
         assert all(one.stride(2) == 1 for one in new), "the kernel reads heads as they lie"
 
