@@ -41,7 +41,8 @@ class PerplexityConfig:
 
     Attributes:
         model: A local folder, a hub name, or "demo".
-        quantizations: Quantizations to measure, from "int8", "int4" and "fp8"; None is all, or none for a GGUF file.
+        quantizations: Quantizations to measure, from "int8", "int4" and "fp8"; None is all, or none for a GGUF
+            file or with types of keys and values.
         kv_cache_dtypes: Types of keys and values to measure, with the weights as they are.
         peer: "llama.cpp" to let it read the same texts with the same GGUF file, or None.
         grow: Size to grow the model to, such as "1b". Llama models only.
@@ -79,7 +80,8 @@ class PerplexityConfig:
             raise ValueError(f"peer: {LLAMA_CPP} reads GGUF files as they are; name one as the model, without grow")
         if self.quantizations is not None:
             check_once("quantization", self.quantizations)
-        check_once("kv_cache_dtype", self.kv_cache_dtypes)
+        if self.kv_cache_dtypes:
+            check_once("kv_cache_dtype", self.kv_cache_dtypes)
         if unknown := set(self.kv_cache_dtypes) - set(KV_CACHE_DTYPES):
             raise ValueError(f"kv_cache_dtype: use {', '.join(KV_CACHE_DTYPES)}, not {', '.join(sorted(unknown))}")
         for quantization in self.compared:
@@ -92,7 +94,7 @@ class PerplexityConfig:
     @property
     def compared(self) -> tuple[str, ...]:
         """The quantizations to measure."""
-        usual = () if self.is_gguf else QUANTIZATIONS
+        usual = () if self.is_gguf or self.kv_cache_dtypes else QUANTIZATIONS
         return usual if self.quantizations is None else self.quantizations
 
 

@@ -17,7 +17,8 @@ def perplexity(
         list[str] | None,
         flag(
             "Model",
-            "Quantization: int8, int4 or fp8. May be repeated. (default: all, or none for a GGUF file)",
+            "Quantization: int8, int4 or fp8. May be repeated. (default: all, or none for a GGUF file or with "
+            "--kv-cache-dtype)",
             "--quantization",
         ),
     ] = None,

@@ -1,7 +1,7 @@
 // What precedes attention: norms and rotation of queries and keys, and keys and values on their way to the cache.
 
 // `inverse`: of the scale, for types of 8 bits.
-static INLINE void store(void *pool, int type, int64_t place, float value, float inverse) {
+static INLINE void store(void *pool, int type, int64_t place, float value, float inverse = 1) {
     if (type == FP32)
         ((float *)pool)[place] = value;
     else if (type == FP8)
