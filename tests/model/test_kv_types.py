@@ -90,9 +90,10 @@ def test_numbers_are_rounded_to_the_nearest_and_saturate(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_the_kernel_stores_the_same(dtype: torch.dtype, kind: torch.dtype) -> None:
-    x = numbers().to(kind)
+    x = numbers().flatten().to(kind)
+    x = x[: len(x) // 512 * 512].view(-1, 64, 8)  # few programs
     slots = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    found, wanted = ([torch.zeros(len(x), 2, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
+    found, wanted = ([torch.zeros(len(x), 64, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
     store.store(*found, slots, x, -x, SCALES)
     plain_tree.store(*wanted, slots, x, -x, SCALES)
     assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
