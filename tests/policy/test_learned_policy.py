@@ -450,7 +450,7 @@ def test_with_rules_that_use_random_numbers_the_choice_depends_on_earlier_steps_
             _, tree, acceptance, logits, num_generated, tokens = event
             replayed.token_ids = tokens
             draws = tuple(d._replace(drafter="scripted") if d.drafter == "draft" else d for d in tree.draws)
-            again.on_tokens(replayed, replace(tree, draws=draws), acceptance, logits, num_generated)
+            again.on_tokens(replayed, TokenTree(tree.tokens, tree.parents, draws), acceptance, logits, num_generated)
     assert len(chosen) > 1
 
 

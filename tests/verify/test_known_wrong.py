@@ -1,7 +1,7 @@
 """Known wrong ways to speculate, most of them shipped by somebody: the exact comparison tells each apart."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_known_wrong_trees_are_detected(name: str, monkeypatch: pytest.MonkeyPat
     distances: dict[Rule, list[Fraction]] = {rule: [] for rule in RULES}
     for seed, (target, q) in enumerate(MODELS, start=1):
         trees = every_tree_of(EnumeratedDrafter(q, wrong.drawing, calibration=calibrated(seed, "a")), wrong.budget)
-        spoilt = [(mass, replace(tree, draws=tuple(wrong.spoil(tree, q)))) for mass, tree in trees]
+        spoilt = [(mass, TokenTree(tree.tokens, tree.parents, wrong.spoil(tree, q))) for mass, tree in trees]
         for rule in RULES:
             assert distance(rule, trees, target) == 0
             distances[rule].append(distance(rule, spoilt, target))

@@ -21,7 +21,7 @@ import torch
 import reference
 from specinfer import LLM, SamplingParams
 from specinfer.drafters.growth.draft_sampling import Node, draw
-from specinfer.verify import Probs, SeededSource, multi_step, traversal
+from specinfer.verify import Probs, SeededSource, batch, multi_step, traversal
 from tiny import make_model, make_request
 
 Joint = Mapping[tuple[int, ...], float]
@@ -231,6 +231,7 @@ def test_known_bad_arms_fail(
     name: str, rule: str, counts_of: Any, joint_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners, part, wrong = BAD[name]
+    monkeypatch.setattr(batch, "_tosses_natively", lambda *_: False)  # the parts are Python's
     for owner in owners:
         monkeypatch.setattr(owner, part, wrong)
     value = p_value(counts_of(Arm(rule, "without-replacement", "2,2,1"), 2048), joint_of(WARM))

@@ -71,15 +71,10 @@ class UniformStream:
     """A sequence of uniform random numbers in [0, 1), from a stream of its own."""
 
     def __init__(self, seed: int) -> None:
-        self._state = derive_seed(seed, _UNIFORMS)
-
-    @property
-    def state(self) -> int:
-        """State in [0, 2**64), from which `next_uniform` computes the next number."""
-        return self._state
+        self.state = derive_seed(seed, _UNIFORMS)  # in [0, 2**64); `next_uniform` computes the next number from it
 
     def next_uniform(self) -> float:
-        self._state, uniform = next_uniform(self._state)
+        self.state, uniform = next_uniform(self.state)
         return uniform
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from specinfer.core.lookups import is_model
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
@@ -71,8 +73,8 @@ class StepRecord:
 
 def _model_levels(tree: TokenTree) -> int:
     """Return the depth of the deepest draft token of a model, since each of its levels was a pass."""
-    models = set(filter(is_model, {draw[1] for draw in tree.draws}))
-    if not models:
+    if not tree.num_guessed:
         return 0
-    depths = tree.depths
-    return max(depths[draw[0]] for draw in tree.draws if draw[1] in models)
+    draws = tree.arrays.draws
+    by_models = np.array([is_model(name) for name in draws.names], dtype=np.bool_)[draws.makers]
+    return int(tree.arrays.depths[draws.nodes[by_models]].max(initial=0))

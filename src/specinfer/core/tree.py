@@ -7,7 +7,7 @@ order, because stochastic verification rules need each of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import lt
 from typing import NamedTuple
@@ -15,34 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.draws import Distribution, Draw, Draws, Ints
 
-class Distribution(NamedTuple):
-    """The distribution that a draft token was drawn from, over the few tokens that could be drawn.
-
-    When drawing without replacement, the distribution of a later sibling is the first one's with the tokens
-    drawn before it removed, renormalized to sum to 1.
-    """
-
-    token_ids: npt.NDArray[np.int64]  # [support], distinct tokens
-    probs: npt.NDArray[np.float64]  # [support], summing to 1
-    removed: tuple[int, ...] = ()  # indices in the support that were drawn before
-
-    def weights(self) -> npt.NDArray[np.float64]:
-        """Return the probabilities after the removal: [support]."""
-        if not self.removed:
-            return self.probs
-        weights = self.probs.copy()
-        weights[list(self.removed)] = 0
-        return np.asarray(weights / weights.sum())
-
-
-class Draw(NamedTuple):
-    """One draw of a draft token: its node, its drafter, the distribution it was drawn from, and its confidence."""
-
-    node: int
-    drafter: str
-    distribution: Distribution | None = None  # None if the token was chosen, not drawn
-    confidence: float = 1.0  # in [0, 1], as the drafter reports it; calibration turns it into an acceptance probability
+__all__ = ["OFF", "Distribution", "Draw", "TokenTree", "TreeArrays", "TreeBudget", "expansion_nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +52,8 @@ class TreeBudget:
 
     def cut(self, max_depth: int, max_nodes: int) -> "TreeBudget":
         """Return this budget within tighter limits; a fixed expansion loses its deepest levels until it fits."""
+        if max_depth >= self.max_depth and max_nodes >= self.max_nodes and self.max_depth and self.max_nodes:
+            return self
         max_depth, max_nodes = min(max(max_depth, 0), self.max_depth), min(max(max_nodes, 0), self.max_nodes)
         if not self.widths:
             return replace(self, max_depth=max_depth, max_nodes=max_nodes) if max_depth and max_nodes else OFF
@@ -99,6 +76,14 @@ class TreeBudget:
 OFF = TreeBudget()
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the depth of each node; the root's is 0."""
+    depths = [0] * len(parents)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    return depths
+
+
 def expansion_nodes(widths: Sequence[int]) -> int:
     """Return the number of draft tokens in a full expansion, without the root."""
     total, level = 0, 1
@@ -108,25 +93,75 @@ def expansion_nodes(widths: Sequence[int]) -> int:
     return total
 
 
-@dataclass(frozen=True)
+class TreeArrays(NamedTuple):
+    """A tree as arrays, with one entry for each node or draw."""
+
+    tokens: Ints
+    parents: Ints
+    depths: Ints
+    draws: Draws
+
+
+_ROOT = np.full(1, -1), np.zeros(1, dtype=np.int64), Draws.of(())  # parents, depths and draws of a root alone
+
+
 class TokenTree:
     """An immutable tree whose nodes are stored parent before child. Growing it makes a new tree.
 
-    Attributes:
+    It is made of tuples or of arrays; what it was not made of is made when it is first asked for.
+
+    Args:
         tokens: Token id of each node; `tokens[0]` is the root's, already known.
         parents: Parent of each node; -1 for the root.
         draws: All draws in draw order, duplicates included.
     """
 
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    draws: tuple[Draw, ...] = field(default=())
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int], draws: Sequence[Draw] = ()) -> None:
+        assert len(tokens) == len(parents) >= 1
+        assert parents[0] == -1
+        assert all(map(lt, parents, range(len(parents))))
+        assert min(parents[1:], default=0) >= 0
+        self._size = len(tokens)
+        vars(self).update(tokens=tuple(tokens), parents=tuple(parents), draws=tuple(draws))
 
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.parents) >= 1
-        assert self.parents[0] == -1
-        assert all(map(lt, self.parents, range(len(self.parents))))
-        assert min(self.parents[1:], default=0) >= 0
+    @classmethod
+    def of_arrays(cls, arrays: TreeArrays) -> "TokenTree":
+        """Return a tree of arrays, which must not change any more."""
+        tree = cls.__new__(cls)
+        tree._size = len(arrays.tokens)
+        vars(tree)["arrays"] = arrays
+        return tree
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.arrays.tokens.tolist())
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        return tuple(self.arrays.parents.tolist())
+
+    @cached_property
+    def draws(self) -> tuple[Draw, ...]:
+        return self.arrays.draws.tuples()
+
+    @cached_property
+    def arrays(self) -> TreeArrays:
+        if not self.num_guessed:  # as most trees of plain decoding, which takes no time for them
+            return TreeArrays(np.array(self.tokens, dtype=np.int64), *_ROOT)
+        columns = (self.tokens, self.parents, self.depths)
+        tokens, parents, depths = (np.array(column, dtype=np.int64) for column in columns)
+        return TreeArrays(tokens, parents, depths, Draws.of(self.draws))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenTree):
+            return NotImplemented
+        return (self.tokens, self.parents, self.draws) == (other.tokens, other.parents, other.draws)
+
+    def __hash__(self) -> int:
+        return hash((self.tokens, self.parents))
+
+    def __repr__(self) -> str:
+        return f"TokenTree(tokens={self.tokens}, parents={self.parents}, draws={self.draws})"
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
@@ -136,19 +171,24 @@ class TokenTree:
     @classmethod
     def chain(cls, root: int, guesses: Sequence[int], drafter: str = "", confidence: float = 1.0) -> "TokenTree":
         """Return a tree with one path, in which each draft token follows the one before."""
-        nodes = range(1, len(guesses) + 1)
-        return cls(
-            (root, *guesses),
-            (-1, *range(len(guesses))),
-            tuple(Draw(node, drafter, None, confidence) for node in nodes),
-        )
+        return cls.chosen((root, *guesses), range(-1, len(guesses)), drafter, [confidence] * len(guesses))
+
+    @classmethod
+    def chosen(
+        cls, tokens: Sequence[int], parents: Sequence[int], drafter: str, confidence: Sequence[float]
+    ) -> "TokenTree":
+        """Return a tree of one drafter that chose its nodes one by one; `confidence` of each node but the root."""
+        draws = Draws.chosen(np.array(confidence, dtype=np.float64), drafter)
+        columns = (tokens, parents, depths_of(parents))
+        ids, above, depths = (np.array(column, dtype=np.int64) for column in columns)
+        return cls.of_arrays(TreeArrays(ids, above, depths, draws))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self._size
 
     @property
     def num_guessed(self) -> int:
-        return len(self.tokens) - 1
+        return self._size - 1
 
     @property
     def max_depth(self) -> int:
@@ -157,10 +197,7 @@ class TokenTree:
     @cached_property
     def depths(self) -> list[int]:
         """Depth of each node; the root's is 0."""
-        depths = [0] * len(self.tokens)
-        for node, parent in enumerate(self.parents[1:], start=1):
-            depths[node] = depths[parent] + 1
-        return depths
+        return self.arrays.depths.tolist() if "arrays" in vars(self) else depths_of(self.parents)
 
     @cached_property
     def children(self) -> list[dict[int, int]]:
@@ -203,9 +240,12 @@ class TokenTree:
 
     def drafters(self) -> list[str | None]:
         """Return the drafter that first proposed each node, or None for the root."""
-        names: list[str | None] = [None] * len(self.tokens)
-        for draw in reversed(self.draws):
-            names[draw.node] = draw.drafter
+        names: list[str | None] = [None] * len(self)
+        if not self.num_guessed:
+            return names
+        draws = self.arrays.draws
+        for node, maker in zip(draws.nodes.tolist()[::-1], draws.makers.tolist()[::-1], strict=True):
+            names[node] = draws.names[maker]
         return names
 
     @classmethod

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from specinfer.core.draws import Draws
 from specinfer.core.request import Request
-from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget, depths_of
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, source
 from specinfer.drafters.growth.draft_sampling import SUPPORT, chooses_for, sampling_of
@@ -128,6 +129,6 @@ class DraftLoop:
         return tree
 
     def _token_tree(self, drafted: Drafted) -> TokenTree:
-        name = self._name
-        draws = [Draw(node, name, None, sure) for node, sure in enumerate(drafted.confidence)][1:]
-        return TokenTree(tuple(drafted.tokens), tuple(drafted.parents), tuple(draws))
+        depths = np.array(depths_of(drafted.parents.tolist()), dtype=np.int64)
+        draws = Draws.chosen(drafted.confidence[1:], self._name)
+        return TokenTree.of_arrays(TreeArrays(drafted.tokens, drafted.parents, depths, draws))

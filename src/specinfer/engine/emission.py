@@ -28,9 +28,10 @@ def emit(
         logits: [len(tree), vocab] the target's logits at each node.
         logprobs: Log-probabilities of each token, if they are known already: then `logits` is not read.
     """
-    origins = tree.drafters()
-    tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
-    guessed_by = [*(origins[node] for node in acceptance.path), None]
+    path = acceptance.path
+    origins = tree.drafters() if path else []
+    tokens = [*(tree.tokens[node] for node in path), acceptance.next_token]
+    guessed_by = [*(origins[node] for node in path), None]
     if request.first_token_time is None:
         request.first_token_time = time.time()
     params, before = request.params, request.num_output

@@ -96,7 +96,9 @@ class Tally:
         for position in range(len(path)):
             totals.accepted_at[min(position, MAX_POSITION - 1)] += 1
         kept = set(path)
-        for node, name in {(draw.node, draw.drafter) for draw in tree.draws}:
+        draws = tree.arrays.draws
+        for node, maker in set(zip(draws.nodes.tolist(), draws.makers.tolist(), strict=True)):
+            name = draws.names[maker]
             totals.drafted_by[name] += 1
             totals.accepted_by[name] += node in kept
 

@@ -94,9 +94,9 @@ class GrowthRules(NamedTuple):
 class Drafted(NamedTuple):
     """A tree: tokens and parents of all nodes, from the root, and the confidence in each; the root's has no meaning."""
 
-    tokens: list[int]
-    parents: list[int]
-    confidence: list[float]
+    tokens: Ints
+    parents: Ints
+    confidence: Floats
     num_computed: int
 
 
@@ -139,7 +139,7 @@ class DraftCall:
         drafted, start = [], 0
         for tree in array:
             end = start + tree.size
-            tokens, parents = self._nodes[0][:, start:end].tolist()
-            drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].tolist(), tree.num_computed))
+            tokens, parents = self._nodes[0][:, start:end].copy()
+            drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].copy(), tree.num_computed))
             start += tree.max_nodes + 1
         return drafted

@@ -73,11 +73,22 @@ class GrowthCall:
         self._growth = _Growth(**{name: array.ctypes.data for name, array in arrays.items()}, **sizes)
         self._address = ctypes.addressof(self._growth)
         assert all(array.flags.c_contiguous for array in arrays.values())
+        # What changes from level to level has its places, too: an address takes as long as a level of a small tree.
+        count, growth = len(lines), self._growth
+        numbers = np.zeros(5 * count, dtype=np.int64)
+        self._frontiers, (self._widths, self._tables, self._last_bins) = (
+            numbers[: 2 * count],
+            numbers[2 * count :].reshape(3, -1),
+        )
+        first, size = numbers.ctypes.data, count * numbers.itemsize
+        growth.frontiers, growth.widths, growth.tables = first, first + 2 * size, first + 3 * size
+        growth.last_bins = first + 4 * size
+        self._addresses: dict[int, int] = {}  # of tables, by their identity
 
     def extend(
         self,
         level: int,
-        frontiers: Sequence[tuple[int, int]],
+        frontiers: Sequence[int],
         widths: Sequence[int],
         tables: Sequence[Floats | None],
         candidates: Ints,
@@ -87,45 +98,41 @@ class GrowthCall:
 
         Args:
             level: Number of the level.
-            frontiers: For each tree, first node and end of its frontier.
+            frontiers: For each tree, first node and end of its frontier, one after the other.
             widths: For each tree, the largest number of candidates of a node.
-            tables: For each tree, [bins] as in `SubtreeSize.reach`, or None to take all guesses that fit.
+            tables: For each tree, [bins] as in `SubtreeSize.reach`, or None to take all guesses that fit; kept alive by
+                the caller until the trees are grown.
             candidates, confidence: [nodes of the frontiers, columns].
         """
         candidates, confidence = np.ascontiguousarray(candidates), np.ascontiguousarray(confidence)
         assert candidates.dtype == np.int64
         assert confidence.dtype == np.float32
         assert candidates.shape == confidence.shape
-        assert len(candidates) == sum(end - first for first, end in frontiers)
-        last_bins = np.full(self._growth.trees, self._growth.bins)
-        return self._call(level, np.array(frontiers), np.array(widths), tables, last_bins, candidates, confidence)
+        assert len(candidates) == sum(frontiers[1::2]) - sum(frontiers[::2])
+        growth, self._last_bins[:] = self._growth, self._growth.bins
+        self._frontiers[:], self._widths[:] = frontiers, widths
+        self._tables[:] = [0 if table is None else self._address_of(table) for table in tables]
+        growth.candidates, growth.confidence = candidates.ctypes.data, confidence.ctypes.data
+        growth.columns, growth.level = candidates.shape[1], level
+        return self._call()
 
     def fill(self, trees: Sequence[int]) -> Ints:
         """Return the numbers of the open guesses that became nodes of these trees: as many as fit."""
-        count = self._growth.trees
-        last_bins = np.full(count, -1)
-        last_bins[trees] = self._growth.bins
-        none = np.zeros((count, 2), dtype=np.int64)
-        return self._call(0, none, none[:, 0].copy(), [None] * count, last_bins, none, np.zeros((0, 2), np.float32))
+        self._last_bins[:] = -1
+        self._last_bins[trees] = self._growth.bins
+        self._frontiers[:] = self._tables[:] = 0
+        return self._call()
 
-    def _call(
-        self,
-        level: int,
-        frontiers: Ints,
-        widths: Ints,
-        tables: Sequence[Floats | None],
-        last_bins: Ints,
-        candidates: Ints,
-        confidence: npt.NDArray[np.float32],
-    ) -> Ints:
-        loaded, growth, addresses = library(), self._growth, _addresses(tables)
+    def _address_of(self, table: Floats) -> int:
+        if id(table) not in self._addresses:
+            self._addresses[id(table)] = table.ctypes.data
+        return self._addresses[id(table)]
+
+    def _call(self) -> Ints:
+        loaded = library()
         assert loaded is not None
-        growth.frontiers, growth.widths = frontiers.ctypes.data, widths.ctypes.data
-        growth.tables, growth.last_bins = addresses.ctypes.data, last_bins.ctypes.data
-        growth.candidates, growth.confidence = candidates.ctypes.data, confidence.ctypes.data
-        growth.columns, growth.level = candidates.shape[1], level
         loaded.specinfer_grow(self._address)
-        return self._taken[: growth.num_taken].copy()
+        return self._taken[: self._growth.num_taken].copy()
 
 
 def _addresses(arrays: Sequence[Floats | None]) -> npt.NDArray[np.uint64]:

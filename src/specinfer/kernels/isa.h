@@ -19,9 +19,10 @@ namespace ISA {
 #include "rotate.h"
 #include "choice.h"
 #include "walk.h"
+#include "toss.h"
 #include "recurrence.h"
 #include "mix.h"
 #include "decoder.h"
 extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, mix, decode, choose, noise_of, most_probable,
-                              walk, convolve, recur};
+                              walk, toss, convolve, recur};
 }  // namespace ISA

@@ -165,6 +165,7 @@ static void decode_all(const void *const *places, int64_t count, const Pieces *p
 }
 
 #include "draft.h"
+#include "merge.h"
 
 extern "C" {
 PUBLIC int specinfer_layout(void) { return LAYOUT; }
@@ -269,6 +270,7 @@ PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_
 }
 
 PUBLIC void specinfer_walk(const Walks *walks, int threads) { native->walk(walks, threads); }
+PUBLIC void specinfer_toss(const Tosses *tosses, int threads) { native->toss(tosses, threads); }
 
 PUBLIC void specinfer_convolve(const Convolution *layer, const int64_t *paths, float *result, int64_t tokens, int threads) {
     native->convolve(layer, paths, result, tokens, threads);
@@ -280,6 +282,7 @@ PUBLIC void specinfer_recur(const Recurrence *layer, const Scan *scan, float *mi
 }
 
 PUBLIC void specinfer_grow(Growth *growth) { grow(growth); }
+PUBLIC void specinfer_merge(Merge *trees) { merge(trees); }
 PUBLIC void specinfer_draft(Draft *one, int threads) { draft(one, threads); }
 
 // What the tokens of a chain and of a tree on its last one see of each other, [tokens][tokens], filled with zeros before,

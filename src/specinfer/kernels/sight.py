@@ -20,7 +20,7 @@ def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.b
     loaded = library()
     if loaded is None:
         return plain_sight(visible, num_chain, tree, start)
-    parents, positions = np.array(tree.parents, dtype=np.int64), np.empty(num_new, dtype=np.int64)
+    parents, positions = tree.arrays.parents, np.empty(num_new, dtype=np.int64)
     addresses = (visible.ctypes.data, positions.ctypes.data)
     loaded.specinfer_see(parents.ctypes.data, len(parents), num_chain, start, *addresses)
     return visible, positions.tolist()

@@ -103,6 +103,44 @@ struct Walks {  // of several trees, whose nodes follow one another in the array
     int64_t *lengths, *next;            // [count] of the paths; the tokens after them, UNKNOWN where rounding decides
 };
 
+struct Tosses {  // walks by random numbers, of several trees as in Walks; as in toss.py
+    int64_t count, vocab;
+    const float *const *logits;       // [count] of each tree [nodes][vocab]
+    const int64_t *first;             // [count + 1] place of each root
+    const int64_t *tokens, *parents;  // [nodes]
+    const int64_t *first_draw;        // [count + 1] place of each tree's first draw
+    const int64_t *draws;             // [draws] node of each draw, from the tree's root
+    const int64_t *sources;           // [draws][5] what each was drawn from: addresses of the tokens and probabilities, their
+                                      // number, address of the places drawn before, and their number; zeros if chosen
+    const float *temperatures;        // [count]
+    const uint8_t *traverses;         // [count] by traversal, not multi-step
+    uint64_t *states;                 // [count] of the random numbers
+    int64_t *path, *lengths, *next;   // as in Walks; next may be the reason why there is none
+};
+
+struct Merge {  // of the trees of several drafters, for each request; as in merge.py
+    int64_t requests;
+    const int64_t *first_tree;              // [requests + 1] number of each request's first tree
+    const int64_t *first_node, *first_draw;  // [trees + 1]
+    const int64_t *tokens, *parents;        // [nodes] parents are numbered from the tree's root, 0
+    const int64_t *draw_nodes, *sources;    // [draws] node, from the tree's root, and number of its calibration
+    const double *confidence;               // [draws]
+    // How nodes are ranked.
+    const double *const *heights, *const *slopes;  // [sources_count] of lines by rank and confidence
+    int64_t sources_count;
+    const double *middles;                  // [middles_count] where the lines meet
+    int64_t middles_count, ranks;
+    const int64_t *capacities;              // [requests] most nodes with the root; 0: all are kept
+    const double *min_path_prob;            // [requests]
+    const double *const *rival_heights, *const *rival_slopes;  // [requests]
+    // The results, request by request.
+    int64_t *result_first, *result_first_draw;                 // [requests + 1]
+    int64_t *result_tokens, *result_parents, *result_depths;   // [nodes]
+    int64_t *result_ranks;                                     // [nodes] place among the siblings, where they are ranked
+    double *result_alone;                                      // [nodes] that one of its drafters is right
+    int64_t *result_draw_nodes, *result_draws;                 // [draws] node and number of each draw that is kept
+};
+
 struct Growth {  // of several trees by one level; as in growth.py
     int64_t trees;
     // Their nodes, tree by tree.
@@ -225,6 +263,7 @@ struct Native {
     int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
                              float *room);
     void (*walk)(const Walks *, int threads);
+    void (*toss)(const Tosses *, int threads);
     void (*convolve)(const Convolution *, const int64_t *paths, float *result, int64_t tokens, int threads);
     void (*recur)(const Recurrence *, const Scan *, float *mixed, float *rates, float *result, int threads);
 };

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,7 @@ def walk_trees(
     """
     count, rows = len(trees), [one.contiguous() for one in logits]
     first = list(accumulate(map(len, trees), initial=0))
-    tokens = np.array(list(chain.from_iterable(tree.tokens for tree in trees)), dtype=np.int64)
-    parents = np.array(list(chain.from_iterable(tree.parents for tree in trees)), dtype=np.int64)
+    tokens, parents = (np.concatenate([tree.arrays[i] for tree in trees]) for i in range(2))
     chosen, path = np.full((2, first[-1]), _UNKNOWN, dtype=np.int64)
     lengths, following = np.empty((2, count), dtype=np.int64)
     arrays: list[npt.NDArray[Any]] = [

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -14,12 +15,13 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.choice import choose_token, chooses
 from specinfer.kernels.plain_logits import Truncation
+from specinfer.kernels.toss import toss_trees
 from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose, least_kept
 from specinfer.kernels.walk import walk_trees
 from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
 from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.logits import adjust, is_adjusted, least_score, log_min_p, process_logits
-from specinfer.verify.rules import RANDOM_RULES
+from specinfer.verify.rules import RANDOM_RULES, TRAVERSAL
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
@@ -44,16 +46,18 @@ def verify(
     ]
     walked = [i for i, tossing in enumerate(is_random) if not tossing]
     is_native = [_is_plain(requests[i]) and chooses(logits[i]) and not _is_asked_at_once(logits[i]) for i in walked]
+    tossed = [i for i, tossing in enumerate(is_random) if tossing and _tosses_natively(requests[i], logits[i])]
     kept: dict[int, Acceptance] = {}
     for verify_group, group in (
         (_walk_natively, [i for i, native in zip(walked, is_native, strict=True) if native]),
         (_walk, [i for i, native in zip(walked, is_native, strict=True) if not native]),
+        (partial(_toss_natively, [rules[i] for i in tossed]), tossed),
     ):
         if group:
             found = verify_group([logits[i] for i in group], [requests[i] for i in group], [trees[i] for i in group])
             kept |= zip(group, found, strict=True)
     return [
-        _verify_random(rules[i], rows, request, tree) if is_random[i] else kept[i]
+        kept[i] if i in kept else _verify_random(rules[i], rows, request, tree)
         for i, (rows, request, tree) in enumerate(zip(logits, requests, trees, strict=True))
     ]
 
@@ -64,6 +68,21 @@ def _walk_natively(
     noises = [(request.seed, len(request.token_ids)) for request in requests]
     found = walk_trees(logits, trees, noises, [_heat(request) for request in requests])
     return [Acceptance(path, token) for path, token in found]
+
+
+def _tosses_natively(request: Request, logits: Tensor) -> bool:
+    return _is_plain(request) and chooses(logits)
+
+
+def _toss_natively(
+    rules: Sequence[str], logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
+) -> list[Acceptance]:
+    temperatures = [request.params.temperature for request in requests]
+    states = [request.uniforms.state for request in requests]
+    found = toss_trees(logits, trees, temperatures, [rule == TRAVERSAL for rule in rules], states)
+    for request, (_, _, state) in zip(requests, found, strict=True):
+        request.uniforms.state = state
+    return [Acceptance(() if token < 0 else path, token) for path, token, _ in found]
 
 
 def _walk(logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Acceptance]:

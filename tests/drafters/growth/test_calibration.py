@@ -1,5 +1,7 @@
 """What a guess is worth: counts by rank and confidence, what is learned from a walk, and what is forgotten."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -103,22 +105,36 @@ TREE = TokenTree(
 )
 
 
+Counted = Sequence[tuple[str, int, float, bool]]
+
+
+def _states(calibration: Calibration, request: Request) -> np.ndarray:
+    return np.concatenate([calibration.state(source(name, request)) for name in "ab"])
+
+
+def _one_by_one(request: Request, counted: Counted) -> np.ndarray:
+    calibration = Calibration()
+    for name, rank, confidence, kept in counted:
+        calibration.count(source(name, request), rank, confidence, kept=kept)
+    return _states(calibration, request)
+
+
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_draws_where_the_target_came_are_counted(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[tuple[str, int, float, bool]] = []
-    monkeypatch.setattr(
-        Calibration, "count", lambda self, name, rank, sure, *, kept: counted.append((name, rank, sure, kept))
-    )
-    a, b = source("a", request_), source("b", request_)
-    Calibration().observe(request_, TREE, Acceptance((2,), 7))
-    at_root = [(a, 0, 0.5, False), (a, 1, 0.3, True), (b, 0, 0.6, True), (b, 1, 0.2, False), (b, 2, 0.6, True)]
-    assert counted == [*at_root, (a, 0, 0.8, False)], "node 4 was tried and not kept"
-    counted.clear()
-    Calibration().observe(request_, TREE, Acceptance((), 7))
-    assert [(name, kept) for name, _, _, kept in counted] == [(a, False)] * 2 + [(b, False)] * 3
-    counted.clear()
-    Calibration().observe(request_, TokenTree.root(9), Acceptance((), 7))
-    assert not counted
+def test_draws_where_the_target_came_are_counted(request_: Request) -> None:
+    """Node 4 was tried and not kept; without a path, the root alone was reached."""
+    at_root = [("a", 0, 0.5), ("a", 1, 0.3), ("b", 0, 0.6), ("b", 1, 0.2), ("b", 2, 0.6)]
+    on_path = (False, True, True, False, True)
+    walked = [(*one, kept) for one, kept in zip(at_root, on_path, strict=True)]
+    cases = {(2,): [*walked, ("a", 0, 0.8, False)], (): [(*one, False) for one in at_root]}
+    together = Calibration()
+    for path, counted in cases.items():
+        calibration = Calibration()
+        for one in (calibration, together):
+            one.observe(request_, TREE, Acceptance(path, 7))
+            one.observe(request_, TokenTree.root(9), Acceptance((), 7))
+        assert _states(calibration, request_) == pytest.approx(_one_by_one(request_, counted))
+    everything = [one for counted in cases.values() for one in counted]
+    assert _states(together, request_) == pytest.approx(_one_by_one(request_, everything))
 
 
 def test_a_restored_table_forgets_what_was_counted_before() -> None:
@@ -126,7 +142,7 @@ def test_a_restored_table_forgets_what_was_counted_before() -> None:
     for _ in range(30):
         source.count("x", 0, SURE, kept=True)
     for _ in range(5):  # too few to be added up yet
-        calibration.count("x", 0, SURE, kept=False)
+        calibration.observe(GREEDY, TokenTree.chain(9, [1], "x", SURE), Acceptance((), 7))
     calibration.restore("x", source.state("x"))
     assert np.array_equal(calibration.state("x"), source.state("x"))
     assert np.array_equal(calibration.lines("x"), source.lines("x"))

@@ -55,7 +55,7 @@ def _merged(draw: st.DrawFn) -> TokenTree:
         tree = draw(trees(max_nodes=12, name=name))
         confidence = draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
         draws = tuple(Draw(node, name, None, confidence[node]) for node in range(1, len(tree)))
-        several.append(replace(tree, draws=draws))
+        several.append(TokenTree(tree.tokens, tree.parents, draws))
     return TokenTree.merge(several)
 
 

@@ -185,7 +185,7 @@ def test_a_drafter_that_is_not_scored_computes_no_extra_logits(runner_of: Callab
 
 
 def test_lookups_are_scored_as_far_as_the_text_stays_in_their_tree() -> None:
-    tree = replace(TokenTree.chain(0, [5, 6, 7]))
+    tree = TokenTree.chain(0, [5, 6, 7])
     assert lookup_losses(tree, [5, 6, 7, 8]) == [0, 0, 0]
     assert lookup_losses(tree, [5, 9, 7]) == [0, 1]
     assert lookup_losses(tree, [9]) == [1]

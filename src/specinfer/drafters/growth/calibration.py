@@ -5,15 +5,20 @@ probabilities of different drafters do not compare in merged trees. So each draf
 its drafted tokens at a node and by its confidence. The calibrated probability is the accepted share of those tried.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.draws import Floats, Ints
 from specinfer.core.lookups import is_self
 from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree
+from specinfer.core.tree import TokenTree, TreeArrays
 from specinfer.verify import Acceptance
 
-Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 RANKS = 8  # the last rank stands for all later ones
 # Upper bounds of the confidence buckets.
 _EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96, 0.99])
@@ -30,11 +35,11 @@ _POWERS = np.geomspace(0.01, 100.0, 81)  # that are tried in a fit
 _FIT_WEIGHT = 0.3  # of the power before, in tries at each confidence
 _GROWN, _LAST_FIT = 1.5, 1000.0  # factor of the tries of first tokens between fits, and tries at the last one
 _MEMORY = 4000.0  # tries after which a cell is halved, so that it follows a change of text
-_MAX_NOTED = 512
+_MAX_VERIFIED = 64
 
 
 class _Table:
-    """Counts of one source of drafted tokens, [ranks, buckets]. New results are counted when the counts are read."""
+    """Counts of one source of drafted tokens, [ranks, buckets]."""
 
     def __init__(self, trust: float, *, is_self: bool = False) -> None:
         # Before any result, a confidence is taken as the probability, and later ranks are discounted.
@@ -48,20 +53,13 @@ class _Table:
         self._kept_at = _PRIOR_WEIGHT * (_SELF_FIRST_RANK if is_self else _FIRST_RANK) * 0.3 ** np.arange(RANKS)
         # Tries of first tokens at the next fit. Others than the target itself have passes enough for counts to suffice.
         self._next_fit = _GROWN * _PRIOR_WEIGHT if is_self else np.inf
-        self._noted: list[tuple[int, float, bool]] = []
         self._lines: tuple[Floats, Floats] | None = None
-
-    def note(self, rank: int, confidence: float, kept: bool) -> None:
-        self._noted.append((rank, confidence, kept))
-        if len(self._noted) >= _MAX_NOTED:
-            self._count()
 
     def lines(self) -> tuple[Floats, Floats]:
         """Return heights at 0 and slopes, [ranks * buckets] each, of the accepted share as lines by confidence.
 
         The lines go from middle to middle of the buckets, so that tokens in one bucket are still distinguished.
         """
-        self._count()
         if self._lines is None:
             shares = np.zeros((RANKS, len(_POINTS) + 1))  # zero confidence gives zero; flat above the last middle
             shares[:, 1:-1] = self._kept / self._tried
@@ -71,17 +69,14 @@ class _Table:
         return self._lines
 
     def by_rank(self) -> Floats:
-        self._count()
         return np.asarray(self._kept_at / self._tried_at)
 
     def state(self) -> Floats:
         """Return all counts, [numbers]."""
-        self._count()
         return np.concatenate([part.ravel() for part in self._parts()])
 
     def restore(self, state: Floats) -> None:
         """Set the counts to those of `state` of another table."""
-        self._noted.clear()
         self._lines = None
         ends = np.cumsum([part.size for part in self._parts()])
         for part, numbers in zip(self._parts(), np.split(state, ends[:-1]), strict=True):
@@ -92,22 +87,21 @@ class _Table:
     def _parts(self) -> list[Floats]:
         return [self._tried, self._kept, self._tried_at, self._kept_at, self._power]
 
-    def _count(self) -> None:
-        if not self._noted:
-            return
+    def count(self, ranks: Ints, confidence: Floats, kept: Bools) -> None:
+        """Count tokens of these ranks and confidences, and which of them were accepted."""
         self._lines = None
-        rank, sure, kept = (np.asarray(values) for values in zip(*self._noted, strict=True))
-        rank = np.minimum(rank, RANKS - 1)
-        self._noted.clear()
+        ranks = np.minimum(ranks, RANKS - 1)
+        cells = ranks * len(MIDDLE) + np.searchsorted(_EDGES, confidence)
         for tried, good, cell in (
-            (self._tried, self._kept, (rank, np.searchsorted(_EDGES, sure))),
-            (self._tried_at, self._kept_at, (rank,)),
+            (self._tried.reshape(-1), self._kept.reshape(-1), cells),
+            (self._tried_at, self._kept_at, ranks),
         ):
-            np.add.at(tried, cell, 1.0)
-            np.add.at(good, cell, kept)
-            old = tried >= _MEMORY
-            tried[old] *= 0.5
-            good[old] *= 0.5
+            tried += np.bincount(cell, minlength=len(tried))
+            good += np.bincount(cell[kept], minlength=len(tried))
+            if tried.max() >= _MEMORY:
+                old = tried >= _MEMORY
+                tried[old] *= 0.5
+                good[old] *= 0.5
         if self._next_fit <= self._tried_at[0] < _LAST_FIT:
             self._fit()
 
@@ -156,8 +150,14 @@ class Calibration:
     def __init__(self, trust: float = 0.6) -> None:
         self._trust = trust
         self._tables: dict[str, _Table] = {}
+        self._verified: list[_Verified] = []  # trees whose tokens are not counted yet
 
     def _table(self, source: str) -> _Table:
+        if self._verified:
+            self._count_verified()
+        return self._table_of(source)
+
+    def _table_of(self, source: str) -> _Table:
         if source not in self._tables:
             self._tables[source] = _Table(self._trust, is_self=is_self(source))
         return self._tables[source]
@@ -189,16 +189,76 @@ class Calibration:
         self._table(source).restore(state)
 
     def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
-        self._table(source).note(rank, confidence, kept)
+        self._table(source).count(np.array([rank]), np.array([confidence]), np.array([kept]))
+
+    def count_all(self, source: str, ranks: Ints, confidence: Floats, kept: Bools) -> None:
+        """Count several tokens of one source, as `count` does each."""
+        self._table(source).count(ranks, confidence, kept)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Count the drafted tokens at each node that the target reached."""
-        names: dict[str, str] = {}
-        for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
-            ranks: dict[str, int] = {}
-            for child, drafter, _, confidence in tree.candidates[node]:
-                rank = ranks.get(drafter, 0)
-                ranks[drafter] = rank + 1
-                if drafter not in names:
-                    names[drafter] = source(drafter, request)
-                self.count(names[drafter], rank, confidence, kept=child == kept)
+        """Count the drafted tokens at each node that the target reached, when the counts are read next."""
+        if tree.num_guessed:
+            arrays = tree.arrays
+            names = [source(name, request) for name in arrays.draws.names]
+            self._verified.append(_Verified(arrays, acceptance.path, names))
+            if len(self._verified) >= _MAX_VERIFIED:
+                self._count_verified()
+
+    def _count_verified(self) -> None:
+        verified, self._verified = self._verified, []
+        walked = Walked([one.arrays for one in verified], [one.path for one in verified])
+        draws = [one.arrays.draws for one in verified]
+        numbers: dict[str, int] = {}
+        table, first_names = list[int](), list[int]()
+        for one in verified:
+            first_names.append(len(table))
+            table += [numbers.setdefault(name, len(numbers)) for name in one.names]
+        counts = [len(one.nodes) for one in draws]
+        nodes = np.concatenate([one.nodes for one in draws]) + np.repeat(walked.starts, counts)
+        makers = np.concatenate([one.makers for one in draws]) + np.repeat(np.array(first_names), counts)
+        confidence = np.concatenate([one.confidence for one in draws])
+        reached = walked.is_reached[walked.parents[nodes]].nonzero()[0]
+        sources, nodes = np.array(table)[makers[reached]], nodes[reached]
+        # The rank of each token among those of its drafter at the same node.
+        keys = walked.parents[nodes] * len(numbers) + sources
+        order = keys.argsort(kind="stable")
+        ranks = np.empty_like(order)
+        ranks[order] = places(keys[order])
+        confidence, kept = confidence[reached], walked.is_reached[nodes]
+        for name, number in numbers.items():
+            of = sources == number if len(numbers) > 1 else slice(None)
+            self._table_of(name).count(ranks[of], confidence[of], kept[of])
+
+
+class _Verified(NamedTuple):
+    """A tree, its accepted path, and the source of each of its drafters."""
+
+    arrays: TreeArrays
+    path: tuple[int, ...]
+    names: list[str]
+
+
+class Walked:
+    """The nodes of several verified trees in common arrays.
+
+    Attributes:
+        starts: [trees] place of each root.
+        parents: [nodes] place of the parent; a root's own.
+        is_reached: [nodes] whether the target accepted it, or it is a root.
+    """
+
+    def __init__(self, trees: Sequence[TreeArrays], paths: Sequence[Sequence[int]]) -> None:
+        sizes = [len(tree.tokens) for tree in trees]
+        starts = list(accumulate(sizes, initial=0))
+        self.starts = np.array(starts[:-1])
+        self.parents = np.concatenate([tree.parents for tree in trees]) + np.repeat(self.starts, sizes)
+        self.parents[self.starts] = self.starts
+        self.is_reached = np.zeros(starts[-1], dtype=np.bool_)
+        self.is_reached[starts[:-1]] = True
+        at = [start + node for start, path in zip(starts, paths, strict=False) for node in path]
+        self.is_reached[at] = True
+
+
+def places(owners: Ints) -> Ints:
+    """Return each element's index among those of its owner, [n], from 0; the owners must ascend."""
+    return np.asarray(np.arange(len(owners)) - owners.searchsorted(owners))

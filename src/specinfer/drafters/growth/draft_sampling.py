@@ -82,6 +82,19 @@ class Candidates:
     def _drawn_places(self) -> list[list[int]]:
         return [[place for place in row if place >= 0] for row in self.places.tolist()]
 
+    def sources(self, rows: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return what these drawn candidates were drawn from, [candidates, 5], as in `kernels/toss.py`.
+
+        The addresses are valid as long as these candidates are kept.
+        """
+        found = np.empty((len(rows), 5), dtype=np.int64)
+        for column, array in ((0, self.support), (1, self.probs), (3, self.places)):
+            assert array.flags.c_contiguous
+            found[:, column] = array.ctypes.data + rows * array.strides[0]
+        found[:, 2] = self.support.shape[1]
+        found[:, 4] = 0 if self.replaced else ranks
+        return found
+
     def distribution(self, node: int, rank: int) -> Distribution | None:
         """Return the distribution that this candidate was drawn from, or None if it was chosen."""
         drawn = self._drawn_places[node]

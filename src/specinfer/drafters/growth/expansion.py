@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import MIDDLE, Calibration, Floats, source
+from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget
+from specinfer.drafters.growth.calibration import MIDDLE, Calibration, Floats, places, source
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
-from specinfer.drafters.growth.guesses import Guesses, places
+from specinfer.drafters.growth.guesses import Guesses
 from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
 from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, bins_of, count_bins, floors, subtree_size_of
 from specinfer.kernels import library
@@ -58,10 +58,7 @@ class GrowingTree:
     frontier: range = range(1)  # nodes whose candidates come next
     computed: list[int] = field(default_factory=list)  # nodes with keys and values in the cache, except the root
     num_levels: int = 0  # grown so far
-
-    @property
-    def size(self) -> int:
-        return int(self.tree_batch.nodes.sizes[self.index])
+    size: int = 1  # nodes with the root
 
     @property
     def num_left(self) -> int:
@@ -83,6 +80,8 @@ class GrowingTree:
         self.num_levels += 1
         growing = end <= self.budget.max_nodes and self.levels_to_come > 0
         self.frontier = range(first, end) if growing else range(0)
+        if not growing:
+            return
         parents, tokens = self.parents[first:end].tolist(), self.tokens[first:end].tolist()
         self.paths += [(*self.paths[node], token) for node, token in zip(parents, tokens, strict=True)]
 
@@ -93,8 +92,8 @@ class GrowingTree:
         return dict(zip(edges, range(1, size), strict=True))
 
     def tree(self) -> TokenTree:
-        tokens, parents = self.tokens[: self.size].tolist(), self.parents[: self.size].tolist()
-        return TokenTree(tuple(tokens), tuple(parents), self.tree_batch.guesses.draws(self.index))
+        tokens, parents, depths = (column[: self.size] for column in (self.tokens, self.parents, self.depths))
+        return TokenTree.of_arrays(TreeArrays(tokens, parents, depths, self.tree_batch.guesses.draws(self.index)))
 
 
 class TreeBatch:
@@ -141,10 +140,15 @@ class TreeBatch:
             self._append(self._select(wanted))
         else:
             self._extend_natively(self._native, best_first, candidates)
+        self._note_sizes()
         for tree in growing:
             tree.advance()
         if best_first:
             self._end(best_first)
+
+    def _note_sizes(self) -> None:
+        for tree, size in zip(self.growing_trees, self.nodes.sizes.tolist(), strict=True):
+            tree.size = size
 
     def _make_native(self) -> GrowthCall:
         lines = [
@@ -160,7 +164,7 @@ class TreeBatch:
         tables: list[Floats | None] = [None] * len(self.growing_trees)
         for tree in best_first:
             tables[tree.index] = self._subtree_sizes[self._sources[tree.index]].reach(tree.levels_to_come - 1)
-        frontiers = [(tree.frontier.start, tree.frontier.stop) for tree in self.growing_trees]
+        frontiers = [bound for tree in self.growing_trees for bound in (tree.frontier.start, tree.frontier.stop)]
         widths = [tree.width if tree.frontier else 0 for tree in self.growing_trees]
         level = len(self.guesses.levels)
         self.guesses.levels.append(candidates)
@@ -274,6 +278,8 @@ class TreeBatch:
             self.guesses.note_taken(self._native.fill(ended))
         elif ended:
             self._append(self._select(np.isin(self.guesses.tree[self.guesses.open], ended)))
+        if ended:
+            self._note_sizes()
 
 
 def _most_guesses(tree: GrowingTree) -> int:

@@ -1,13 +1,13 @@
 """Drafted tokens ("guesses") of several growing trees in common arrays, with one number for each guess."""
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise, repeat
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.core.tree import Distribution, Draw
+from specinfer.core.draws import CHOSEN, Distribution, Draws
 from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.nodes import Bools, Ints
@@ -32,7 +32,7 @@ class Guesses:
         self.levels: list[Candidates] = []
         self.open = np.zeros(0, dtype=np.int64)
         self._taken: list[Ints] = []
-        self._draws: list[tuple[Draw, ...]] | None = None
+        self._draws: list[Draws] | None = None
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return all columns by name, which native code writes to in place of `add`."""
@@ -58,26 +58,40 @@ class Guesses:
         self._taken.append(taken)
         return taken
 
-    def draws(self, tree: int) -> tuple[Draw, ...]:
-        """Return all draws of a tree, in draw order."""
+    def draws(self, tree: int) -> Draws:
+        """Return all draws of a tree, in draw order; these guesses are the pool of their distributions."""
         if self._draws is None:
             taken = np.concatenate([self.open[:0], *self._taken])
             taken = taken[self.tree[taken].argsort(kind="stable")]
-            owners = self.tree[taken]
-            ends = owners.searchsorted(np.arange(len(self._drafters) + 1)).tolist()
-            names = [self._drafters[owner] for owner in owners.tolist()]
-            nodes, confidence = self.child[taken].tolist(), self.confidence[taken].tolist()
-            every = [*map(Draw, nodes, names, self._distributions(taken), confidence)]
-            self._draws = [tuple(every[a:b]) for a, b in pairwise(ends)]
+            ends = self.tree[taken].searchsorted(np.arange(len(self._drafters) + 1)).tolist()
+            nodes, makers, confidence = self.child[taken], np.zeros_like(taken), self.confidence[taken]
+            numbers = self._numbers(taken)
+            pools = () if numbers is None else (self,)
+            self._draws = [
+                Draws(
+                    nodes[a:b], makers[a:b], confidence[a:b], (name,), None if numbers is None else numbers[a:b], pools
+                )
+                for name, (a, b) in zip(self._drafters, pairwise(ends), strict=True)
+            ]
         return self._draws[tree]
 
-    def _distributions(self, taken: Ints) -> Iterable[Distribution | None]:
-        if not any(level.has_distributions for level in self.levels):
-            return repeat(None, len(taken))
-        places = zip(*(column[taken].tolist() for column in (self.level, self.row, self.rank)), strict=True)
-        return [self.levels[level].distribution(row, rank) for level, row, rank in places]
+    def _numbers(self, taken: Ints) -> Ints | None:
+        """Return these numbers, with `CHOSEN` in place of those that were not drawn; None if none was."""
+        drawn = np.zeros(len(taken), dtype=np.bool_)
+        for number, level in enumerate(self.levels):
+            if level.has_distributions:
+                of = self.level[taken] == number
+                drawn[of] = level.places[self.row[taken[of]], self.rank[taken[of]]] >= 0
+        return np.where(drawn, taken, CHOSEN) if drawn.any() else None
 
+    def __getitem__(self, number: int) -> Distribution | None:
+        """Return the distribution of a drawn guess."""
+        return self.levels[self.level[number]].distribution(int(self.row[number]), int(self.rank[number]))
 
-def places(owners: Ints) -> Ints:
-    """Return each element's index among those of its owner, [n], from 0; the owners must ascend."""
-    return np.asarray(np.arange(len(owners)) - owners.searchsorted(owners))
+    def sources(self, numbers: Ints) -> Ints:
+        """Return what these guesses were drawn from, [numbers, 5], as in `kernels/toss.py`."""
+        found = np.empty((len(numbers), 5), dtype=np.int64)
+        for number, level in enumerate(self.levels):
+            of = (self.level[numbers] == number).nonzero()[0]
+            found[of] = level.sources(self.row[numbers[of]], self.rank[numbers[of]])
+        return found

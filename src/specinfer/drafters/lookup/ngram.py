@@ -6,7 +6,7 @@ Source: prompt lookup decoding (Saxena, 2023), as in vLLM's and transformers' n-
 from collections.abc import Sequence
 
 from specinfer.core.request import Request, Span
-from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import MAX_PROSPECT, Prospect
 from specinfer.verify import Acceptance
 
@@ -91,5 +91,5 @@ def _chain(root: int, guesses: Sequence[int], size: int, name: str) -> TokenTree
 
     Each drafted token is conditioned on the ones before it, so it counts as a match that is one token longer.
     """
-    draws = (Draw(node, name, None, (size + node - 1) / (size + node)) for node in range(1, len(guesses) + 1))
-    return TokenTree((root, *guesses), (-1, *range(len(guesses))), tuple(draws))
+    confidence = [(size + node - 1) / (size + node) for node in range(1, len(guesses) + 1)]
+    return TokenTree.chosen((root, *guesses), range(-1, len(guesses)), name, confidence)

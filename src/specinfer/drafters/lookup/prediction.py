@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request, Span
-from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.verify import Acceptance
 
 MAX_MATCH = 32  # number of last output tokens that are looked up
@@ -95,8 +95,8 @@ class PredictionDrafter:
         if alignment.place is None:
             return TokenTree.root(root)
         guesses = request.prediction_ids[alignment.place : alignment.place + length]
-        draws = (Draw(i + 1, self.name, None, _confidence(alignment.agreed + i)) for i in range(len(guesses)))
-        return TokenTree((root, *guesses), (-1, *range(len(guesses))), tuple(draws))
+        confidence = [_confidence(alignment.agreed + i) for i in range(len(guesses))]
+        return TokenTree.chosen((root, *guesses), range(-1, len(guesses)), self.name, confidence)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         pass  # the output is read when drafting

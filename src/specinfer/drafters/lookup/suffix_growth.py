@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TypeAlias
 
-from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import MAX_PROSPECT, Prospect
 from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
 
@@ -158,6 +158,7 @@ class _Front:
 
 
 def _tree(tokens: list[int], parents: list[int], path_probs: list[float], name: str) -> TokenTree:
-    nodes = range(1, len(tokens))
-    draws = [Draw(node, name, None, path_probs[node] / path_probs[parents[node]]) for node in nodes]
-    return TokenTree(tuple(tokens), tuple(parents), tuple(draws))
+    if len(tokens) == 1:
+        return TokenTree.root(tokens[0])
+    confidence = [path_probs[node] / path_probs[parents[node]] for node in range(1, len(tokens))]
+    return TokenTree.chosen(tokens, parents, name, confidence)

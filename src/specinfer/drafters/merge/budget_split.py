@@ -19,13 +19,16 @@ class BudgetSplit:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._kept = dict.fromkeys(names, 1.0)
+        self._parts: dict[tuple[int, ...], float] = {}  # of the first of these drafters, until the next tree
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        self._parts.clear()
         kept = set(acceptance.path)
         makers: dict[int, set[str]] = {}
-        for draw in tree.draws:
-            if draw.node in kept:
-                makers.setdefault(draw.node, set()).add(draw.drafter)
+        draws = tree.arrays.draws
+        for node, maker in zip(draws.nodes.tolist(), draws.makers.tolist(), strict=True):
+            if node in kept:
+                makers.setdefault(node, set()).add(draws.names[maker])
         for name in self._kept:
             self._kept[name] *= self._MEMORY
         for names in makers.values():
@@ -34,7 +37,10 @@ class BudgetSplit:
 
     def share(self, max_nodes: int, drafters: Sequence[int]) -> int:
         """Return the number of nodes for the first of these drafters; the others are served after it."""
-        kept = np.asarray(list(self._kept.values()))[list(drafters)]
-        # Squared: nodes given to the better drafter yield more, as long as it has tokens left to propose.
-        weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(drafters))
-        return round(max_nodes * float(weights[0] / weights.sum()))
+        asked = tuple(drafters)
+        if asked not in self._parts:
+            kept = np.asarray(list(self._kept.values()))[list(asked)]
+            # Squared: nodes given to the better drafter yield more, as long as it has tokens left to propose.
+            weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(asked))
+            self._parts[asked] = float(weights[0] / weights.sum())
+        return round(max_nodes * self._parts[asked])

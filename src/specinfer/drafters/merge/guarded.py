@@ -74,6 +74,8 @@ class GuardedDrafter:
         return trees
 
     def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
+        if not tree.num_guessed:
+            return tree.tokens[0] == span.request.token_ids[-1]
         known = min(tree.tokens) >= 0 and (self._vocab_size is None or max(tree.tokens) < self._vocab_size)
         fits = tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
         return known and fits and tree.tokens[0] == span.request.token_ids[-1]

@@ -80,7 +80,7 @@ class MergedDrafter:
             if self.selection is not None:
                 for i in trees:
                     self.selection.note_lookups(spans, shares[i], self._guarded[i].name, trees[i])
-        return self._merge(spans, [drafted[i] for i in sorted(drafted)], budgets)
+        return self._merge(spans, drafted, budgets)
 
     @property
     def lookups(self) -> list[str]:
@@ -97,7 +97,8 @@ class MergedDrafter:
                     for span, budget in zip(spans, budgets, strict=True)
                 ]
                 drafted.append(one.collect(one.launch(spans, shares), spans, shares))
-        return [TokenTree.merge(trees) for trees in zip(*drafted, strict=True)]
+        found = ([tree for tree in trees if tree.num_guessed] or trees[:1] for trees in zip(*drafted, strict=True))
+        return [TokenTree.merge(trees) if len(trees) > 1 else trees[0] for trees in found]
 
     def _groups(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the drafters that draft at the same time, and those after them.
@@ -168,23 +169,27 @@ class MergedDrafter:
         ]
 
     def _merge(
-        self, spans: Sequence[Span], drafted: Sequence[Sequence[TokenTree]], budgets: Sequence[TreeBudget]
+        self, spans: Sequence[Span], drafted: dict[int, list[TokenTree]], budgets: Sequence[TreeBudget]
     ) -> list[TokenTree]:
         """Return one tree for each request within its budget; drawn tokens and small expansions are never dropped."""
-        merged, competing = list[TokenTree](), list[int]()
+        merged, several = list[TokenTree](), dict[int, list[TokenTree]]()
+        is_pruned = list[bool]()
         for k, (span, budget) in enumerate(zip(spans, budgets, strict=True)):
-            trees = [of[k] for of in drafted if of[k].num_guessed]
-            tree = TokenTree.merge(trees or [TokenTree.root(span.request.token_ids[-1])])
-            merged.append(tree)
-            is_large = (
-                tree.num_guessed > budget.max_nodes if budget.widths else len(trees) > 1 or budget.min_path_prob > 0
-            )
-            if trees and is_large and self._may_choose_for(span.request):
-                competing.append(k)
-        if competing:
-            requests = [spans[k].request for k in competing]
-            best = self._pruning.keep_best(requests, [merged[k] for k in competing], [budgets[k] for k in competing])
-            for k, tree in zip(competing, best, strict=True):
+            makers = [i for i in sorted(drafted) if drafted[i][k].num_guessed]
+            trees = [drafted[i][k] for i in makers]
+            merged.append(trees[0] if trees else TokenTree.root(span.request.token_ids[-1]))
+            if len(trees) > 1:
+                competes = not budget.widths or sum(tree.num_guessed for tree in trees) > budget.max_nodes
+            else:  # a model has left out what is not probable enough, a lookup has not
+                competes = budget.min_path_prob > 0 and any(self._guarded[i].as_async is None for i in makers)
+            competes = competes and self._may_choose_for(span.request)
+            if len(trees) > 1 or competes:
+                several[k] = trees
+                is_pruned.append(competes)
+        if several:
+            requests, limits = [spans[k].request for k in several], [budgets[k] for k in several]
+            best = self._pruning.merge(requests, list(several.values()), limits, is_pruned)
+            for k, tree in zip(several, best, strict=True):
                 merged[k] = tree
         return merged
 

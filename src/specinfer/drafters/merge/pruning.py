@@ -1,20 +1,40 @@
-"""Pruning of merged trees whose tokens were chosen, not drawn: it keeps the most promising ones, of whichever drafter.
+"""Merging and pruning of trees: of tokens that were chosen, not drawn, the most promising of all drafters are kept.
 
-The nodes of all requests are ranked in common arrays, like the trees that a small model grows.
+One native call does both for all requests. Without native code trees are merged one by one, and their nodes are
+ranked in common arrays.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from specinfer.core.draws import Floats, Ints
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import Calibration, Floats, source
-from specinfer.drafters.growth.guesses import places
-from specinfer.drafters.growth.nodes import Ints
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, Walked, places, source
+from specinfer.kernels import library
+from specinfer.kernels.merge import MergeRules, merge_trees
 from specinfer.verify import Acceptance
 
 _ALL = "all"  # the source of guesses when all drafters are taken together
+_MAX_VERIFIED = 64
+
+
+class _Kept(NamedTuple):
+    """Of each node of a pruned tree, its rank among all siblings, and the probability that one drafter is right."""
+
+    ranks: Ints
+    alone: Floats
+
+
+class _Verified(NamedTuple):
+    """A pruned tree, its accepted path, and its source."""
+
+    tree: TokenTree
+    path: tuple[int, ...]
+    kept: _Kept
+    source: str
 
 
 class Pruning:
@@ -28,12 +48,63 @@ class Pruning:
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
         self._rivals = Calibration(trust=1.0)
-        self._seen: dict[str, list[tuple[int, float]]] = {}  # per kept node: rank among siblings, `alone`
+        self._seen: dict[str, _Kept] = {}
+        self._verified: list[_Verified] = []  # trees that are not counted yet
+
+    def merge(
+        self,
+        requests: Sequence[Request],
+        groups: Sequence[Sequence[TokenTree]],
+        budgets: Sequence[TreeBudget],
+        is_pruned: Sequence[bool],
+    ) -> list[TokenTree]:
+        """Return the union of each request's trees, of which there is one at least; some are pruned to their budgets.
+
+        Those that are pruned must not contain drawn nodes, which may not be dropped.
+        """
+        if library() is not None:
+            return self._merge_natively(requests, groups, budgets, is_pruned)
+        merged = [TokenTree.merge(trees) for trees in groups]
+        pruned = [k for k, one in enumerate(is_pruned) if one]
+        if pruned:
+            best = self.keep_best(*([column[k] for k in pruned] for column in (requests, merged, budgets)))
+            for k, tree in zip(pruned, best, strict=True):
+                merged[k] = tree
+        return merged
+
+    def _merge_natively(
+        self,
+        requests: Sequence[Request],
+        groups: Sequence[Sequence[TokenTree]],
+        budgets: Sequence[TreeBudget],
+        is_pruned: Sequence[bool],
+    ) -> list[TokenTree]:
+        self._count_verified()
+        numbers: dict[str, int] = {}
+        sources = [
+            {name: numbers.setdefault(source(name, request), len(numbers)) for name in _names(trees)}
+            for request, trees in zip(requests, groups, strict=True)
+        ]
+        rules = MergeRules(
+            [budget.max_nodes + 1 if pruned else 0 for budget, pruned in zip(budgets, is_pruned, strict=True)],
+            [budget.min_path_prob for budget in budgets],
+            sources,
+            [self._calibration.lines(name) for name in numbers],
+            [self._rivals.lines(source(_ALL, request)) for request in requests],
+            MIDDLE,
+            RANKS,
+        )
+        merged = merge_trees(groups, rules)
+        for request, pruned, (_, ranks, alone) in zip(requests, is_pruned, merged, strict=True):
+            if pruned:
+                self._seen[request.request_id] = _Kept(ranks, alone)
+        return [tree for tree, _, _ in merged]
 
     def keep_best(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], budgets: Sequence[TreeBudget]
     ) -> list[TokenTree]:
         """Return the trees within their budgets; they must not contain drawn nodes, which may not be dropped."""
+        self._count_verified()
         sizes = np.asarray([len(tree) for tree in trees])
         ends: Ints = sizes.cumsum()
         starts: Ints = ends - sizes
@@ -56,9 +127,7 @@ class Pruning:
         best = []
         for request, tree, start, end in zip(requests, trees, starts.tolist(), ends.tolist(), strict=True):
             nodes = kept[start:end].nonzero()[0]
-            self._seen[request.request_id] = list(
-                zip(ranks[start + nodes].tolist(), alone[start + nodes].tolist(), strict=True)
-            )
+            self._seen[request.request_id] = _Kept(ranks[start + nodes], alone[start + nodes])
             best.append(tree.keep(nodes.tolist()))
         return best
 
@@ -102,13 +171,27 @@ class Pruning:
         return np.asarray(path_prob)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        seen = self._seen.pop(request.request_id, None)
-        if seen is None or len(seen) != len(tree):
+        """Count the nodes of a pruned tree that the target reached, when trees are pruned next."""
+        kept = self._seen.pop(request.request_id, None)
+        if kept is None or len(kept.ranks) != len(tree):
             return
-        name = source(_ALL, request)
-        for node, kept in zip((0, *acceptance.path), (*acceptance.path, None), strict=True):
-            for child in tree.children[node].values():
-                self._rivals.count(name, *seen[child], kept=child == kept)
+        self._verified.append(_Verified(tree, acceptance.path, kept, source(_ALL, request)))
+        if len(self._verified) >= _MAX_VERIFIED:
+            self._count_verified()
+
+    def _count_verified(self) -> None:
+        verified, self._verified = self._verified, []
+        for name in dict.fromkeys(one.source for one in verified):
+            of = [one for one in verified if one.source == name]
+            walked = Walked([one.tree.arrays for one in of], [one.path for one in of])
+            is_met = walked.is_reached[walked.parents]
+            is_met[walked.starts] = False
+            ranks, alone = (np.concatenate([one.kept[i] for one in of])[is_met] for i in range(2))
+            self._rivals.count_all(name, ranks, alone, walked.is_reached[is_met])
 
     def forget(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
+
+
+def _names(trees: Sequence[TokenTree]) -> dict[str, None]:
+    return dict.fromkeys(name for tree in trees for name in tree.arrays.draws.names)

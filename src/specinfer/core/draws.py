@@ -1,0 +1,106 @@
+"""Draws of draft tokens, one by one and as arrays.
+
+A step has hundreds of draws, and hardly any is looked at alone. So drafters, merging and learners pass them as arrays.
+"""
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+CHOSEN = -1  # in place of the number of a distribution: the token was chosen, not drawn
+POOL = 32  # bits of a number within its pool
+
+
+class Distribution(NamedTuple):
+    """The distribution that a draft token was drawn from, over the few tokens that could be drawn.
+
+    When drawing without replacement, the distribution of a later sibling is the first one's with the tokens
+    drawn before it removed, renormalized to sum to 1.
+    """
+
+    token_ids: npt.NDArray[np.int64]  # [support], distinct tokens
+    probs: npt.NDArray[np.float64]  # [support], summing to 1
+    removed: tuple[int, ...] = ()  # indices in the support that were drawn before
+
+    def weights(self) -> npt.NDArray[np.float64]:
+        """Return the probabilities after the removal: [support]."""
+        if not self.removed:
+            return self.probs
+        weights = self.probs.copy()
+        weights[list(self.removed)] = 0
+        return np.asarray(weights / weights.sum())
+
+
+class Draw(NamedTuple):
+    """One draw of a draft token: its node, its drafter, the distribution it was drawn from, and its confidence."""
+
+    node: int
+    drafter: str
+    distribution: Distribution | None = None  # None if the token was chosen, not drawn
+    confidence: float = 1.0  # in [0, 1], as the drafter reports it; calibration turns it into an acceptance probability
+
+
+class DistributionPool(Protocol):
+    """Distributions by number, made when they are looked at."""
+
+    def __getitem__(self, number: int, /) -> Distribution | None: ...
+
+
+class Draws(NamedTuple):
+    """All draws of a tree in draw order; arrays have one entry for each of them.
+
+    Attributes:
+        makers: Index of the drafter in `names`.
+        numbers: Index of a pool in `pools`, times 2**32, plus the number of the distribution in it; or `CHOSEN`. None
+            if all tokens were chosen.
+    """
+
+    nodes: Ints
+    makers: Ints
+    confidence: Floats
+    names: tuple[str, ...]
+    numbers: Ints | None = None
+    pools: tuple[DistributionPool, ...] = ()
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> "Draws":
+        """Return these draws as arrays."""
+        names = tuple(dict.fromkeys(draw.drafter for draw in draws))
+        place = {name: i for i, name in enumerate(names)}
+        distributions = [draw.distribution for draw in draws]
+        numbers = None
+        if any(one is not None for one in distributions):
+            numbers = np.array([CHOSEN if one is None else i for i, one in enumerate(distributions)], dtype=np.int64)
+        return cls(
+            np.array([draw.node for draw in draws], dtype=np.int64),
+            np.array([place[draw.drafter] for draw in draws], dtype=np.int64),
+            np.array([draw.confidence for draw in draws], dtype=np.float64),
+            names,
+            numbers,
+            () if numbers is None else (distributions,),
+        )
+
+    @classmethod
+    def chosen(cls, confidence: Floats, drafter: str) -> "Draws":
+        """Return the draws of a tree whose nodes were chosen one by one; `confidence` of each but the root."""
+        count = len(confidence)
+        return cls(np.arange(1, count + 1), np.zeros(count, dtype=np.int64), confidence, (drafter,))
+
+    def tuples(self) -> tuple[Draw, ...]:
+        """Return the draws one by one."""
+        names, pools = self.names, self.pools
+        distributions = (
+            repeat(None)
+            if self.numbers is None
+            else [
+                None if number < 0 else pools[number >> POOL][number & (1 << POOL) - 1]
+                for number in self.numbers.tolist()
+            ]
+        )
+        makers = [names[maker] for maker in self.makers.tolist()]
+        return tuple(map(Draw, self.nodes.tolist(), makers, distributions, self.confidence.tolist()))
