@@ -34,10 +34,9 @@ struct Left {
     double prob(int64_t token) const { return weights[token] / sum; }
 
     void read_row(const float *scores, float temperature) {
-        float best = -INFINITY;
-        bool is_wrong = false;
-        for (int64_t k = 0; k < vocab; k++) is_wrong |= scores[k] != scores[k], best = scores[k] > best ? scores[k] : best;
-        state = is_wrong ? NO_NUMBER : best == -INFINITY ? NO_TOKEN : VALID;
+        int64_t token;
+        float best = greatest(scores, vocab, &token);
+        state = best != best ? NO_NUMBER : best == -INFINITY ? NO_TOKEN : VALID;
         if (state != VALID) return;
         const float divisor = temperature;
         best = divisor == 1.0f ? best : best / divisor;

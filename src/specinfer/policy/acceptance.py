@@ -71,19 +71,25 @@ class AcceptanceModel:
         self._num_expected = self._num_expected * self._SHARE_DECAY + self._expected_of(tree)
         self._num_accepted = self._num_accepted * self._SHARE_DECAY + len(acceptance.path)
         self.share = min(self._num_accepted / self._num_expected, self._MOST_SHARE)
-        for node, accepted in zip_longest((0, *acceptance.path), acceptance.path):
-            ranked = list(tree.children[node].values())[: len(self._tried)]
-            for rank, child in enumerate(ranked):
+        below: dict[int, list[int]] = {node: [] for node in (0, *acceptance.path)}
+        for node, parent in enumerate(tree.parents):
+            if parent in below:
+                below[parent].append(node)
+        for children, accepted in zip_longest(below.values(), acceptance.path, fillvalue=None):
+            assert children is not None
+            for rank, child in enumerate(children[: len(self._tried)]):
                 self._tried[rank] = self._tried[rank] * self._DECAY + 1
                 self._accepted[rank] = self._accepted[rank] * self._DECAY + (child == accepted)
 
     def _expected_of(self, tree: TokenTree) -> float:
         """Return the accepted tokens that the probabilities promise of a tree."""
         by_rank = [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
-        path_probs = [1.0] + [0.0] * tree.num_guessed
-        for node, children in enumerate(tree.children):
-            for prob, child in zip(by_rank, children.values(), strict=False):
-                path_probs[child] = path_probs[node] * prob
+        path_probs, num_children = [1.0] + [0.0] * tree.num_guessed, [0] * len(tree)
+        for node, parent in enumerate(tree.parents[1:], start=1):
+            rank = num_children[parent]
+            num_children[parent] += 1
+            if rank < len(by_rank):
+                path_probs[node] = path_probs[parent] * by_rank[rank]
         return sum(path_probs) - 1.0
 
     def by_rank(self) -> Floats:

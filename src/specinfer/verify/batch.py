@@ -65,6 +65,8 @@ def verify(
 def _walk_natively(
     logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
 ) -> list[Acceptance]:
+    if len(trees) == 1 and not trees[0].num_guessed:  # a step of plain decoding
+        return [Acceptance((), _choose_next(logits[0][0], requests[0], len(requests[0].token_ids)))]
     noises = [(request.seed, len(request.token_ids)) for request in requests]
     found = walk_trees(logits, trees, noises, [_heat(request) for request in requests])
     return [Acceptance(path, token) for path, token in found]
@@ -154,15 +156,20 @@ class _Choices:
     def _token(self, i: int, node: int) -> int:
         """Return the token after one node, chosen by native code."""
         request, tree, row = self._requests[i], self.trees[i], self._logits[i][node]
-        params = request.params
         if is_adjusted(request):
             row = adjust(row.unsqueeze(0), request, [tree.path_tokens(node)])[0]
-        if params.is_greedy:
-            return choose_token(row, None)
-        if params.temperature != 1.0:
-            row = row / params.temperature
-        least = float(least_score(row.unsqueeze(0), params)) if params.truncates else -torch.inf
-        return choose_token(row, (request.seed, len(request.token_ids) + tree.depths[node]), least)
+        return _choose_next(row, request, len(request.token_ids) + tree.depths[node])
+
+
+def _choose_next(row: Tensor, request: Request, position: int) -> int:
+    """Return the token at a position, chosen by native code from adjusted logits, [vocab]."""
+    params = request.params
+    if params.is_greedy:
+        return choose_token(row, None)
+    if params.temperature != 1.0:
+        row = row / params.temperature
+    least = float(least_score(row.unsqueeze(0), params)) if params.truncates else -torch.inf
+    return choose_token(row, (request.seed, position), least)
 
 
 def _is_plain(request: Request) -> bool:
