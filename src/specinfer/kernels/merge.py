@@ -101,14 +101,14 @@ def merge_trees(groups: Sequence[Sequence[TokenTree]], rules: MergeRules) -> lis
 
 
 class _Makers(NamedTuple):
-    """Of each draw the place of its drafter in the names of all, and of its source in `MergeRules.lines`."""
+    """Places of each draw's drafter in the names of all, and of its source in `MergeRules.lines`."""
 
     names: Ints
     sources: Ints
 
 
 class _Columns(NamedTuple):
-    """Of each draw what it keeps when trees are merged."""
+    """What each draw keeps when trees are merged."""
 
     makers: Ints
     confidence: Floats

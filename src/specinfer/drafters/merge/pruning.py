@@ -22,7 +22,7 @@ _MAX_VERIFIED = 64
 
 
 class _Kept(NamedTuple):
-    """Of each node of a pruned tree, its rank among all siblings, and the probability that one drafter is right."""
+    """Ranks of a pruned tree's nodes among all siblings, and the probability that one of their drafters is right."""
 
     ranks: Ints
     alone: Floats
