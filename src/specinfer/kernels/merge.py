@@ -108,7 +108,7 @@ class _Makers(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """What each draw keeps when trees are merged."""
+    """Columns that draws keep when trees are merged."""
 
     makers: Ints
     confidence: Floats

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.draws import Floats
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget
-from specinfer.drafters.growth.calibration import MIDDLE, Calibration, Floats, places, source
+from specinfer.drafters.growth.calibration import MIDDLE, Calibration, places, source
 from specinfer.drafters.growth.draft_sampling import Candidates, Node
 from specinfer.drafters.growth.guesses import Guesses
 from specinfer.drafters.growth.nodes import Bools, Ints, Nodes

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.core.draws import CHOSEN, Distribution, Draws
-from specinfer.drafters.growth.calibration import Floats
+from specinfer.core.draws import CHOSEN, Distribution, Draws, Floats
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.nodes import Bools, Ints
 
@@ -86,7 +85,8 @@ class Guesses:
 
     def __getitem__(self, number: int) -> Distribution | None:
         """Return the distribution of a drawn guess."""
-        return self.levels[self.level[number]].distribution(int(self.row[number]), int(self.rank[number]))
+        level: Candidates = self.levels[self.level[number]]
+        return level.distribution(int(self.row[number]), int(self.rank[number]))
 
     def sources(self, numbers: Ints) -> Ints:
         """Return what these guesses were drawn from, [numbers, 5], as in `kernels/toss.py`."""

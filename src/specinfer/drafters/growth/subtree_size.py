@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from specinfer.drafters.growth.calibration import Floats
+from specinfer.core.draws import Floats
 from specinfer.drafters.growth.nodes import Ints
 
 _STEPS = 4  # bins for each halving of the path probability

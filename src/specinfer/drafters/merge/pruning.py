@@ -67,7 +67,8 @@ class Pruning:
         merged = [TokenTree.merge(trees) for trees in groups]
         pruned = [k for k, one in enumerate(is_pruned) if one]
         if pruned:
-            best = self.keep_best(*([column[k] for k in pruned] for column in (requests, merged, budgets)))
+            some = [requests[k] for k in pruned], [merged[k] for k in pruned], [budgets[k] for k in pruned]
+            best = self.keep_best(*some)
             for k, tree in zip(pruned, best, strict=True):
                 merged[k] = tree
         return merged

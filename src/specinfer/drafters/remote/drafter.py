@@ -14,10 +14,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, LaterDraft
-from specinfer.drafters.growth.calibration import Calibration, Floats, source
+from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.drafters.remote.request_proxy import can_be_sent, describe
 from specinfer.drafters.remote.wire import (
     CalibrationState,

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.draws import Floats
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import Floats
 
 Numbers = npt.NDArray[np.int32]
 _CHOSEN = -1  # stands for a chosen token, in place of the number of tokens removed from a draw's distribution

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TreeBudget
-from specinfer.drafters.growth.calibration import Calibration, Floats, source
+from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.sizes import holds

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specinfer.core.draws import Floats
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter
-from specinfer.drafters.growth.calibration import Calibration, Floats, source
+from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import DeviceRequest, Guess
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.draws import Floats
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters.growth.calibration import Floats
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.launch import Answer, DraftedTree, Launch, Marks
