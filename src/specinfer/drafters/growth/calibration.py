@@ -35,11 +35,11 @@ _POWERS = np.geomspace(0.01, 100.0, 81)  # that are tried in a fit
 _FIT_WEIGHT = 0.3  # of the power before, in tries at each confidence
 _GROWN, _LAST_FIT = 1.5, 1000.0  # factor of the tries of first tokens between fits, and tries at the last one
 _MEMORY = 4000.0  # tries after which a cell is halved, so that it follows a change of text
-_MAX_VERIFIED = 64
+_MAX_VERIFIED, _MAX_NOTED = 64, 512
 
 
 class _Table:
-    """Counts of one source of drafted tokens, [ranks, buckets]."""
+    """Counts of one source of drafted tokens, [ranks, buckets]. New results are counted when the counts are read."""
 
     def __init__(self, trust: float, *, is_self: bool = False) -> None:
         # Before any result, a confidence is taken as the probability, and later ranks are discounted.
@@ -53,13 +53,21 @@ class _Table:
         self._kept_at = _PRIOR_WEIGHT * (_SELF_FIRST_RANK if is_self else _FIRST_RANK) * 0.3 ** np.arange(RANKS)
         # Tries of first tokens at the next fit. Others than the target itself have passes enough for counts to suffice.
         self._next_fit = _GROWN * _PRIOR_WEIGHT if is_self else np.inf
+        self._noted: list[tuple[Ints, Floats, Bools]] = []
         self._lines: tuple[Floats, Floats] | None = None
+
+    def note(self, ranks: Ints, confidence: Floats, kept: Bools) -> None:
+        """Note tokens of these ranks and confidences, and which of them were accepted."""
+        self._noted.append((ranks, confidence, kept))
+        if len(self._noted) >= _MAX_NOTED:
+            self._count()
 
     def lines(self) -> tuple[Floats, Floats]:
         """Return heights at 0 and slopes, [ranks * buckets] each, of the accepted share as lines by confidence.
 
         The lines go from middle to middle of the buckets, so that tokens in one bucket are still distinguished.
         """
+        self._count()
         if self._lines is None:
             shares = np.zeros((RANKS, len(_POINTS) + 1))  # zero confidence gives zero; flat above the last middle
             shares[:, 1:-1] = self._kept / self._tried
@@ -69,14 +77,17 @@ class _Table:
         return self._lines
 
     def by_rank(self) -> Floats:
+        self._count()
         return np.asarray(self._kept_at / self._tried_at)
 
     def state(self) -> Floats:
         """Return all counts, [numbers]."""
+        self._count()
         return np.concatenate([part.ravel() for part in self._parts()])
 
     def restore(self, state: Floats) -> None:
         """Set the counts to those of `state` of another table."""
+        self._noted.clear()
         self._lines = None
         ends = np.cumsum([part.size for part in self._parts()])
         for part, numbers in zip(self._parts(), np.split(state, ends[:-1]), strict=True):
@@ -87,9 +98,12 @@ class _Table:
     def _parts(self) -> list[Floats]:
         return [self._tried, self._kept, self._tried_at, self._kept_at, self._power]
 
-    def count(self, ranks: Ints, confidence: Floats, kept: Bools) -> None:
-        """Count tokens of these ranks and confidences, and which of them were accepted."""
+    def _count(self) -> None:
+        if not self._noted:
+            return
         self._lines = None
+        ranks, confidence, kept = (np.concatenate(column) for column in zip(*self._noted, strict=True))
+        self._noted.clear()
         ranks = np.minimum(ranks, RANKS - 1)
         cells = ranks * len(MIDDLE) + np.searchsorted(_EDGES, confidence)
         for tried, good, cell in (
@@ -189,11 +203,11 @@ class Calibration:
         self._table(source).restore(state)
 
     def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
-        self._table(source).count(np.array([rank]), np.array([confidence]), np.array([kept]))
+        self._table(source).note(np.array([rank]), np.array([confidence]), np.array([kept]))
 
     def count_all(self, source: str, ranks: Ints, confidence: Floats, kept: Bools) -> None:
         """Count several tokens of one source, as `count` does each."""
-        self._table(source).count(ranks, confidence, kept)
+        self._table(source).note(ranks, confidence, kept)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         """Count the drafted tokens at each node that the target reached, when the counts are read next."""
@@ -227,7 +241,7 @@ class Calibration:
         confidence, kept = confidence[reached], walked.is_reached[nodes]
         for name, number in numbers.items():
             of = sources == number if len(numbers) > 1 else slice(None)
-            self._table_of(name).count(ranks[of], confidence[of], kept[of])
+            self._table_of(name).note(ranks[of], confidence[of], kept[of])
 
 
 class _Verified(NamedTuple):
