@@ -21,7 +21,7 @@ from specinfer.kernels.walk import walk_trees
 from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
 from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.logits import adjust, is_adjusted, least_score, log_min_p, process_logits
-from specinfer.verify.rules import RANDOM_RULES, TRAVERSAL
+from specinfer.verify.rules import MULTI_STEP, RANDOM_RULES, TRAVERSAL
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
@@ -46,7 +46,9 @@ def verify(
     ]
     walked = [i for i, tossing in enumerate(is_random) if not tossing]
     is_native = [_is_plain(requests[i]) and chooses(logits[i]) and not _is_asked_at_once(logits[i]) for i in walked]
-    tossed = [i for i, tossing in enumerate(is_random) if tossing and _tosses_natively(requests[i], logits[i])]
+    tossed = [
+        i for i, tossing in enumerate(is_random) if tossing and _tosses_natively(rules[i], requests[i], logits[i])
+    ]
     kept: dict[int, Acceptance] = {}
     for verify_group, group in (
         (_walk_natively, [i for i, native in zip(walked, is_native, strict=True) if native]),
@@ -72,8 +74,8 @@ def _walk_natively(
     return [Acceptance(path, token) for path, token in found]
 
 
-def _tosses_natively(request: Request, logits: Tensor) -> bool:
-    return _is_plain(request) and chooses(logits)
+def _tosses_natively(rule: str, request: Request, logits: Tensor) -> bool:
+    return rule in (MULTI_STEP, TRAVERSAL) and _is_plain(request) and chooses(logits)
 
 
 def _toss_natively(

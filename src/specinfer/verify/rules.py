@@ -20,8 +20,8 @@ from specinfer.verify.acceptance import Acceptance, Probs, RandomSource
 from specinfer.verify.multi_step import verify_multi_step
 from specinfer.verify.traversal import verify_traversal
 
-TRAVERSAL = "traversal"
+MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
 RANDOM_RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], RandomSource], Acceptance]] = {
-    "multi-step": verify_multi_step,
+    MULTI_STEP: verify_multi_step,
     TRAVERSAL: verify_traversal,
 }
