@@ -7,7 +7,7 @@ the probabilities of both models, after any context of this length, u lies.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise, product
 
@@ -70,7 +70,7 @@ class Request:
             context = self.tokens + tokens
             tokens = (*tokens, self.forks.choose(self.q.distribution(context)))
             draws.append(Draw(node, "a", Distribution(np.arange(2), self.q.array(context))))
-        return replace(TokenTree.chain(ROOT, tokens), draws=tuple(draws))
+        return TokenTree((ROOT, *tokens), range(-1, len(tokens)), draws)
 
     def by_traversal(self, tree: TokenTree) -> None:
         source = ForkedSource(self.forks)
