@@ -27,7 +27,7 @@ from specinfer.policy.streamed_costs import Pass, StreamedCurve
 BYTES_PER_WEIGHT = {"int8": 1.0625, "int4": 0.5625}  # a code, and a scale of 16 bits for each 32 of them
 COPIES = ("self:int8", "self:int4")
 # Measured with a model of 30 layers (SmolLM2-135M-Instruct in bfloat16), greedily, on code.
-ASSUMED_ACCEPTANCE = {"self:int8": (0.94, 0.04), "self:int4": (0.84, 0.09, 0.03)}
+ASSUMED_ACCEPTANCE = {"self:int8": (0.94, 0.04), "self:int4": AcceptanceModel.SELF_PRIOR[:3]}
 _NUM_BUFFERS = 2  # of the ring: as many layers need no place of their own if all others have one
 _DISK, _MEMORY, _COMPUTING = 1e9, 2e10, 5e11  # assumed rates: bytes per second, and weights times rows per second
 

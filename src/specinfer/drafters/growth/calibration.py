@@ -234,10 +234,7 @@ class Calibration:
         reached = walked.is_reached[walked.parents[nodes]].nonzero()[0]
         sources, nodes = np.array(table)[makers[reached]], nodes[reached]
         # The rank of each token among those of its drafter at the same node.
-        keys = walked.parents[nodes] * len(numbers) + sources
-        order = keys.argsort(kind="stable")
-        ranks = np.empty_like(order)
-        ranks[order] = places(keys[order])
+        ranks = places_by_key(walked.parents[nodes] * len(numbers) + sources)
         confidence, kept = confidence[reached], walked.is_reached[nodes]
         for name, number in numbers.items():
             of = sources == number if len(numbers) > 1 else slice(None)
@@ -276,3 +273,11 @@ class Walked:
 def places(owners: Ints) -> Ints:
     """Return each element's index among those of its owner, [n], from 0; the owners must ascend."""
     return np.asarray(np.arange(len(owners)) - owners.searchsorted(owners))
+
+
+def places_by_key(keys: Ints) -> Ints:
+    """Return each element's index among those with the same key, [n], from 0."""
+    order = keys.argsort(kind="stable")
+    found = np.empty_like(order)
+    found[order] = places(keys[order])
+    return found

@@ -12,7 +12,7 @@ import numpy as np
 from specinfer.core.draws import Floats, Ints
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, Walked, places, source
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, Walked, places, places_by_key, source
 from specinfer.kernels import library
 from specinfer.kernels.merge import MergeRules, merge_trees
 from specinfer.verify import Acceptance
@@ -147,10 +147,7 @@ class Pruning:
             np.asarray(confidence),
         )
         # The rank of each token among those of its drafter at the same parent.
-        keys = parents[node] * len(codes) + maker
-        order = keys.argsort(kind="stable")
-        ranks = np.empty_like(order)
-        ranks[order] = places(keys[order])
+        ranks = places_by_key(parents[node] * len(codes) + maker)
         missed = np.ones(len(parents))
         for name, number in codes.items():
             of = maker == number
