@@ -3,13 +3,17 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.core.config import EngineConfig, OffloadConfig
 from specinfer.drafters import sparse_context
+from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
+from specinfer.model.target import TargetConfig
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, free_port, is_alive, make_cluster_cert, workers
 
@@ -99,6 +103,14 @@ def test_each_rank_drafts_with_its_part_of_the_target_itself(
     assert split_texts == texts
     assert split_tokens == pytest.approx(tokens, rel=0.05), "tokens of a request in a pass"
     assert tokens > 1.5
+
+
+def test_ranks_compare_copies_of_the_target_besides_drafters_that_are_placed(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "llama")
+    settings = TargetConfig(folder, "float32", "cpu", None, OffloadConfig(), EngineConfig(), ("self:int4",))
+    placement = DrafterPlacement((PlacedDrafter("small", folder, 1),))
+    assert settings.wanted() != replace(settings, copies=()).wanted()
+    assert not settings.wanted().keys() & placement.wanted().keys()
 
 
 def test_a_model_that_cannot_be_split_so_is_refused_before_anybody_is_started(

@@ -70,7 +70,7 @@ class TargetConfig:
             "quantization": str(self.quantization),
             "kv_cache_dtype": self.kv_cache_dtype,
             "offload": str(self.offload.offload),
-            "drafters": ", ".join(self.copies),
+            "copies of the target": ", ".join(self.copies),
             "version of specinfer": _version(),
         }
 
