@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,14 @@ _PARAMS = [
     SamplingParams(max_tokens=24, temperature=0.9, seed=7, tree="2,2,1"),
     SamplingParams(max_tokens=24, temperature=0.9, seed=8, structured_outputs={"regex": "[a-e ]{4,20}"}),
 ]
+# Each of two ranks has whole groups of 64 inputs that share a scale.
+_WIDE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64
+}  # fmt: skip
 
 
-def _say(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+def _say(llm: LLM, params: Sequence[SamplingParams] = _PARAMS) -> list[list[int]]:
+    outputs = llm.generate(_PROMPTS, params, use_tqdm=False)
     assert not any(output.error for output in outputs)
     return [list(one.token_ids) for output in outputs for one in output.outputs]
 
@@ -90,9 +95,7 @@ def test_each_rank_drafts_with_its_part_of_the_target_itself(
     settings: dict[str, Any] = SETTINGS | {"drafters": [drafter, "ngram"], "tree": "2,1,1"}
     if streams:
         settings |= {"offload": "disk", "offload_folder": tmp_path / "copies"}
-    # Each of two ranks has whole groups of 64 inputs that share a scale.
-    wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-    folder, found = _folder(tmp_path / "model", family, head_dim=64, **wide), []
+    folder, found = _folder(tmp_path / "model", family, **_WIDE), []
     for split in ({}, {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}):
         with LLM(folder, **settings, **split) as llm:
             texts, metrics = _say(llm), llm.engine.metrics
@@ -103,6 +106,42 @@ def test_each_rank_drafts_with_its_part_of_the_target_itself(
     assert split_texts == texts
     assert split_tokens == pytest.approx(tokens, rel=0.05), "tokens of a request in a pass"
     assert tokens > 1.5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sizes", "drafter", "name"),
+    [
+        ((2, 1), "small", "fp8"),
+        ((2, 1), "self:int4", "fp8"),
+        ((2, 1), "self:sparse", "fp8"),
+        ((2, 1), "self:int4-sparse", "fp8_e5m2"),
+        ((1, 2), "self:int4", "fp8"),
+        ((1, 2), "self:sparse", "fp8_e5m2"),
+        ((2, 2), "self:int4", "fp8"),
+    ],
+    ids=str,
+)
+def test_trees_of_ranks_whose_caches_have_8_bits_generate_what_plain_decoding_does(
+    sizes: tuple[int, int], drafter: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same ranks: the sums of several may round to another number of 8 bits than the sums of one."""
+    monkeypatch.setattr(sparse_context, "_LEAST", 24)
+    folder, options = _folder(tmp_path / "model", "llama", **_WIDE), {"kv_cache_dtype": name}
+    if drafter == "small":
+        drafter = str(save_model(tmp_path / "small", "llama", noise=0.1, **_WIDE))
+    split = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    without_trees = [replace(params, tree=None) for params in _PARAMS]
+    with LLM(folder, **SETTINGS | {"tree": "off"}, **split, **options) as llm:
+        plain = _say(llm, without_trees)
+    with LLM(folder, **SETTINGS | {"drafters": [drafter, "ngram"], "tree": "2,1,1"}, **split, **options) as llm:
+        assert _say(llm) == plain
+        metrics = llm.engine.metrics
+        assert metrics.num_generated > 1.5 * sum(step.num_requests for step in metrics.recent)
+    if drafter.startswith("self"):
+        return
+    with LLM(folder, **SETTINGS | {"tree": "off"}, **split) as llm:
+        assert _say(llm, without_trees) != plain, "rounding that changes no text would show nothing here"
 
 
 def test_ranks_compare_copies_of_the_target_besides_drafters_that_are_placed(tmp_path: Path) -> None:
