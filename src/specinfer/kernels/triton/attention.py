@@ -47,15 +47,15 @@ def _fold(
     return highest, total * factor + tl.sum(weights, 1), acc
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "splits"])
 def attend_program(
     query, keys, values, out, parts, sinks, key_bias,
     slot_table, prefix_lens, starts, node_slots, node_positions, node_lens, visible, positions,
-    num_requests, num_tokens, scale, value_scale,
+    num_requests, num_tokens, splits, scale, value_scale,
     stride_token, stride_head, stride_key, stride_key_head, stride_value, stride_value_head,
     stride_out, stride_out_head, stride_bias, stride_table, stride_nodes, stride_words,
     REPEATS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_CHAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -64,13 +64,13 @@ def attend_program(
     The last request stands for the padding.
     """
     block, request = tl.program_id(0), tl.program_id(1)
-    kv_head, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
-    kv_heads = tl.num_programs(2) // SPLITS
+    kv_head, split = tl.program_id(2) // splits, tl.program_id(2) % splits
+    kv_heads = tl.num_programs(2) // splits
     rows = block * ROWS + tl.arange(0, ROWS)
     value_dims = tl.arange(0, BLOCK_VALUE)
     start = tl.load(starts + request)
     if request == num_requests:
-        if SPLITS == 1:
+        if not IS_SPLIT:
             for first in range(start * REPEATS, num_tokens * REPEATS, tl.num_programs(0) * ROWS):
                 row = first + rows
                 place = (row // REPEATS).to(tl.int64) * stride_out
@@ -103,7 +103,7 @@ def attend_program(
     first = 0
     if WINDOW > 0:
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // KEYS, prefix_blocks)
-    each = tl.cdiv(last - first, SPLITS)
+    each = tl.cdiv(last - first, splits)
     low = first + split * each
     high = tl.minimum(low + each, last)
 
@@ -161,7 +161,7 @@ def attend_program(
     if KIND != AS_STORED:
         result *= value_scale
     mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         place = out + token[:, None] * stride_out + head[:, None] * stride_out_head + value_dims[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask)
     else:
@@ -171,12 +171,12 @@ def attend_program(
         tl.store(log_totals + row, m + tl.log2(tl.where(total == 0, 1.0, total)), is_row)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "splits"])
 def combine_program(
-    parts, out, starts, num_requests, stride_out, stride_out_head,
-    VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLITS: tl.constexpr,
+    parts, out, starts, num_requests, splits, stride_out, stride_out_head,
+    VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, MOST_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of one token and head. Grid: [tokens, heads]."""
+    """Combine the parts of one token and head, one variant for all numbers of parts. Grid: [tokens, heads]."""
     token, head = tl.program_id(0), tl.program_id(1)
     tokens, heads = tl.num_programs(0), tl.num_programs(1)
     value_dims = tl.arange(0, BLOCK_VALUE)
@@ -184,12 +184,16 @@ def combine_program(
     if token >= tl.load(starts + num_requests):
         tl.store(place, tl.zeros((BLOCK_VALUE,), out.dtype.element_ty), value_dims < VALUE_DIM)
         return
-    rows = (tl.arange(0, SPLITS).to(tl.int64) * tokens + token) * heads + head
-    log_totals = tl.load(parts + tokens.to(tl.int64) * heads * SPLITS * VALUE_DIM + rows)
+    split = tl.arange(0, MOST_SPLITS)
+    is_part = split < splits
+    rows = (split.to(tl.int64) * tokens + token) * heads + head
+    log_totals = parts + tokens.to(tl.int64) * heads * splits * VALUE_DIM
+    log_totals = tl.load(log_totals + rows, is_part, other=float("-inf"))
     # A part that saw nothing has weight 0. NaN in a part must reach the result.
     highest = tl.max(log_totals, 0)
     weights = tl.exp2(log_totals - tl.where(highest == float("-inf"), 0.0, highest))
-    of_parts = tl.load(parts + rows[:, None] * VALUE_DIM + value_dims[None, :], (value_dims < VALUE_DIM)[None, :], 0.0)
+    inside = is_part[:, None] & (value_dims < VALUE_DIM)[None, :]
+    of_parts = tl.load(parts + rows[:, None] * VALUE_DIM + value_dims[None, :], inside, 0.0)
     result = tl.sum(of_parts * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(place, result.to(out.dtype.element_ty), value_dims < VALUE_DIM)
 
@@ -245,20 +249,20 @@ def attend(
         sinks if sinks is not None else query, key_bias if key_bias is not None else query,
         layout.slot_table, layout.prefix_lens, layout.starts, layout.node_slots, layout.node_positions,
         layout.node_lens, layout.visible, layout.positions,
-        layout.num_requests, tokens, scale, value_scale,
+        layout.num_requests, tokens, blocks.splits, scale, value_scale,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), out.stride(1), key_bias.stride(0) if key_bias is not None else 0,
         layout.slot_table.stride(0), layout.node_slots.stride(0), layout.visible.stride(0),
         REPEATS=repeats, KEY_DIM=key_dim, VALUE_DIM=value_dim, ROWS=blocks.rows, KEYS=blocks.keys,
-        BLOCK_KEY=padded(key_dim), BLOCK_VALUE=padded(value_dim), SPLITS=blocks.splits, IS_CHAIN=layout.is_chain,
+        BLOCK_KEY=padded(key_dim), BLOCK_VALUE=padded(value_dim), IS_SPLIT=blocks.splits > 1, IS_CHAIN=layout.is_chain,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None, HAS_BIAS=key_bias is not None,
         KIND=kind_of(keys), NATIVE=has_float8,
         num_warps=blocks.num_warps, num_stages=_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     if blocks.splits > 1:
         combine_program[(tokens, heads)](
-            scratch, out, layout.starts, layout.num_requests, out.stride(0), out.stride(1),
-            VALUE_DIM=value_dim, BLOCK_VALUE=padded(value_dim), SPLITS=blocks.splits, num_warps=2,
+            scratch, out, layout.starts, layout.num_requests, blocks.splits, out.stride(0), out.stride(1),
+            VALUE_DIM=value_dim, BLOCK_VALUE=padded(value_dim), MOST_SPLITS=MAX_SPLITS, num_warps=2,
             enable_fp_fusion=True,
         )  # fmt: skip
     return out
