@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import MAX_TOKENS, MEASURED, PROMPT_CHARS, CompareOptions, ModelOptions, ReportOptions
+from specinfer.cli.measure import MAX_TOKENS, MEASURED, PROMPT_CHARS, CompareOptions, GrowableOptions, ReportOptions
 from specinfer.cli.options import flag
 
 
@@ -11,7 +11,7 @@ def latency(
     argument: MEASURED = None,
     *,
     options: CompareOptions,
-    models: ModelOptions,
+    models: GrowableOptions,
     report: ReportOptions,
     peer: Annotated[
         list[str] | None,

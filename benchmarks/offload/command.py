@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import ModelOptions, ReportOptions
+from specinfer.cli.measure import GrowableOptions, ReportOptions
 from specinfer.cli.options import (
     DEVICE,
     SELECT,
@@ -16,7 +16,7 @@ from specinfer.cli.options import (
 def offload(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
-    models: ModelOptions,
+    models: GrowableOptions,
     offload: Annotated[
         str, flag("Model", "Where to keep offloaded layers: disk, or cpu (host memory, for a target on a GPU).")
     ] = "disk",

@@ -42,6 +42,7 @@ class OffloadBenchConfig:
         dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
         drafter_quantization: Quantization of the model drafters.
+        kv_cache_dtype: Data type of the keys and values in the caches, one of `KV_CACHE_DTYPES`.
         select: Selection of the model drafters that draft, as for the option of this name.
         offload: Place of the layers that are streamed: "disk", or "cpu" for host memory and a target on a GPU.
         memory_budget: Memory limit of our process, and of each peer's, in bytes or as "2GiB". None means a third of the
@@ -76,6 +77,7 @@ class OffloadBenchConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     select: str = "all"
     device: str = "auto"
     offload: str = "disk"
@@ -102,7 +104,7 @@ class OffloadBenchConfig:
                             ("prompt_chars", 1)):  # fmt: skip
             check_whole(name, getattr(self, name), least)
         check_batches(self.batch_sizes, self.prompts)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_models(self)
         check_seed(self.seed)
         check_trees(self.trees)
         parse_select(self.select)

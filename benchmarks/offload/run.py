@@ -29,6 +29,7 @@ from benchmarks.peers.race import Peers
 from specinfer.bench.bandwidth import LinkBandwidth
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models, plan_growth
+from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
 from specinfer.core.config import parse_tree
 from specinfer.core.sizes import parse_size
@@ -162,9 +163,7 @@ def _job(
     num_slots = sum(lengths[: config.largest]) + config.largest * config.max_tokens + max(nodes)
     options: dict[str, Any] = {
         "drafters": list(models.drafters),
-        "dtype": dtype,
-        "quantization": config.quantization,
-        "drafter_quantization": config.drafter_quantization,
+        **precision_of(config, dtype),
         "select": config.select,
         "device": config.device,
         "max_model_len": longest,

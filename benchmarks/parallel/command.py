@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import ModelOptions, ReportOptions
+from specinfer.cli.measure import GrowableOptions, ReportOptions
 from specinfer.cli.options import (
     SELECT,
     flag,
@@ -17,7 +17,7 @@ _PANEL = "Ranks"
 def parallel(
     model: Annotated[str, typer.Argument(metavar="MODEL")] = "demo",
     *,
-    models: ModelOptions,
+    models: GrowableOptions,
     tensor_parallel: Annotated[
         list[int] | None,
         flag(_PANEL, "Measure this number of tensor parallel ranks. May be repeated.", "--tensor-parallel"),

@@ -77,6 +77,7 @@ class ParallelBenchConfig:
         dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
         quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
         drafter_quantization: The same for draft models.
+        kv_cache_dtype: Data type of the keys and values in the caches, one of `KV_CACHE_DTYPES`.
         select: Selection of the draft models that propose tokens, as in the option of this name.
         threads: Threads of each process, including the one with the whole target, or None for the number of cores
             divided by the ranks of the first split.
@@ -107,6 +108,7 @@ class ParallelBenchConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     select: str = "all"
     threads: int | None = None
     batch_sizes: tuple[int, ...] = (1, 4)
@@ -127,7 +129,7 @@ class ParallelBenchConfig:
         if self.threads is not None:
             check_whole("threads", self.threads, 1, 1024)
         check_batches(self.batch_sizes, self.prompts)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_models(self)
         check_seed(self.seed)
         check_trees(self.trees)
         parse_select(self.select)

@@ -24,6 +24,7 @@ from benchmarks.parallel.report import ParallelReport, plot_parallel
 from benchmarks.parallel.turns import ParallelTurns
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
 from specinfer.core.config import parse_tree
 from specinfer.core.cpus import usable_cpus
@@ -124,9 +125,7 @@ def _job(config: ParallelBenchConfig, models: Models, dtype: str, lengths: list[
     num_slots = config.largest * (longest + max(nodes))
     options: dict[str, Any] = {
         "drafters": list(models.drafters),
-        "dtype": dtype,
-        "quantization": config.quantization,
-        "drafter_quantization": config.drafter_quantization,
+        **precision_of(config, dtype),
         "select": config.select,
         "device": "cpu",
         "max_model_len": longest,

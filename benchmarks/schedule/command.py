@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import KIND, MEASURED, ModelOptions, ReportOptions, measured
+from specinfer.cli.measure import KIND, MEASURED, GrowableOptions, ReportOptions, measured
 from specinfer.cli.options import (
     DEVICE,
     MODEL,
@@ -19,7 +19,7 @@ def schedule(
     argument: MEASURED = None,
     *,
     model: MODEL = None,
-    models: ModelOptions,
+    models: GrowableOptions,
     device: DEVICE = "auto",
     fixed: Annotated[
         list[str] | None,

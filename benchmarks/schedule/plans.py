@@ -72,6 +72,7 @@ class ScheduleConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     num_prompts: int = 6
     prompt_tokens: int = 128
@@ -88,7 +89,7 @@ class ScheduleConfig:
         for name, least in limits.items():
             check_whole(name, getattr(self, name), least)
         check_seed(self.seed)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_models(self)
         check_kinds(self.kinds)
         check_once("fixed", self.fixed)
         for name in self.fixed:

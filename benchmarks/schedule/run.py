@@ -18,7 +18,7 @@ from specinfer.bench.comparisons import Comparison
 from specinfer.bench.loop import Turn, check_equal, is_exact, take_turns, write_files
 from specinfer.bench.measurement import measure_request
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.options import PLAIN, kinds_for
+from specinfer.bench.options import PLAIN, kinds_for, precision_of
 from specinfer.bench.results import Arm, Run
 from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.lookups import LOOKUPS
@@ -104,9 +104,7 @@ def _load(config: ScheduleConfig, models: Models, dtype: str, longest: int) -> L
         models.target,
         drafters=models.drafters,
         tree="1",  # applies only until a policy is set
-        dtype=dtype,
-        quantization=config.quantization,
-        drafter_quantization=config.drafter_quantization,
+        **precision_of(config, dtype),
         device=config.device,
         max_model_len=longest,
         # One request runs at a time. The cache has 64 extra slots for each, and the largest tree must fit.

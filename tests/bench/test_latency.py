@@ -56,6 +56,14 @@ def report(folders: tuple[str, str]) -> Iterator[LatencyReport]:
         yield run_latency(make_config(folders))
 
 
+def test_the_type_of_keys_and_values_is_measured_and_reported(folders: tuple[str, str]) -> None:
+    report = run_latency(make_config(folders, kv_cache_dtype="fp8", trees=TREES[:1], repeats=1, prompts=PROMPTS[:1]))
+    assert report.environment.kv_cache_dtype == "float8_e4m3fn"
+    assert report.environment.precision == "float32, KV cache float8_e4m3fn"
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto"):
+        make_config(folders, kv_cache_dtype="int8")
+
+
 def refuse_to_load(*_: object, **__: object) -> None:
     raise AssertionError("the long work began")
 

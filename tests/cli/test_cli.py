@@ -836,6 +836,12 @@ def test_a_bench_that_moved_names_its_new_command(name: str) -> None:
     assert "python -m benchmarks.latency --peer llama.cpp" in refusal("bench", "latency", "--peer", "llama.cpp")
 
 
+@pytest.mark.parametrize("words", ["bench latency", "bench throughput", "bench acceptance", "bench serve", "plan"])
+def test_measurements_know_the_type_of_keys_and_values(words: str) -> None:
+    wrong = refusal(*words.split(), "demo", "--kv-cache-dtype", "int8")
+    assert wrong.startswith("specinfer: error: --kv-cache-dtype must be one of auto, bfloat16")
+
+
 @pytest.mark.usefixtures("small_demo")
 def test_bench_latency_measures_trees_and_writes_numbers(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"

@@ -27,6 +27,7 @@ from specinfer.bench.acceptance_time import most_nodes, same_time_rows
 from specinfer.bench.chat_prompts import find_prompts
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
+from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
 from specinfer.core.config import BEST_FIRST, SpeculativeConfig
@@ -133,9 +134,7 @@ def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], lo
         models.target,
         drafters=tuple(drafters),
         tree="1",  # a placeholder: every arm sets its own tree
-        dtype=config.dtype,
-        quantization=config.quantization,
-        drafter_quantization=config.drafter_quantization,
+        **precision_of(config, config.dtype),
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # All prompts run together. The cache adds 64 slots per sequence: with more sequences it holds every tree.

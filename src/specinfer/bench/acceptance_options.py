@@ -42,6 +42,7 @@ class AcceptanceConfig:
             coupled rule for the drafters part.
         quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
         drafter_quantization: Quantization of the model drafters.
+        kv_cache_dtype: Data type of the keys and values in the caches, one of `KV_CACHE_DTYPES`.
         select: Drafter selection that the shift part compares with using all drafters.
         shift_to: Text file of the domain that the shift part changes to, or None for Python's documentation.
         prompt_chars: Approximate length of the prompts in characters.
@@ -64,6 +65,7 @@ class AcceptanceConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     select: str = "hedge:1"
     shift_to: str | Path | None = None
     device: str = "auto"
@@ -87,7 +89,7 @@ class AcceptanceConfig:
             raise ValueError('select: shift compares with "all" anyway; name a choice, such as "hedge:1"')
         if self.verification is not None:
             check_verification(self.verification)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_models(self)
         check_device(self.device)
         check_prompts(self.prompts)
         check_kinds(self.kinds, self.prompts)

@@ -19,7 +19,7 @@ from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.chat_prompts import PromptSet, find_prompts
 from specinfer.bench.comparisons import Comparison
 from specinfer.bench.models import Models, at_size, dtype_of, find_models
-from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, rotated
+from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, precision_of, rotated
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.roofline import Roofline
 from specinfer.core.config import MAX_TREE_NODES, parse_tree
@@ -138,9 +138,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         models.target,
         drafters=models.drafters,
         tree="1",  # only until each arm sets its own policy
-        dtype=dtype,
-        quantization=config.quantization,
-        drafter_quantization=config.drafter_quantization,
+        **precision_of(config, dtype),
         select=config.select,
         speculation_policy=config.scheduler,
         device=config.device,
@@ -218,7 +216,8 @@ def is_exact(loaded: LoadedModel, temperature: float = 0.0) -> bool:
 
     In lower precision, passes of different sizes round differently, and outputs that differ are counted instead.
     """
-    return temperature == 0 and loaded.dtype == torch.float32 and not loaded.is_quantized
+    is_full = loaded.dtype == torch.float32 and loaded.kv_dtype is None and not loaded.is_quantized
+    return temperature == 0 and is_full
 
 
 def check_equal(turn: Turn, made: Mapping[str, Run]) -> None:

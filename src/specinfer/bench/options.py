@@ -6,9 +6,16 @@ Nothing here needs torch, so that a mistake is refused before it is imported.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-from specinfer.core.config import DTYPES, check_device, check_quantization, parse_select, parse_tree
+from specinfer.core.config import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    check_device,
+    check_quantization,
+    parse_select,
+    parse_tree,
+)
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.demo.chat_model import CHAT
@@ -34,6 +41,7 @@ class CompareConfig:
         dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
         quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
         drafter_quantization: Quantization of the model drafters.
+        kv_cache_dtype: Data type of the keys and values in the caches, one of `KV_CACHE_DTYPES`.
         select: Selection of the model drafters that draft, as for the option of this name.
         scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
@@ -62,6 +70,7 @@ class CompareConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     select: str = "all"
     scheduler: str | Path | None = None
     device: str = "auto"
@@ -83,7 +92,7 @@ class CompareConfig:
         for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
             check_whole(name, getattr(self, name), least)
         check_batches(self.sizes, self.prompts)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_models(self)
         check_device(self.device)
         ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
         check_seed(self.seed)
@@ -179,10 +188,35 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
 
 
-def check_models(dtype: str, quantization: str | None, drafter_quantization: str | None) -> None:
-    check_dtype(dtype)
-    check_quantization("quantization", quantization)
-    check_quantization("drafter_quantization", drafter_quantization)
+class HasPrecision(Protocol):
+    """Options of the precision of the models that a measurement loads, as `LLM` has them."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quantization(self) -> str | None: ...
+    @property
+    def drafter_quantization(self) -> str | None: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+
+
+def check_models(options: HasPrecision) -> None:
+    check_dtype(options.dtype)
+    check_quantization("quantization", options.quantization)
+    check_quantization("drafter_quantization", options.drafter_quantization)
+    if options.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {options.kv_cache_dtype!r}")
+
+
+def precision_of(options: HasPrecision, dtype: str) -> dict[str, Any]:
+    """Return these options as arguments of `LLM`.
+
+    Args:
+        dtype: The type that the models are loaded in, which grown ones decide.
+    """
+    same = ("quantization", "drafter_quantization", "kv_cache_dtype")
+    return {"dtype": dtype} | {name: getattr(options, name) for name in same}
 
 
 def check_trees(trees: Sequence[str]) -> None:

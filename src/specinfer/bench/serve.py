@@ -18,7 +18,7 @@ from rich.console import Console
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.options import PLAIN
+from specinfer.bench.options import PLAIN, precision_of
 from specinfer.bench.serve_load import PATHS, send_all, send_alone, send_one
 from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, schedule
 from specinfer.bench.serve_process import ServerAddress, running_server
@@ -91,9 +91,9 @@ def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[
     # Requests that arrive together must wait in the queue and not be refused.
     flags += ["--max-num-seqs", str(config.max_num_seqs), "--max-num-queued-reqs", str(config.num_prompts)]
     flags += ["--max-tree-nodes", str(MAX_TREE_NODES)]
-    flags += ["--dtype", dtype, "--device", config.device, "--served-model-name", Path(str(config.model)).name]
-    for name in ("quantization", "drafter_quantization"):
-        if (value := getattr(config, name)) is not None:
+    flags += ["--device", config.device, "--served-model-name", Path(str(config.model)).name]
+    for name, value in precision_of(config, dtype).items():
+        if value is not None:
             flags += [f"--{name.replace('_', '-')}", value]
     with running_server(str(models.target), flags) as address:
         yield address
@@ -186,8 +186,7 @@ def _measure_overhead(
 ) -> Overhead:
     """Compare streaming over HTTP with the same process, alternating, with plain decoding: one event for each token."""
     added, first, local = [], [], []
-    settings: dict[str, Any] = {"dtype": dtype, "quantization": config.quantization, "device": config.device}
-    with LLM(model, drafters=[], tree="off", **settings) as llm:
+    with LLM(model, drafters=[], tree="off", device=config.device, **precision_of(config, dtype)) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
         with closing(HTTPConnection(urlsplit(address.url).netloc)) as connection:
             for number in range(-1, len(prompts)):

@@ -73,6 +73,7 @@ class ServeConfig:
     dtype: str = "auto"
     quantization: str | None = None
     drafter_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     max_num_seqs: int = 32
     json: str | Path | None = None
@@ -85,7 +86,7 @@ class ServeConfig:
         if self.max_concurrency is not None:
             check_whole("max_concurrency", self.max_concurrency, 1)
         check_seed(self.seed)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
+        check_models(self)
         check_device(self.device)
         self._check_server()
         self._check_load()

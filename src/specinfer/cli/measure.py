@@ -1,6 +1,6 @@
 """The commands bench latency, throughput and acceptance, and options that the bench commands share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from specinfer.cli.options import (
     DTYPE,
     GROW,
     JSON,
+    KV_CACHE_DTYPE,
     MODEL,
     PIPELINE_PARALLEL_SIZE,
     PLOT,
@@ -79,10 +80,10 @@ class ModelOptions:
     """Options of the models that are measured."""
 
     drafter: DRAFTERS = None
-    grow: GROW = None
     dtype: DTYPE = "auto"
     quantization: QUANTIZATION = None
     drafter_quantization: DRAFTER_QUANTIZATION = None
+    kv_cache_dtype: KV_CACHE_DTYPE = "auto"
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of the configuration.
@@ -90,8 +91,15 @@ class ModelOptions:
         Raises:
             ValueError: The drafters cannot be used together.
         """
-        same = ("grow", "dtype", "quantization", "drafter_quantization")
-        return {field: getattr(self, field) for field in same} | {"drafters": drafter_names(self.drafter)}
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        return settings | {"drafters": drafter_names(settings.pop("drafter"))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowableOptions(ModelOptions):
+    """Options of models that may be grown before they are measured."""
+
+    grow: GROW = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +165,7 @@ def latency(
     argument: MEASURED = None,
     *,
     options: CompareOptions,
-    models: ModelOptions,
+    models: GrowableOptions,
     report: ReportOptions,
     prompt_chars: PROMPT_CHARS = 600,
     max_tokens: MAX_TOKENS = 128,
@@ -187,7 +195,7 @@ def throughput(
     argument: MEASURED = None,
     *,
     options: CompareOptions,
-    models: ModelOptions,
+    models: GrowableOptions,
     report: ReportOptions,
     batch: Annotated[
         list[int] | None,
@@ -224,10 +232,7 @@ def acceptance(
     argument: MEASURED = None,
     *,
     model: MODEL = None,
-    drafter: DRAFTERS = None,
-    dtype: DTYPE = "auto",
-    quantization: QUANTIZATION = None,
-    drafter_quantization: DRAFTER_QUANTIZATION = None,
+    models: ModelOptions,
     device: DEVICE = "auto",
     part: Annotated[
         list[str] | None,
@@ -291,12 +296,9 @@ def acceptance(
         config = AcceptanceConfig(
             model=name,
             kinds=tuple(kind) if kind else None,
-            drafters=drafter_names(drafter),
             verification=verification,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
             device=device,
+            **models.settings(),
             **report.settings(),
             **(_QUICK if quick else {}) | usual | given,
         )

@@ -5,20 +5,14 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import check_inputs, drafter_names
+from specinfer.cli.measure import GrowableOptions, check_inputs
 from specinfer.cli.options import (
     DEBUG,
-    DRAFTER_QUANTIZATION,
-    DRAFTERS,
-    DTYPE,
-    GROW,
     JSON,
-    KV_CACHE_DTYPE,
     MEMORY_BUDGET,
     OFFLOAD,
     OFFLOAD_FOLDER,
     PLOT,
-    QUANTIZATION,
     SEED,
     flag,
 )
@@ -33,11 +27,7 @@ def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL")],
     *,
     machines: SimulationOptions,
-    drafter: DRAFTERS = None,
-    dtype: DTYPE = "auto",
-    quantization: QUANTIZATION = None,
-    drafter_quantization: DRAFTER_QUANTIZATION = None,
-    kv_cache_dtype: KV_CACHE_DTYPE = "auto",
+    models: GrowableOptions,
     device: Annotated[
         str,
         flag(
@@ -46,7 +36,6 @@ def plan(
             f"computed from its published rates: {', '.join(ACCELERATORS)}.",
         ),
     ] = "auto",
-    grow: GROW = None,
     context: Annotated[
         int, flag("Model", "Tokens in the KV cache of each request, for a GPU that need not be here.")
     ] = 1024,
@@ -79,18 +68,13 @@ def plan(
     with checking():
         config = PlanConfig(
             model=model,
-            drafters=drafter_names(drafter),
+            **models.settings(),
             acceptance=None if acceptance is None else parse_numbers("acceptance", acceptance),
             remeasure=remeasure,
             num_prompts=num_prompts,
             max_tokens=max_tokens,
             temperature=temperature,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
-            kv_cache_dtype=kv_cache_dtype,
             device=device,
-            grow=grow,
             context=context,
             offload=offload,
             memory_budget=memory_budget,

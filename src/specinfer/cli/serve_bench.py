@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import ModelOptions, ReportOptions, check_inputs
+from specinfer.cli.measure import GrowableOptions, ReportOptions, check_inputs
 from specinfer.cli.options import (
     DEVICE,
     flag,
@@ -28,7 +28,7 @@ def serve(
     max_num_seqs: Annotated[
         int, flag("Server", "Maximum number of requests in a batch of a server started here.")
     ] = 32,
-    models: ModelOptions,
+    models: GrowableOptions,
     device: DEVICE = "auto",
     tree: Annotated[
         list[str] | None,

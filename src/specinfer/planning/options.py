@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.bench.options import AnyPrompt, bench_params, check_models, check_seed, check_whole
-from specinfer.core.config import KV_CACHE_DTYPES, OffloadConfig, check_device
+from specinfer.core.config import OffloadConfig, check_device
 from specinfer.core.sampling import SamplingParams
 
 MAX_RANKS = 8
@@ -97,9 +97,7 @@ class PlanConfig:
         check_seed(self.seed)
         for size in self.batch_sizes or (0,):
             check_whole("batch_sizes", size, 1, 4096)
-        check_models(self.dtype, self.quantization, self.drafter_quantization)
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}")
+        check_models(self)
         check_whole("context", self.context, 1, 2**20)
         if self.device not in ACCELERATORS:
             check_device(self.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
+from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
 from specinfer.core.config import OffloadConfig, SpeculativeConfig, parse_tree
 from specinfer.core.request import Request, Span
@@ -126,10 +127,7 @@ def _survey(config: PlanConfig, models: Models, console: Console | None) -> Iter
             models.target,
             drafters=models.drafters,
             tree="1",
-            dtype=config.dtype,
-            quantization=config.quantization,
-            drafter_quantization=config.drafter_quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
+            **precision_of(config, config.dtype),
             device=config.device,
             offload=config.offload,
             memory_budget=config.memory_budget,

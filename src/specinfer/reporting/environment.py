@@ -35,6 +35,7 @@ class Environment:
 
     Attributes:
         quantization: Quantization of the target's weights; `drafter_quantization` is that of the model drafters.
+        kv_cache_dtype: Type of the keys and values in the caches, or None if it is that of the computation.
         commit: Commit of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
         num_threads: CPU threads of this process, which is rank 0 if several hold the target.
         peak_memory: Peak memory of this process in bytes, with the weights and caches of every model.
@@ -58,6 +59,7 @@ class Environment:
     peak_memory: int
     target_parameters: int
     drafter_parameters: dict[str, int]
+    kv_cache_dtype: str | None = None
 
     @classmethod
     def of(cls, llm: HasModels, drafter_parameters: Mapping[str, int]) -> "Environment":
@@ -81,13 +83,15 @@ class Environment:
             peak_memory=_peak_memory(loaded.device),
             target_parameters=loaded.num_parameters if loaded.shard.is_whole else count_parameters(loaded.folder),
             drafter_parameters=dict(drafter_parameters),
+            kv_cache_dtype=None if loaded.kv_dtype is None else str(loaded.kv_dtype).removeprefix("torch."),
         )
 
     @property
     def precision(self) -> str:
-        """Description of the computation dtype and the quantization of the weights."""
+        """Description of the computation dtype, the quantization of the weights, and the type of keys and values."""
         weights = f" with {self.quantization} weights" if self.quantization else ""
-        return self.dtype + weights + (f", drafters {self.drafter_quantization}" if self.drafter_quantization else "")
+        others = (("drafters", self.drafter_quantization), ("KV cache", self.kv_cache_dtype))
+        return self.dtype + weights + "".join(f", {what} {kind}" for what, kind in others if kind)
 
     @property
     def description(self) -> str:
