@@ -76,6 +76,10 @@ MTP_FAMILIES: dict[str, tuple[dict[str, Any], MtpNames]] = {
         TINY | _MOE | _HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 24},
         MtpNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
     ),
+    "qwen3_5_moe_text": (
+        TINY | _MOE | _HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 24},
+        MtpNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),
+    ),
     "qwen3_5_text": (
         TINY | _HYBRID,
         MtpNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."),

@@ -59,11 +59,12 @@ def _read_config(folder: Path) -> Any:
     fields = read_object(folder / "config.json") or {}
     if (family := _SAME_AS.get(fields.get("model_type", ""))) is None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for part in (config, config.get_text_config()):  # weights are decoded by `Shards`, not by transformers
-            vars(part).pop("quantization_config", None)
-        return config
-    fields.pop("auto_map", None)
-    return AutoConfig.for_model(**(fields | {"model_type": family}))
+    else:
+        fields.pop("auto_map", None)
+        config = AutoConfig.for_model(**(fields | {"model_type": family}))
+    for part in (config, config.get_text_config()):  # weights are decoded by `Shards`, not by transformers
+        vars(part).pop("quantization_config", None)
+    return config
 
 
 def known_positions(folder: Path) -> int | None:

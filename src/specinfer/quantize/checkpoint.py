@@ -22,6 +22,7 @@ from specinfer.kernels.quantization import BITS, Bits, quantize
 from specinfer.kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
 from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer, outline
 from specinfer.model.folder import replacing, weight_shapes
+from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.gguf.writing import TYPES, write_gguf
 from specinfer.model.linears import layer_lists, layer_names, quantizable_names
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
@@ -196,7 +197,8 @@ def _linear_layers(source: Path, bits: Bits) -> tuple[list[str], list[str]]:
     ]
     if not names:
         raise ModelError(f"model: {source} has no linear layers that can be quantized")
-    return names, [name for name in linears if name not in names]
+    mtp = [one.removesuffix(".weight") for one in sorted(mtp_names(stored)) if len(stored[one]) == 2]
+    return names, [name for name in linears if name not in names] + mtp
 
 
 def _rounded_tensors(

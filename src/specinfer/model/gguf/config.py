@@ -41,12 +41,22 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
         raise meta.error("the tensor 'token_embd.weight' is missing")
     fields = _common_fields(meta)
     fields |= FAMILIES[arch].read_fields(meta, fields)
+    if meta.get("nextn_predict_layers", int, 0) and _mtp_plan(header, fields):
+        fields["num_nextn_predict_layers"] = 1  # the first is read, and drafts all levels
     _check_tensors(meta, fields["num_hidden_layers"], _plan(header, fields))
     return fields
 
 
 def _plan(header: GgufHeader, fields: Mapping[str, Any]) -> Iterable[tuple[str, Weight]]:
-    return _family(header).plan(fields, header.tensors)
+    yield from _family(header).plan(fields, header.tensors)
+    if fields.get("num_nextn_predict_layers"):
+        yield from _mtp_plan(header, fields)
+
+
+def _mtp_plan(header: GgufHeader, fields: Mapping[str, Any]) -> list[tuple[str, Weight]]:
+    """Return the tensors of the first MTP layer, or none if the file lacks one: models run without it."""
+    plan = list(mtp(fields)) if (mtp := _family(header).mtp) else []
+    return plan if all(stored in header.tensors for stored, _ in plan) else []
 
 
 def _family(header: GgufHeader) -> Family:
@@ -153,7 +163,7 @@ def _check_tensors(meta: Metadata, num_layers: int, plan: Iterable[tuple[str, We
                 f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(wanted)}"
             )
         known.add(name)
-    # Layers for several tokens after the last one come last, and are not read.
+    # Further MTP layers come last, and are not read.
     if meta.get("nextn_predict_layers", int, 0):
         known |= {name for name in tensors if (found := _BLOCK.match(name)) and int(found[1]) >= num_layers}
     if others := sorted(tensors.keys() - known):

@@ -18,7 +18,7 @@ from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
 from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
 
 WEIGHTS = "specinfer-weights.gguf"  # a name that no other tool uses
-_FORMAT = 1  # of the written files; a new number creates all folders again
+_FORMAT = 2  # of the written files; a new number creates all folders again
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from specinfer.model.gguf.families.plan_parts import Family, Fields
 from specinfer.model.gguf.weights import Weight, in_pairs
 
 EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<end>weight|bias)")
+MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # tensors of MTP layers that are the target's, too
+_MTP = re.compile(r"(model\.)?mtp[._]|(?P<layer>model\.layers\.\d+)\.")
 _NAMES = ("token_embd_norm.weight",)  # of norms that families have under several names: the one of new files
 
 
@@ -22,30 +24,38 @@ class StoredTensors:
     Args:
         fields: Fields of config.json.
         weights: The model's weights by name, with `read`, or as tensors.
+
+    Attributes:
+        num_mtp_layers: 1 if the first MTP layer is among the tensors: its weights are there, and have names.
     """
 
     def __init__(self, family: Family, fields: Fields, weights: Mapping[str, Any]) -> None:
         self._weights, self._is_transposed = weights, family.transposes_experts
         self._parts: dict[str, list[Weight]] = defaultdict(list)
         pieces: dict[str, list[str]] = defaultdict(list)
-        for stored, one in family.plan(fields, _NAMES):
+        plan, mtp = list(family.plan(fields, _NAMES)), list(family.mtp(fields)) if family.mtp else []
+        matches = [match for _, one in plan + mtp if (match := EXPERT.fullmatch(one.name))]
+        self._gated = {match["layer"] for match in matches if match["kind"] == "gate"}
+        self.num_mtp_layers = int(bool(mtp) and all(self._has(one.name) for _, one in mtp))
+        for stored, one in plan + mtp * self.num_mtp_layers:
             self._parts[stored].append(one)
             pieces[one.name].append(stored)
         self._pieces = {name: found for name, found in pieces.items() if len(found) > 1}
-        self._gated = {
-            match["layer"] for name in pieces if (match := EXPERT.fullmatch(name)) and match["kind"] == "gate"
-        }
         self.shapes = {stored: parts[0].stored_shape for stored, parts in self._parts.items()}
 
     def missing(self) -> list[str]:
         """Return the names of weights that the model does not have."""
         names = (one.name for parts in self._parts.values() for one in parts)
-        return sorted(name for name in names if name not in self._weights and self._stack_of(name) not in self._weights)
+        return sorted(name for name in names if not self._has(name))
 
     def others(self) -> list[str]:
         """Return the names of the model's weights that have no tensor."""
         names = {one.name for parts in self._parts.values() for one in parts}
         return sorted(set(self._weights) - names - {self._stack_of(name) for name in names})
+
+    def other_mtp(self) -> set[str]:
+        """Return the names of those that are of MTP layers."""
+        return mtp_names(self._weights) & set(self.others())
 
     def read(self, stored: str) -> Tensor:
         """Return a tensor's numbers in float32.
@@ -77,6 +87,9 @@ class StoredTensors:
         tensor: Tensor = found if isinstance(found, Tensor) else found.read()
         return tensor
 
+    def _has(self, name: str) -> bool:
+        return name in self._weights or self._stack_of(name) in self._weights
+
     def _stack_of(self, name: str) -> str:
         """Return the name of the stack that has an expert's weight, or the name itself."""
         if (match := EXPERT.fullmatch(name)) is None:
@@ -93,6 +106,12 @@ class StoredTensors:
             return found
         is_up = match["kind"] == "up"
         return found[is_up::2] if self._is_transposed else found.chunk(2)[is_up]
+
+
+def mtp_names(weights: Collection[str]) -> set[str]:
+    """Return the names of all MTP layers' weights."""
+    matches = [match for name in weights if (match := _MTP.match(name))]
+    return {one.string for one in matches if one["layer"] is None or f"{one['layer']}.eh_proj.weight" in weights}
 
 
 def stack_name(expert: re.Match[str], *, has_gates: bool) -> str:

@@ -4,6 +4,7 @@ What a file would say is read before it is written. A configuration that it cann
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,9 +22,10 @@ from specinfer.model.gguf.families.plan_parts import Family
 from specinfer.model.gguf.header import GgufHeader, TensorPlace
 from specinfer.model.gguf.rope import LLAMA3, LONGROPE, llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
-from specinfer.model.gguf.stored import StoredTensors
+from specinfer.model.gguf.stored import MTP_COPIES, StoredTensors, mtp_names
 from specinfer.model.gguf.tokenizer import LLAMA3_RULES, name_rule
 
+logger = logging.getLogger(__name__)
 TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")
 _OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: more bits
 _MORE_BITS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of some layers of Q4_K_M: 6 bits
@@ -77,13 +79,17 @@ def write_gguf(
     fields = _fields(config)
     arch, family = _architecture(fields)
     tensors = StoredTensors(family, fields, weights)
-    if tensors.missing():
-        tensors = StoredTensors(family, fields, load_definition())
+    if tensors.missing():  # definitions have no MTP layers
+        mtp = {name: weights[name] for name in mtp_names(weights)}
+        tensors = StoredTensors(family, fields, mtp | dict(load_definition()))
+    layers = int(fields["num_hidden_layers"]) + tensors.num_mtp_layers
     _check_names(tensors)
-    layers = int(fields["num_hidden_layers"])
     kinds = {stored: _kind_of(stored, shape, kind, layers) for stored, shape in tensors.shapes.items()}
     rotations = _rotations(fields)
-    metadata = {f"{arch}.{key}": value for key, value in (_keys(fields) | family.keys(fields)).items()}
+    keys = _keys(fields) | family.keys(fields) | {"block_count": layers}
+    if tensors.num_mtp_layers:
+        keys["nextn_predict_layers"] = tensors.num_mtp_layers
+    metadata = {f"{arch}.{key}": value for key, value in keys.items()}
     metadata |= _tokenizer_metadata(tokenizer, config.vocab_size)
     places = {name: TensorPlace(shape, kinds[name], 0, 0, file) for name, shape in tensors.shapes.items()}
     places |= _written(rotations, file)
@@ -115,12 +121,15 @@ def _architecture(fields: Mapping[str, Any]) -> tuple[str, Family]:
 
 
 def _check_names(tensors: StoredTensors) -> None:
-    """Refuse a model whose weights are not those of its family."""
+    """Refuse a model whose weights are not those of its family; MTP layers without names in files are left out."""
     if missing := tensors.missing():
         raise ModelError(f"model: weight {missing[0]} is missing; fetch the model again")
-    for name in tensors.others():  # inverse frequencies are computed by all readers
+    left_out = tensors.other_mtp()
+    for name in sorted(set(tensors.others()) - left_out):  # inverse frequencies are computed by all readers
         if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
             raise _refusal(f"weight {name} has no place in a GGUF file")
+    if any(not name.endswith(MTP_COPIES) for name in left_out):
+        logger.warning("MTP layers that GGUF files have no names for are left out: %d weights", len(left_out))
 
 
 def _refusal(fault: str) -> ModelError:

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.model.definition import load_config
-from specinfer.model.gguf.folder import weights_file
+from specinfer.model.gguf.stored import MTP_COPIES
 from specinfer.model.heads.checkpoint import HeadCheckpoint, TensorSource
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.pair import Normed, PairHead
 from specinfer.model.offload.shards import Shards
 
 logger = logging.getLogger(__name__)
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's
 _RENAMED = {"pre_mlp_layernorm": "post_attention_layernorm", "self_attn.attention_sink_bias": "self_attn.sinks"}
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
@@ -131,7 +130,7 @@ class MtpCheckpoint(HeadCheckpoint):
         starts = tuple(f"{self.prefix}{name}" for name in (*self.layout.names(), self.layout.block))
         own = {}
         for name, source in sources.items():
-            if name.startswith(starts) and not name.endswith(_COPIES):
+            if name.startswith(starts) and not name.endswith(MTP_COPIES):
                 for old, new in _RENAMED.items():
                     name = name.replace(old, new)
                 own[name] = source
@@ -204,9 +203,7 @@ def _find_layout(folder: Path, names: Mapping[str, TensorSource], num_layers: in
 
 
 def has_mtp(folder: Path) -> bool:
-    """Return whether a target's folder has MTP layers that can be loaded; those of GGUF files are not read."""
-    if weights_file(folder) is not None:
-        return False
+    """Return whether a target's folder has MTP layers that can be loaded."""
     try:
         with Shards(folder) as shards:
             num_layers = getattr(load_config(folder).get_text_config(), "num_hidden_layers", None)

@@ -8,6 +8,7 @@ another one of each, and so on.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from specinfer.model.gguf.families.plan_parts import (
     Family,
     Fields,
     Plan,
+    around_mtp,
     attention,
     attention_fields,
     experts,
@@ -95,19 +97,34 @@ def plan(fields: Fields, names: Collection[str], *, layer: Callable[[Fields, boo
         layer: Function that yields those of a layer without attention; its second argument is whether the file has
             `ssm_in`.
     """
-    hidden = fields["hidden_size"]
     yield from outside(fields, less=1.0)
     for i, kind in enumerate(fields["layer_types"]):
-        yield from in_layer(i, norms(_NORMS, hidden, 1.0))
+        yield from in_layer(i, norms(_NORMS, fields["hidden_size"], 1.0))
         if kind == "full_attention":
-            yield from in_layer(i, attention(fields, per_head=2))
-            yield from in_layer(i, norms(HEAD_NORMS, fields["head_dim"], 1.0))
+            yield from in_layer(i, _attention(fields))
         else:
             yield from in_layer(i, layer(fields, f"blk.{i}.ssm_in.weight" in names))
-        if "num_experts" in fields:
-            yield from in_layer(i, _experts(fields, f"blk.{i}.ffn_gate_up_exps.weight" in names))
-        else:
-            yield from in_layer(i, gated("mlp", hidden, fields["intermediate_size"]))
+        yield from in_layer(i, _mlp(fields, f"blk.{i}.ffn_gate_up_exps.weight" in names))
+
+
+def _mtp(fields: Fields) -> Plan:
+    names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
+    yield from around_mtp(fields, names, 1.0)
+    parts = (norms(_NORMS, fields["hidden_size"], 1.0), _attention(fields), _mlp(fields, are_joined=False))
+    for stored, one in chain(*parts):
+        yield f"blk.{fields['num_hidden_layers']}.{stored}", replace(one, name=f"mtp.layers.0.{one.name}")
+
+
+def _attention(fields: Fields) -> Plan:
+    yield from attention(fields, per_head=2)
+    yield from norms(HEAD_NORMS, fields["head_dim"], 1.0)
+
+
+def _mlp(fields: Fields, are_joined: bool) -> Plan:
+    if "num_experts" in fields:
+        yield from _experts(fields, are_joined)
+    else:
+        yield from gated("mlp", fields["hidden_size"], fields["intermediate_size"])
 
 
 def _experts(fields: Fields, are_joined: bool) -> Plan:
@@ -202,9 +219,9 @@ def _parts_of_heads(stored: Tensor, heads: int, sizes: Sequence[int], kept: Sequ
 
 
 FAMILIES = {
-    "qwen3next": Family(moe_fields, partial(plan, layer=qwen3_next_layer), False),
-    "qwen35": Family(dense_fields, partial(plan, layer=qwen3_5_layer), written=("qwen3_5_text",), keys=_keys),
+    "qwen3next": Family(moe_fields, partial(plan, layer=qwen3_next_layer), False, mtp=_mtp),
+    "qwen35": Family(dense_fields, partial(plan, layer=qwen3_5_layer), written=("qwen3_5_text",), keys=_keys, mtp=_mtp),
     "qwen35moe": Family(
-        moe_fields, partial(plan, layer=qwen3_5_layer), False, written=("qwen3_5_moe_text",), keys=_keys
+        moe_fields, partial(plan, layer=qwen3_5_layer), False, written=("qwen3_5_moe_text",), keys=_keys, mtp=_mtp
     ),
 }

@@ -12,6 +12,7 @@ from specinfer.model.gguf.families.plan_parts import (
     Family,
     Fields,
     Plan,
+    around_mtp,
     attention,
     experts,
     gated,
@@ -145,20 +146,30 @@ def glm_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
 
 def plan_glm(fields: Fields, _names: Collection[str]) -> Plan:
     """Yield the tensors of GLM-4.5."""
-    hidden, count, wide = fields["hidden_size"], fields["n_routed_experts"], fields["moe_intermediate_size"]
     yield from outside(fields)
     for i in range(fields["num_hidden_layers"]):
-        yield from in_layer(i, norms(_ATTENTION_NORMS, hidden))
-        yield from in_layer(i, with_biases(attention(fields), QKV[:3] if fields["attention_bias"] else ()))
-        if fields["use_qk_norm"]:
-            yield from in_layer(i, norms(HEAD_NORMS, fields["head_dim"]))
-        if i < fields["first_k_dense_replace"]:
-            yield from in_layer(i, gated("mlp", hidden, fields["intermediate_size"]))
-            continue
-        yield from in_layer(i, [("ffn_gate_inp.weight", Weight("mlp.gate.weight", (count, hidden)))])
-        yield from in_layer(i, [("exp_probs_b.bias", Weight("mlp.gate.e_score_correction_bias", (count,)))])
-        yield from in_layer(i, experts("mlp.experts", hidden, wide, count))
-        yield from in_layer(i, gated("mlp.shared_experts", hidden, wide * fields["n_shared_experts"], end="_shexp"))
+        yield from in_layer(i, _glm_layer(fields, has_experts=i >= fields["first_k_dense_replace"]))
+
+
+def _glm_mtp(fields: Fields) -> Plan:
+    at = f"model.layers.{(last := fields['num_hidden_layers'])}"
+    yield from around_mtp(fields, (f"{at}.enorm", f"{at}.hnorm", f"{at}.shared_head.norm", f"{at}.eh_proj"))
+    yield from in_layer(last, _glm_layer(fields, has_experts=True))
+
+
+def _glm_layer(fields: Fields, *, has_experts: bool) -> Plan:
+    hidden, count, wide = fields["hidden_size"], fields["n_routed_experts"], fields["moe_intermediate_size"]
+    yield from norms(_ATTENTION_NORMS, hidden)
+    yield from with_biases(attention(fields), QKV[:3] if fields["attention_bias"] else ())
+    if fields["use_qk_norm"]:
+        yield from norms(HEAD_NORMS, fields["head_dim"])
+    if not has_experts:
+        yield from gated("mlp", hidden, fields["intermediate_size"])
+        return
+    yield "ffn_gate_inp.weight", Weight("mlp.gate.weight", (count, hidden))
+    yield "exp_probs_b.bias", Weight("mlp.gate.e_score_correction_bias", (count,))
+    yield from experts("mlp.experts", hidden, wide, count)
+    yield from gated("mlp.shared_experts", hidden, wide * fields["n_shared_experts"], end="_shexp")
 
 
 def _glm_keys(fields: Fields) -> dict[str, Any]:
@@ -175,7 +186,7 @@ FAMILIES = {
     "granitemoe": with_and_without_positions(
         Family(granite_moe_fields, plan_granite, written=("granitemoe", "granitemoeshared"), keys=_granite_keys)
     ),
-    "glm4moe": Family(glm_fields, plan_glm, written=("glm4_moe",), keys=_glm_keys),
+    "glm4moe": Family(glm_fields, plan_glm, written=("glm4_moe",), keys=_glm_keys, mtp=_glm_mtp),
     "qwen2moe": Family(qwen2_fields, plan_qwen, stacks_experts=False, written=("qwen2_moe",)),
     "qwen3moe": Family(qwen3_fields, plan_qwen, stacks_experts=False, written=("qwen3_moe",)),
     "gpt-oss": Family(

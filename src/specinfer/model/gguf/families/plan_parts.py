@@ -31,6 +31,8 @@ class Family(NamedTuple):
             layers are experts alone.
         keys: Function of the fields of config.json that returns the metadata of this architecture alone, see
             `writing.py`. None is not written.
+        mtp: Function of all fields that yields the tensors of the first MTP layer, after the last one of the model
+            itself; or None for architectures whose MTP layers have no names.
     """
 
     read_fields: Callable[[Metadata, Fields], dict[str, Any]]
@@ -39,6 +41,7 @@ class Family(NamedTuple):
     transposes_experts: bool = False
     written: tuple[str, ...] = ()
     keys: Callable[[Fields], dict[str, Any]] = lambda _: {}
+    mtp: Callable[[Fields], Plan] | None = None
 
 
 def in_layer(number: int, pairs: Iterable[tuple[str, Weight]], layers: str = "model.layers") -> Plan:
@@ -56,6 +59,19 @@ def outside(
     yield "output_norm.weight", Weight(f"{norm}.weight", (hidden,), less=less)
     if not fields["tie_word_embeddings"]:
         yield "output.weight", Weight("lm_head.weight", (vocab, hidden))
+
+
+def around_mtp(fields: Fields, names: tuple[str, str, str, str], less: float = 0.0) -> Plan:
+    """Yield the tensors around the decoder layer of an MTP layer.
+
+    Args:
+        names: Those in the model of the norms of embeddings, hidden states and outputs, and of the matrix for both.
+    """
+    hidden, at = fields["hidden_size"], f"blk.{fields['num_hidden_layers']}.nextn"
+    *of_norms, join = names
+    stored = [f"{at}.{name}" for name in ("enorm", "hnorm", "shared_head_norm")]
+    yield from norms(dict(zip(stored, of_norms, strict=True)), hidden, less)
+    yield f"{at}.eh_proj.weight", Weight(f"{join}.weight", (hidden, 2 * hidden))
 
 
 def norms(names: Mapping[str, str], size: int, less: float = 0.0) -> Plan:
