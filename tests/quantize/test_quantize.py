@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import dequantize, quantize
+from specinfer.kernels import quantization
+from specinfer.kernels.quantization import Bits, dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.quantize import checkpoint
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
@@ -142,3 +143,30 @@ def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, model_folder: Cal
         run(model_folder("gpt2"), tmp_path / "gpt2")
     with pytest.raises(ModelError, match=r"quantized already|GGUF"):
         run(tmp_path / "out", tmp_path / "twice")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_by_several_threads_is_that_by_one_and_leaves_pytorchs_own_idle(
+    bits: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's threads wait for one another after each operation, on a busy machine 150 times as long as it takes."""
+    monkeypatch.setattr(quantization, "_AT_ONCE", 3 * 512)
+    weight = torch.randn((400, 500), generator=torch.Generator().manual_seed(0))
+    find, numbers = quantization.find_scales, set[int]()
+
+    def note(values: Tensor, bits: Bits) -> Tensor:
+        numbers.add(torch.get_num_threads())
+        return find(values, bits)
+
+    monkeypatch.setattr(quantization, "find_scales", note)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        found = quantize(weight, bits)
+    finally:
+        torch.set_num_threads(before)
+    assert numbers == {1}
+    monkeypatch.setattr(quantization, "_SMALL", weight.numel() * 2)
+    wanted = quantize(weight, bits)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scales, wanted.scales)

@@ -6,7 +6,7 @@ Native code is built at installation if a compiler is available. Without it, mod
 from specinfer.kernels.adapter_lanes import AdapterLanes, AdapterRows
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.decoder import LayerCall, LayersCall
-from specinfer.kernels.library import compute_alone, describe, library
+from specinfer.kernels.library import compute_alone, describe, each_alone, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
 from specinfer.kernels.linear_call import GATES, Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns, AdapterTable, LowRank
@@ -41,6 +41,7 @@ __all__ = [
     "choose",
     "compute_alone",
     "describe",
+    "each_alone",
     "library",
     "norm",
     "pack_linears",

@@ -4,9 +4,12 @@ import ctypes
 import logging
 import os
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +18,8 @@ from specinfer.core.systems import call_c
 
 _LAYOUT = 25  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -71,6 +76,15 @@ def compute_alone() -> None:
     """Make PyTorch and native code called from this thread use only this thread; other threads are not affected."""
     torch.get_num_threads()  # makes PyTorch set its number now, not at the thread's first work
     call_c("omp_set_num_threads", 1)
+
+
+def each_alone(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return a function's results, on as many threads of our own as PyTorch has, each of which computes alone.
+
+    PyTorch's own threads wait for one another after each operation, for long on a busy machine.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=compute_alone) as pool:
+        return list(pool.map(function, items))
 
 
 def describe() -> str:

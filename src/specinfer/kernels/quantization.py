@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.kernels.library import each_alone
 from specinfer.kernels.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
 
 Bits = Literal[8, 4]
@@ -31,6 +32,7 @@ _STEPS = (8.0, 8.6, 7.0)
 _MOST_VALUES = 16  # of 4 bits; groups with no more distinct ones were rounded before, and keep their values
 _ALL_STEPS = (8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0)  # tried for such groups, whose largest weight may have any code
 _AT_ONCE = 2**18  # weights quantized at a time, few enough for the processor's cache
+_SMALL = 2**15  # weights that PyTorch computes on one thread
 _MAX_ROWS, _MAX_PRODUCTS = 256, 2**20  # rows multiplied at a time; products in memory, which fit into the cache
 
 
@@ -48,15 +50,22 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     if weight.is_meta:  # read later: only shapes matter
         return QuantizedWeight(codes, scales, bits, depth)
     lowest, highest = RANGES[bits]
-    rows = max(1, _AT_ONCE // codes.shape[1])
-    for start in range(0, size, rows):
-        part = slice(start, start + rows)
+
+    def round_rows(part: slice) -> None:
         values = functional.pad(weight[part].float(), (0, codes.shape[1] - depth))
         values = values.view(-1, groups, group_size)
         scale = find_scales(values, bits).to(torch.bfloat16)
         scales[part] = scale.squeeze(2)
         rounded = (values / scale.float().masked_fill(scale == 0, torch.inf)).round_().clamp_(lowest, highest)
         codes[part] = rounded.add_(zero).to(torch.uint8).view(-1, codes.shape[1])
+
+    rows = max(1, _AT_ONCE // codes.shape[1])
+    parts = [slice(start, start + rows) for start in range(0, size, rows)]
+    if weight.device.type == "cpu" and codes.numel() > _SMALL:
+        each_alone(round_rows, parts)
+    else:
+        for part in parts:
+            round_rows(part)
     return QuantizedWeight(codes, scales, bits, depth)
 
 

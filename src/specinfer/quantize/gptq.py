@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specinfer.kernels import each_alone
 from specinfer.kernels.quantization import RANGES, Bits, dequantize, find_scales, quantize
 from specinfer.kernels.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
 
 _DAMPING = 0.01  # of the mean second moment, added to all of them, because few texts leave some directions unseen
+_AT_ONCE = 1024  # rows, so many that a step is not all overhead
 _BLOCK = 128  # inputs rounded before the others to their right learn of the errors
 
 
@@ -25,15 +27,25 @@ def quantize_with_moments(weight: Tensor, moments: Tensor, bits: Bits) -> Quanti
         weight: [out, in], finite.
         moments: [in, in] sum of the products of each two inputs over all calibration tokens.
     """
-    size, zero, width = GROUP_SIZES[bits], ZEROS[bits], weight.shape[1]
+    size, width = GROUP_SIZES[bits], weight.shape[1]
     if width % size or not moments.any():  # padded inputs have no moments, and experts may see no token
         return quantize(weight, bits)
-    rest, inverse = weight.float().clone(), _inverse_factor(moments)
+    rest, inverse = weight.detach().float().clone(), _inverse_factor(moments)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty((len(weight), width // size), dtype=torch.bfloat16, device=weight.device)
+    step = _AT_ONCE if weight.device.type == "cpu" else max(len(weight), 1)
+    parts = [slice(first, first + step) for first in range(0, len(weight), step)]
+    each_alone(lambda rows: _round_rows(rest[rows], inverse, bits, codes[rows], scales[rows]), parts)
+    return QuantizedWeight(codes, scales, bits, width)
+
+
+@torch.no_grad()  # threads do not inherit it
+def _round_rows(rest: Tensor, inverse: Tensor, bits: Bits, codes: Tensor, scales: Tensor) -> None:
+    """Write codes and scales of some rows, whose weights in `rest` take up the errors."""
+    size, zero, width = GROUP_SIZES[bits], ZEROS[bits], rest.shape[1]
     for first in range(0, width, _BLOCK):
         last = min(first + _BLOCK, width)
-        errors = torch.empty((len(weight), last - first), device=weight.device)
+        errors = torch.empty((len(rest), last - first), device=rest.device)
         for i in range(first, last):
             if i % size == 0:
                 found = find_scales(rest[:, i : i + size].unsqueeze(1), bits)
@@ -44,7 +56,6 @@ def quantize_with_moments(weight: Tensor, moments: Tensor, bits: Bits) -> Quanti
             errors[:, i - first] = (rest[:, i] - code * scale) / inverse[i, i]
             rest[:, i:last] -= errors[:, i - first, None] * inverse[i, i:last]
         rest[:, last:] -= errors @ inverse[first:last, last:]
-    return QuantizedWeight(codes, scales, bits, width)
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:

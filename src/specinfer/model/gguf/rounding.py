@@ -5,15 +5,13 @@ large weights count more. The scales of 256 weights are then rounded to whole nu
 these. The bytes are those that `blocks.py` reads.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from specinfer.kernels import compute_alone
+from specinfer.kernels import each_alone
 
 _NEST = 256
 _AT_ONCE = 2**17  # weights that a thread rounds at a time, few enough for the cache of a processor
@@ -35,9 +33,8 @@ def rounded(numbers: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """Return the bytes [..., bytes of a row] of float32 weights [..., width] in a type."""
     rows = numbers.reshape(-1, numbers.shape[-1])
     step = max(_AT_ONCE // rows.shape[1], 1)
-    with ThreadPoolExecutor(torch.get_num_threads(), initializer=compute_alone) as pool:
-        parts = pool.map(lambda first: _rounded_rows(rows[first : first + step], kind), range(0, len(rows), step))
-        return np.concatenate(list(parts)).reshape(*numbers.shape[:-1], -1)
+    parts = each_alone(lambda first: _rounded_rows(rows[first : first + step], kind), range(0, len(rows), step))
+    return np.concatenate(parts).reshape(*numbers.shape[:-1], -1)
 
 
 def _rounded_rows(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
