@@ -11,7 +11,7 @@ from simulated_machines import MACHINES, SimulatedDrafting, make_record, rooflin
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy
-from specinfer.policy.cost_model import Curve
+from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.remeasurement import Remeasurement
 
 SURENESS = 0.6
@@ -105,6 +105,19 @@ def test_bursts_of_other_load_do_not_spoil_the_costs(name: str) -> None:
             seconds += float(busy.true.target(step.num_rows) + busy.true.draft(step.num_guessed, step.num_levels))
         rates.append(run.tokens / seconds)
     assert np.mean(rates) >= 0.93 * wanted
+
+
+def test_plain_decoding_that_is_faster_than_measured_shows_and_is_chosen() -> None:
+    """A pass over one row after another takes less than one beside drafting, and trees of sampled text gain little."""
+
+    def costs(one: float) -> CostModel:
+        passes = Curve((1, 2, 4, 8, 64), (one, 0.0055, 0.0061, 0.009, 0.06))
+        return CostModel(passes, Curve((1, 8, 64), (0.0005, 0.0006, 0.002)), draft_start=0.0009)
+
+    run, policy = SimulatedDrafting(costs(0.0045), 0.35), AutoPolicy(costs(0.0054))
+    rates = [run.rate(policy, 100) for _ in range(8)]
+    assert np.mean(rates[4:]) >= 0.98 / 0.0045
+    assert np.mean(rates) >= 0.96 / 0.0045
 
 
 # ------------------------------------------------------------------------------- measuring passes again

@@ -36,6 +36,8 @@ class AutoPolicy:
     MAX_RETRY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
     TEST_SHARE = 0.01
     TEST_REVIEW = 10  # steps between looks at whether a test is due
+    CHECK, CHECKS = 64, 2  # steps with trees after which steps without show what they cost, and the number of these
+    CLEAR = 1.25  # gain from which that could not change the choice
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
 
     def __init__(self, costs: CostModel, lookups: Collection[str] = (), *, has_self: bool = False) -> None:
@@ -47,6 +49,7 @@ class AutoPolicy:
         self._budget = OFF
         self._num_steps = 0
         self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
+        self._num_trees = self.CHECK - self.REVIEW  # steps since the cost of those without trees was seen
         self._num_requests = self._age = 0  # those of the last choice
         self._remeasurement: Remeasurement | None = None  # under way
         self._pause = 0.0  # seconds of steps until passes may be measured again
@@ -80,6 +83,8 @@ class AutoPolicy:
             ]
             if any(pays):
                 self._num_plain, self._plain_seconds = 0, 0.0
+                if self._must_check(len(spans)):
+                    return [OFF] * len(spans)
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
         if self._num_plain >= self.RETRY and self._num_plain % self.TEST_REVIEW == 0 and self._may_test(spans):
@@ -87,6 +92,15 @@ class AutoPolicy:
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
         budget = self._lookups.budget(spans)
         return [budget if self._may_delay(span.request) else OFF for span in spans]
+
+    def _must_check(self, num_requests: int) -> bool:
+        """Return whether this step has no trees, to show what such steps cost, since that could change the choice."""
+        self._num_trees += 1
+        if self._num_trees <= self.CHECK or self.optimizer.gain(num_requests) > self.CLEAR:
+            return False
+        if self._num_trees >= self.CHECK + self.CHECKS:
+            self._num_trees = 0
+        return True
 
     def _may_test(self, spans: Sequence[Span]) -> bool:
         """Return whether a step may test the drafter: it costs little of the time, and could change the choice."""

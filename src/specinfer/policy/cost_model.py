@@ -26,6 +26,9 @@ _MAX_RATIO = 3.0
 _BENT = 1.5  # a pass that takes so many times as long as a smaller one is bound by computing
 _DOUBT = 1.3  # factor by which passes became slower or faster
 _MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be that of the start
+# Passes without draft tokens: the least weight of a new one, the largest factor of a difference, and the steps after a
+# tree that show it. Later ones follow other load as well.
+_PLAIN_RATE, _MOST_PLAIN, _NEAR = 0.1, 1.3, 2
 # A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
 
@@ -104,6 +107,8 @@ class CostModel:
         self.read_token = read_token
         self.draft_start = draft_start
         self.rest = 0.0
+        self._plain = 1.0  # seconds of passes without draft tokens over those of the curve
+        self._num_plain, self._since_tree = 0, _NEAR  # passes that showed it, and steps since the last draft tokens
         self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
         self._measured = target.seconds.copy() if isinstance(target, Curve) else None
 
@@ -123,7 +128,8 @@ class CostModel:
         """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""
         nodes = np.asarray(num_nodes)
         drafting = self.draft(num_requests * nodes, num_levels)
-        return np.asarray(drafting + self.target(num_requests * (1 + nodes)) + self.rest)
+        passes = self.target(num_requests * (1 + nodes)) * np.where(nodes > 0, 1.0, self._plain)
+        return np.asarray(drafting + passes + self.rest)
 
     def draft(self, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of drafting this many nodes in all, in this many levels."""
@@ -133,7 +139,7 @@ class CostModel:
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which the target read no prompt."""
-        self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+        self._observe_pass(step)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
         # A lookup's long chain has no model levels, and would make levels seem free.
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
@@ -146,6 +152,23 @@ class CostModel:
             self.read_token += rate * (reading - self.read_token)
         else:
             self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time, expected)
+
+    def _observe_pass(self, step: StepRecord) -> None:
+        """Learn from the seconds of a pass; without draft tokens they may differ from those of the curve.
+
+        After drafting, the CPU's caches hold less of what a pass needs, and single sizes hardly move the curve.
+        """
+        if step.num_guessed or not isinstance(self.target, Curve):
+            self._since_tree = 0
+            self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+            return
+        if self._since_tree < _NEAR:
+            ratio = step.target_time / float(self.target(step.num_rows))
+            self._num_plain += 1
+            rate = max(1.0 / (1 + self._num_plain), _PLAIN_RATE)
+            self._plain += rate * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
+        self._since_tree += 1
+        self.target.observe(step.num_rows, step.target_time / self._plain)
 
     def _observe_drafting(self, per_level: float, num_levels: int, seconds: float, expected: float) -> None:
         """Learn from the seconds of drafting, and how many of them were expected.

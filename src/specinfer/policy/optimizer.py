@@ -145,9 +145,14 @@ class TreeOptimizer:
             return f"only {self._acceptance.by_rank()[0]:.0%} of the first draft tokens are accepted, and {cause}"
         return cause
 
+    def gain(self, num_requests: int) -> float:
+        """Return the expected speed of the chosen tree over that of plain decoding."""
+        rates = self.rates(num_requests)
+        return float(rates[self._chosen] / rates[0])
+
     def why_tree(self) -> str:
         """Return what the chosen tree of a single request promises."""
-        return f"{self.rates(1)[self._chosen] / self.rates(1)[0]:.1f} times the speed of plain decoding expected"
+        return f"{self.gain(1):.1f} times the speed of plain decoding expected"
 
     def _gain(self, by_rank: Floats, num_requests: int) -> float:
         """Return the largest speed over that of plain decoding, with these acceptance probabilities [ranks]."""
