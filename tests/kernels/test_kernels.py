@@ -309,6 +309,18 @@ def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     linear.choose.cache_clear()
 
 
+@native
+def test_one_slow_moment_does_not_make_pytorch_multiply_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a token's logits would depend on the pass."""
+    looks = iter([True, False, True, True])  # few rows, 64 rows in a slow moment and again, 256 rows
+    monkeypatch.delenv("SPECINFER_NATIVE")
+    monkeypatch.setattr(linear, "has_dots", lambda kind: False)
+    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows: next(looks))
+    linear.choose.cache_clear()
+    assert linear.choose(torch.float32) == (linear.ANY_ROWS, False)
+    linear.choose.cache_clear()
+
+
 @pytest.mark.parametrize(("code", "is_number"), [(0x7F, False), (0xFF, False), (0x7E, True), (0xFE, True), (0, True)])
 def test_codes_of_8_bits_that_are_no_numbers_are_found(code: int, is_number: bool) -> None:
     codes = torch.tensor([[1, 0x80], [code, 0x7E]], dtype=torch.uint8)
