@@ -140,6 +140,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         tree="1",  # only until each arm sets its own policy
         **precision_of(config, dtype),
         select=config.select,
+        verification=config.verification,
         speculation_policy=config.scheduler,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,

@@ -13,6 +13,7 @@ from specinfer.core.config import (
     KV_CACHE_DTYPES,
     check_device,
     check_quantization,
+    check_verification,
     parse_select,
     parse_tree,
 )
@@ -43,6 +44,7 @@ class CompareConfig:
         drafter_quantization: Quantization of the model drafters.
         kv_cache_dtype: Data type of the keys and values in the caches, one of `KV_CACHE_DTYPES`.
         select: Selection of the model drafters that draft, as for the option of this name.
+        verification: Verification rule of the arms with trees.
         scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
         num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
@@ -72,6 +74,7 @@ class CompareConfig:
     drafter_quantization: str | None = None
     kv_cache_dtype: str = "auto"
     select: str = "all"
+    verification: str = "coupled"
     scheduler: str | Path | None = None
     device: str = "auto"
     tensor_parallel_size: int = 1
@@ -98,6 +101,7 @@ class CompareConfig:
         check_seed(self.seed)
         check_trees(self.trees)
         parse_select(self.select)
+        check_verification(self.verification)
         check_prompts(self.prompts)
         check_kinds(self.kinds, self.prompts)
         self.sampling_params(0)

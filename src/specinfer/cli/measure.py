@@ -25,6 +25,7 @@ from specinfer.cli.options import (
     SELECT,
     SPECULATION_POLICY,
     TENSOR_PARALLEL_SIZE,
+    VERIFICATION,
     check_models,
     flag,
     one_name,
@@ -132,6 +133,7 @@ class CompareOptions:
     pipeline_parallel_size: PIPELINE_PARALLEL_SIZE = 1
     select: SELECT = None
     tree: TREES = None
+    verification: VERIFICATION = "coupled"
     kind: KIND = None
     num_prompts: Annotated[
         int, flag("Sampling", "Number of held-out texts, or of chat prompts of all kinds; at least the batch size.")
@@ -146,7 +148,7 @@ class CompareOptions:
             ValueError: Options cannot be used together.
         """
         name = measured(argument, self.model)
-        same = ("device", "tensor_parallel_size", "pipeline_parallel_size", "num_prompts", "repeats")
+        same = ("device", "tensor_parallel_size", "pipeline_parallel_size", "verification", "num_prompts", "repeats")
         return {field: getattr(self, field) for field in same} | {
             "model": name,
             "trees": tuple(self.tree or ["auto"]),
