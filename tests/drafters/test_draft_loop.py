@@ -1,5 +1,6 @@
 """A draft in one native call: its trees are those that small models grow step by step."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from native import native
+from specinfer.core.draws import Distribution, Draws
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -17,7 +19,7 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
-from specinfer.verify import Acceptance
+from specinfer.verify import Acceptance, verify
 from tiny import VOCAB, make_request, random_prompts, resized
 
 pytestmark = native
@@ -48,10 +50,18 @@ class _Twins:
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
-        one, other = (drafter.draft(spans, budgets) for drafter in self.drafters)
+        counts = [dict(request.num_draws) for request in requests]
+        one = self.drafters[0].draft(spans, budgets)
+        used = [request.num_draws for request in requests]
+        for request, before in zip(requests, counts, strict=True):
+            request.num_draws = before
+        other = self.drafters[1].draft(spans, budgets)
+        for request, tree, numbers in zip(requests, one, used, strict=True):
+            assert numbers == request.num_draws or not any(draw.distribution for draw in tree.draws)
         for mine, expected in zip(one, other, strict=True):
             assert (mine.tokens, mine.parents) == (expected.tokens, expected.parents)
-            assert [draw[:3] for draw in mine.draws] == [draw[:3] for draw in expected.draws]
+            assert [draw[:2] for draw in mine.draws] == [draw[:2] for draw in expected.draws]
+            _check_alike([draw.distribution for draw in mine.draws], [draw.distribution for draw in expected.draws])
             sure = [[draw.confidence for draw in tree.draws] for tree in (mine, expected)]
             assert sure[0] == pytest.approx(sure[1], rel=1e-5)
         return one
@@ -71,6 +81,15 @@ class _Twins:
         assert cached[0] == cached[1]
 
 
+def _check_alike(ones: list[Distribution | None], others: list[Distribution | None]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.removed == other.removed
+            assert one.probs == pytest.approx(other.probs, rel=1e-5, abs=1e-12)
+
+
 def _deepest(tree: TokenTree) -> Acceptance:
     """Accept the deepest path, and an arbitrary token after it."""
     path = tree.path(tree.depths.index(tree.max_depth))
@@ -79,11 +98,12 @@ def _deepest(tree: TokenTree) -> Acceptance:
 
 @pytest.mark.parametrize("shape", BUDGETS)
 @pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("sampling", ["shared-noise", "without-replacement"])
 def test_trees_are_those_that_grow_step_by_step(
-    shape: str, params: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+    shape: str, params: str, sampling: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = _count_calls(monkeypatch)
-    twins = _Twins(runner_of("llama"))
+    twins = _Twins(runner_of("llama"), draft_sampling=sampling)
     requests = [
         make_request(str(i), prompt, one, seed=i)
         for i, (prompt, one) in enumerate(zip(random_prompts([9, 1, 90]), PARAMS[params], strict=True))
@@ -94,6 +114,33 @@ def test_trees_are_those_that_grow_step_by_step(
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             twins.observe(request, tree, _deepest(tree) if (i + number) % 3 else Acceptance((), 5))
     assert used == [True] * 4
+
+
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_walks_of_trees_that_were_drawn_in_one_call(rule: str, runner_of: Callable[..., ModelRunner]) -> None:
+    """What their tokens were drawn from is read where the call has written it."""
+    twins = _Twins(runner_of("llama"), draft_sampling="without-replacement")
+    requests = [make_request(str(i), [5, 6, i], SAMPLED, seed=i) for i in range(3)]
+    trees = twins.draft(requests, BUDGETS["best first"])
+    again = [TokenTree.of_arrays(tree.arrays._replace(draws=Draws.of(tree.draws))) for tree in trees]
+    logits = [torch.randn(len(tree), VOCAB, generator=torch.Generator().manual_seed(4)) for tree in trees]
+    kept = [verify(rule, logits, copy.deepcopy(requests), several) for several in (trees, again)]
+    assert kept[0] == kept[1]
+    assert any(acceptance.path for acceptance in kept[0])
+
+
+def test_trees_of_different_rules_grow_together(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = _count_calls(monkeypatch)
+    twins = _Twins(runner_of("llama"), draft_sampling="auto")
+    requests = [make_request(str(i), [7, 8, i], SAMPLED, seed=i) for i in range(3)]
+    requests[0].verification, requests[1].verification = "traversal", "multi-step"
+    for _ in range(3):
+        trees = twins.draft(requests, BUDGETS["mixed"])
+        for request, tree in zip(requests, trees, strict=True):
+            twins.observe(request, tree, _deepest(tree))
+    assert used == [True] * 3
 
 
 def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

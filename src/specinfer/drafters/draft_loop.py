@@ -1,24 +1,26 @@
-"""The drafts of a small model on a CPU, each in one native call, where its tokens are chosen and not drawn.
+"""The drafts of a small model on a CPU, each in one native call, where its tokens are chosen or drawn without replacement.
 
 `small_model.py` does the same in steps, for all other models and requests.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from torch import nn
 
-from specinfer.core.draws import Draws
+from specinfer.core.draws import Distribution, Draws, Ints
+from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget, depths_of
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, source
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, places_by_key, source
 from specinfer.drafters.growth.draft_sampling import SUPPORT, chooses_for, sampling_of
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
 from specinfer.drafters.growth.subtree_size import BIN_EDGES
 from specinfer.drafters.vocabulary.token_map import Vocabulary
-from specinfer.kernels.draft import DecoderParts, DraftCall, Drafted, DraftTree, GrowthRules
+from specinfer.kernels.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted, log_min_p
@@ -60,6 +62,8 @@ class DraftLoop:
         """Return the tree of each request and the nodes with keys and values, or None if it cannot grow them all."""
         if not all(self._can_draft(request) for request, _ in wanted):
             return None
+        if any(max(budget.widths, default=0) > SUPPORT for _, budget in wanted):
+            return None
         cache, known = self._runner.cache, self._cache.known
         call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
         if call is None:
@@ -77,6 +81,8 @@ class DraftLoop:
         for (request, _), num, tree in zip(wanted, num_new, drafted, strict=True):
             self._cache.note_read(request, num)
             cache.give_back(request.request_id, tree.num_computed)
+            if tree.drawn_from is not None:
+                request.num_draws[self._name] += 1 + tree.num_computed
         return [(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
 
     def _num_new(self, request: Request) -> int:
@@ -84,7 +90,12 @@ class DraftLoop:
         return len(self._cache.known[request.request_id].ids) - len(self._runner.cache.slots(request.request_id))
 
     def _can_draft(self, request: Request) -> bool:
-        return chooses_for(self._draft_sampling, request) and not is_adjusted(request)
+        return not is_adjusted(request) and (chooses_for(self._draft_sampling, request) or self._draws(request))
+
+    def _draws(self, request: Request) -> bool:
+        """Return whether tokens for a request are drawn without replacement."""
+        sampling = sampling_of(self._draft_sampling, request)
+        return not request.params.is_greedy and sampling == "without-replacement"
 
     def _ready_call(self, positions: int) -> DraftCall | None:
         """Return the call for the model as it is now, with tables for so many positions, or None if there is none."""
@@ -123,12 +134,48 @@ class DraftLoop:
             tree.heights, tree.slopes, tree.by_rank = (one.ctypes.data for one in numbers)
             tree.min_path_prob, tree.min_gain = budget.min_path_prob, budget.min_gain
         if not params.is_greedy:
-            tree.is_noisy = sampling_of(self._draft_sampling, request) == "shared-noise"
             tree.seed, tree.temperature = request.seed, params.temperature
+            if self._draws(request):
+                tree.choice, tree.seed = DRAWN, derive_seed(request.seed, draws_of(self._name))
+                tree.first_draw = request.num_draws[self._name]
+            elif sampling_of(self._draft_sampling, request) == "shared-noise":
+                tree.choice = NOISY
             tree.top_k, tree.top_p, tree.log_min_p = params.top_k, params.top_p, log_min_p(params)
         return tree
 
     def _token_tree(self, drafted: Drafted) -> TokenTree:
         depths = np.array(depths_of(drafted.parents.tolist()), dtype=np.int64)
         draws = Draws.chosen(drafted.confidence[1:], self._name)
+        if drafted.drawn_from is not None:
+            pool = _Distributions(drafted.parents, drafted.drawn_from)
+            draws = draws._replace(numbers=draws.nodes, pools=(pool,))
         return TokenTree.of_arrays(TreeArrays(drafted.tokens, drafted.parents, depths, draws))
+
+
+class _Distributions:
+    """What the nodes of a tree were drawn from, by node.
+
+    Args:
+        parents: [nodes] the parent of each node; a node's children are in draw order.
+    """
+
+    def __init__(self, parents: Ints, drawn_from: DrawnFrom) -> None:
+        self._parents, self._from = parents, drawn_from
+
+    @cached_property
+    def _ranks(self) -> Ints:
+        """Each node's number among the children of its parent, [nodes]."""
+        return places_by_key(self._parents)
+
+    def __getitem__(self, node: int) -> Distribution:
+        parent, rank = self._parents[node], self._ranks[node]
+        removed = tuple(self._from.places[parent, :rank].tolist())
+        return Distribution(self._from.candidates[parent], self._from.probs[parent], removed)
+
+    def sources(self, nodes: Ints) -> Ints:
+        """Return what these nodes were drawn from, [nodes, 5], as in `kernels/toss.py`."""
+        parents, found = self._parents[nodes], np.empty((len(nodes), 5), dtype=np.int64)
+        for column, array in ((0, self._from.candidates), (1, self._from.probs), (3, self._from.places)):
+            found[:, column] = array.ctypes.data + parents * array.strides[0]
+        found[:, 2], found[:, 4] = self._from.probs.shape[1], self._ranks[nodes]
+        return found

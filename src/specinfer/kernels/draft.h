@@ -1,7 +1,7 @@
 // A whole draft in one call: the passes of a small model, and what grows from their scores, level by level.
 //
-// The steps are those of small_model.py, draft_sampling.py and expansion.py for tokens that are chosen, not drawn. A level
-// takes the nodes of all trees together: embedding, layers, norm and head, then each node's candidates, then growth.
+// The steps are those of small_model.py, draft_sampling.py and expansion.py for tokens that are chosen, or drawn without
+// replacement. A level takes the nodes of all trees together: embedding, layers, norm and head, then each node's candidates, then growth.
 
 #include <numeric>
 
@@ -17,8 +17,13 @@ static float *hold_aligned(std::vector<float> &room, int64_t size) {
     return (float *)((place + 63) / 64 * 64);
 }
 
+struct Parent {  // a node whose children are chosen
+    int64_t tree, node, position;  // of the children
+};
+
 struct DraftRoom {  // kept from call to call
-    std::vector<int64_t> trees, nodes, guesses, candidates, pieces, keys, rows, ids;
+    std::vector<Parent> parents;
+    std::vector<int64_t> trees, nodes, guesses, candidates, pieces, keys, ids;
     std::vector<double> probs, confidence, reach;
     std::vector<const double *> lines;
     std::vector<uint8_t> ancestry, visible;
@@ -195,9 +200,21 @@ struct Drafting {
             if (values[k] < least) values[k] = -INFINITY;
     }
 
-    // The best tokens of a row, by score or by score and noise, and how much of the probability each has.
-    void choose_children(const DraftTree &tree, const float *logits, int64_t position, int64_t size, int64_t width,
-                         float *values, int64_t *ids, float *blocks, int64_t *tokens, float *confidence) const {
+    // The probabilities of the candidates of a node, whose values fall. False if they are none.
+    bool note_probs(int64_t node, int64_t size, const float *values, const int64_t *ids) const {
+        if (!(values[0] > -INFINITY && values[0] < INFINITY)) return false;
+        double *probs = d->probs + node * d->support, sum = 0.0;
+        for (int64_t k = 0; k < size; k++) sum += probs[k] = exp((double)values[k] - (double)values[0]);
+        for (int64_t k = 0; k < size; k++) probs[k] /= sum;
+        memcpy(d->candidates + node * d->support, ids, (size_t)size * sizeof(int64_t));
+        return true;
+    }
+
+    // The best tokens of a row, by score or by score and noise, and how much of the probability each has. Tokens that are
+    // drawn have all that of the best one, since no confidence may depend on the draw.
+    void choose_children(const Parent &of, const float *logits, int64_t size, int64_t width, float *values, int64_t *ids,
+                         float *blocks, int64_t *tokens, float *confidence) const {
+        const DraftTree &tree = d->trees[of.tree];
         std::fill(tokens, tokens + width, -1);
         std::fill(confidence, confidence + width, 0.0f);
         if (!native->most_probable(logits, d->columns, size, values, ids, blocks) &&
@@ -208,8 +225,10 @@ struct Drafting {
         if (tree.temperature > 0.0f && tree.temperature != 1.0f)
             for (int64_t k = 0; k < size; k++) values[k] /= tree.temperature;
         if (tree.temperature > 0.0f) truncate(tree, size, values);
-        if (tree.is_noisy) {
-            const uint64_t key = noise_key(tree.seed, position);
+        const bool is_drawn = tree.choice == DRAWN;
+        if (is_drawn && !note_probs(of.node, size, values, ids)) return;
+        if (tree.choice != BEST) {
+            const uint64_t key = noise_key(tree.seed, is_drawn ? tree.first_draw + of.node - starts[of.tree] : of.position);
             float *noise = values + size;
             native->noise_of(&key, ids, noise, 1, size);
             for (int64_t k = 0; k < size; k++) values[k] += noise[k];
@@ -226,6 +245,15 @@ struct Drafting {
         }
         const float highest = values[best[0]];
         if (!(highest > -INFINITY)) return;
+        if (is_drawn) {
+            const double *probs = d->probs + of.node * d->support;
+            memcpy(d->drawn + of.node * d->support, best, (size_t)found * sizeof(int64_t));
+            for (int64_t rank = 0; rank < found; rank++) {
+                if (probs[best[rank]] > 0.0) tokens[rank] = ids[best[rank]];
+                confidence[rank] = (float)probs[0];
+            }
+            return;
+        }
         float weights = 0.0f;
         for (int64_t k = 0; k < size; k++) weights += expf(values[k] - highest);
         for (int64_t rank = 0; rank < found; rank++) {
@@ -261,15 +289,16 @@ struct Drafting {
         const int64_t width = most < size ? most : size, blocks = d->columns / 64 + 1;
         int64_t *tokens = hold(room.candidates, rows * (width + 2 * size)), *ids = tokens + rows * width;
         float *values = hold(room.values, rows * (2 * size + blocks)), *sure = hold(room.sure, rows * width);
-        int64_t *at = hold(room.rows, 2 * rows), row = 0;  // of each row the tree and the position of its children
+        Parent *parents = hold(room.parents, rows);
+        int64_t row = 0;
         for (int64_t i = 0; i < g.trees; i++)
-            for (int64_t node = first(i); node < end(i); node++, row++)
-                at[2 * row] = i, at[2 * row + 1] = known(i) + g.depths[starts[i] + node];
+            for (int64_t node = starts[i] + first(i); node < starts[i] + end(i); node++, row++)
+                parents[row] = {i, node, known(i) + g.depths[node]};
         const float *logits = hold_aligned(room.logits, rows * d->head->stride);
         in_parallel(rows, 1, rows * d->columns > 1 << 15 ? threads : 1, [&](int64_t r) {
             float *mine = values + r * (2 * size + blocks);
-            choose_children(d->trees[at[2 * r]], logits + r * d->head->stride, at[2 * r + 1], size, width, mine,
-                            ids + r * 2 * size, mine + 2 * size, tokens + r * width, sure + r * width);
+            choose_children(parents[r], logits + r * d->head->stride, size, width, mine, ids + r * 2 * size,
+                            mine + 2 * size, tokens + r * width, sure + r * width);
         });
         g.candidates = tokens, g.confidence = sure, g.columns = width;
     }

@@ -15,6 +15,7 @@ from specinfer.kernels.panels import TYPES
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+BEST, NOISY, DRAWN = range(3)  # how children are chosen, as in types.h
 
 
 class DraftTree(ctypes.Structure):
@@ -26,7 +27,8 @@ class DraftTree(ctypes.Structure):
         widths: Address of the number of children of each node, by level; None to grow best first.
         heights, slopes, by_rank: Addresses of a calibration's numbers; None in a fixed expansion.
         temperature: 0 for the best tokens.
-        is_noisy: Whether children are chosen with the noise of the target, which `seed` determines.
+        choice: How children are chosen: `BEST`, `NOISY`, with the noise of the target, which `seed` determines, or
+            `DRAWN`, with noise that `seed` determines, from number `first_draw` at the root.
         size, num_computed: Results: nodes with the root, and how many of the others have keys and values.
     """
 
@@ -37,9 +39,10 @@ class DraftTree(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("min_path_prob", "min_gain", "top_p")),
         ("seed", ctypes.c_uint64),
         ("top_k", ctypes.c_int64),
+        ("first_draw", ctypes.c_int64),
         ("temperature", ctypes.c_float),
         ("log_min_p", ctypes.c_float),
-        ("is_noisy", ctypes.c_int32),
+        ("choice", ctypes.c_int32),
         ("size", ctypes.c_int64),
         ("num_computed", ctypes.c_int64),
     )
@@ -58,6 +61,7 @@ class _Draft(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("trees", "tokens", "parents", "confidence")),
+        *((name, ctypes.c_void_p) for name in ("candidates", "drawn", "probs")),
     )
 
 
@@ -91,6 +95,19 @@ class GrowthRules(NamedTuple):
     ranks: int
 
 
+class DrawnFrom(NamedTuple):
+    """What the children of each node were drawn from, by node.
+
+    Attributes:
+        candidates, probs: [nodes, support] tokens that could be drawn, and their probabilities.
+        places: [nodes, support] indices of the tokens drawn, in draw order; further ones have no meaning.
+    """
+
+    candidates: Ints
+    probs: Floats
+    places: Ints
+
+
 class Drafted(NamedTuple):
     """A tree: tokens and parents of all nodes, from the root, and the confidence in each; the root's has no meaning."""
 
@@ -98,6 +115,7 @@ class Drafted(NamedTuple):
     parents: Ints
     confidence: Floats
     num_computed: int
+    drawn_from: DrawnFrom | None  # None if all were chosen
 
 
 class DraftCall:
@@ -135,11 +153,24 @@ class DraftCall:
             draft.tokens, draft.parents = (column.ctypes.data for column in self._nodes[0])
             draft.confidence = self._nodes[1].ctypes.data
         draft.count, draft.trees = len(trees), ctypes.addressof(array)
+        drawn_from = self._room_for_draws(total) if any(tree.choice == DRAWN for tree in trees) else None
         call("specinfer_draft", self._address)
         drafted, start = [], 0
         for tree in array:
             end = start + tree.size
             tokens, parents = self._nodes[0][:, start:end].copy()
-            drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].copy(), tree.num_computed))
+            drawn = None
+            if drawn_from is not None and tree.choice == DRAWN:
+                drawn = DrawnFrom(*(array[start:end] for array in drawn_from))
+            drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].copy(), tree.num_computed, drawn))
             start += tree.max_nodes + 1
         return drafted
+
+    def _room_for_draws(self, total: int) -> DrawnFrom:
+        """Return new arrays for so many nodes, to which the next call writes what children are drawn from."""
+        draft = self._draft
+        candidates, places = np.empty((2, total, draft.support), dtype=np.int64)
+        probs = np.empty((total, draft.support))
+        draft.candidates, draft.drawn, draft.probs = (array.ctypes.data for array in (candidates, places, probs))
+        size = min(draft.support, draft.columns)
+        return DrawnFrom(candidates[:, :size], probs[:, :size], places)

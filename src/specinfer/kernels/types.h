@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 25;
+static const int LAYOUT = 26;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -172,6 +172,8 @@ struct Growth {  // of several trees by one level; as in growth.py
     int64_t columns, level;
 };
 
+enum Choice { BEST, NOISY, DRAWN };  // how children are chosen: by score, with the target's noise too, or drawn; as in draft.py
+
 struct DraftTree {  // as in draft.py
     const int64_t *tokens, *prefix, *slots;  // [num_new] known tokens, the root last; [num_prefix]; [num_new + max_nodes]
     int64_t num_prefix, num_new, max_nodes, max_depth;
@@ -179,9 +181,9 @@ struct DraftTree {  // as in draft.py
     const double *heights, *slopes, *by_rank;        // of the calibration, best first
     double min_path_prob, min_gain, top_p;
     uint64_t seed;
-    int64_t top_k;                // 0: no limit
+    int64_t top_k, first_draw;     // 0: no limit; number of the root's draw
     float temperature, log_min_p;  // 0: greedy
-    int32_t is_noisy;             // whether children are chosen with the target's noise
+    int32_t choice;
     int64_t size, num_computed;   // results: nodes with the root, and how many were passed through the model
 };
 
@@ -203,6 +205,8 @@ struct Draft {  // by a small model; as in draft.py
     DraftTree *trees;
     int64_t *tokens, *parents;  // [nodes of all trees, each with its root and room for max_nodes]
     double *confidence;
+    int64_t *candidates, *drawn;  // [nodes][support] what the children of a node are drawn from, and the places of these
+    double *probs;                // of the candidates
 };
 
 struct Convolution {  // with one filter for each channel; as in recurrence.py
