@@ -64,7 +64,7 @@ def print_offload(report: OffloadReport, console: Console) -> None:
         _print_peers(report, console)
     console.print()
     for name in report.names[1:]:
-        console.print(fidelity(name, report.results, report.environment))
+        console.print(fidelity(name, report.results, report.environment, report.options))
     if report.resident is not None:
         console.print(str(report.resident))
     for name, reason in report.peers_skipped.items():

@@ -11,6 +11,8 @@ from specinfer.core.text import counted
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.spread import Spread, partings
 
+_KEEP_TOKENS = ("coupled", "target-only")  # rules whose tokens are plain decoding's, with the same seed
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -96,8 +98,18 @@ class Comparison:
         return {"batch_size": self.size, "num_outputs": self.num_outputs, "arms": arms}
 
 
-def fidelity(name: str, comparisons: Sequence[Comparison], environment: Environment, *, what: str = "output") -> str:
+def fidelity(
+    name: str,
+    comparisons: Sequence[Comparison],
+    environment: Environment,
+    options: Mapping[str, object],
+    *,
+    what: str = "output",
+) -> str:
     """Return a line on whether an arm's tokens are those of plain decoding in all comparisons."""
+    rule = options.get("verification", "coupled")
+    if rule not in _KEEP_TOKENS and options["temperature"]:
+        return f"tree {name}: other tokens than plain decoding, of the same distribution, as with {rule} verification"
     count = sum(one.num_outputs for one in comparisons)
     parted = [length for one in comparisons for length in one.partings(one.arm(name))]
     if not parted:

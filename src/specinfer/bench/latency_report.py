@@ -144,7 +144,7 @@ def print_latency(report: LatencyReport, console: Console) -> None:
             console.print(
                 f"tree {arm.name}: guesses kept at depth 1, 2, ...: " + ", ".join(f"{share:.0%}" for share in shares)
             )
-        console.print(fidelity(arm.name, (result,), report.environment, what="run"))
+        console.print(fidelity(arm.name, (result,), report.environment, report.options, what="run"))
 
 
 def _range(result: Comparison, arm: Arm) -> str:

@@ -112,7 +112,7 @@ def print_throughput(report: ThroughputReport, console: Console) -> None:
     print_stages(report.ceilings, _LABELS, rows, lambda row: row.arm, console)
     console.print()
     for name in report.names[1:]:
-        console.print(fidelity(name, report.results, report.environment))
+        console.print(fidelity(name, report.results, report.environment, report.options))
 
 
 def _share_of(part: str) -> Callable[[_Row], str]:

@@ -1,4 +1,4 @@
-"""The drafts of a small model on a CPU, each in one native call, where its tokens are chosen or drawn without replacement.
+"""The drafts of a small model on a CPU, each in one native call: tokens are chosen, or drawn without replacement.
 
 `small_model.py` does the same in steps, for all other models and requests.
 """
