@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from specinfer.bench import loop
+from specinfer.bench.comparisons import fidelity
 from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, plot_latency, print_latency
 from specinfer.bench.loop import schedule
@@ -156,6 +157,16 @@ def test_what_is_written_and_shown(report: LatencyReport, folders: tuple[str, st
     print_latency(report, Console(file=shown, width=140))
     assert f"{report.speedup:.2f}" in shown.getvalue()
     assert "the same tokens as plain decoding in all 6 runs" in shown.getvalue()
+
+
+def test_rules_that_draw_other_tokens_than_plain_decoding_say_so(report: LatencyReport) -> None:
+    """With the coupled rule, tokens that differ come from rounding."""
+    comparisons, environment = (report.result,), report.environment
+    sampled = dict(report.options) | {"temperature": 1.0}
+    other = fidelity(TREES[0], comparisons, environment, sampled | {"verification": "traversal"})
+    assert other.endswith("other tokens than plain decoding, of the same distribution, as with traversal verification")
+    for options in (sampled, dict(report.options) | {"verification": "traversal"}):
+        assert "the same tokens as plain decoding" in fidelity(TREES[0], comparisons, environment, options)
 
 
 def test_drafters_without_weights_of_their_own_are_named(report: LatencyReport, folders: tuple[str, str]) -> None:

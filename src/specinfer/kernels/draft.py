@@ -161,7 +161,8 @@ class DraftCall:
             tokens, parents = self._nodes[0][:, start:end].copy()
             drawn = None
             if drawn_from is not None and tree.choice == DRAWN:
-                drawn = DrawnFrom(*(array[start:end] for array in drawn_from))
+                candidates, probs, places = drawn_from
+                drawn = DrawnFrom(candidates[start:end], probs[start:end], places[start:end])
             drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].copy(), tree.num_computed, drawn))
             start += tree.max_nodes + 1
         return drafted
