@@ -153,7 +153,7 @@ class DraftLoop:
 
 
 class _Distributions:
-    """What the nodes of a tree were drawn from, by node.
+    """The distributions that the nodes of a tree were drawn from, by node.
 
     Args:
         parents: [nodes] the parent of each node; a node's children are in draw order.

@@ -96,7 +96,7 @@ class GrowthRules(NamedTuple):
 
 
 class DrawnFrom(NamedTuple):
-    """What the children of each node were drawn from, by node.
+    """The distributions that the children of each node were drawn from, by node.
 
     Attributes:
         candidates, probs: [nodes, support] tokens that could be drawn, and their probabilities.
