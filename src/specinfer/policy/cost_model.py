@@ -26,9 +26,9 @@ _MAX_RATIO = 3.0
 _BENT = 1.5  # a pass that takes so many times as long as a smaller one is bound by computing
 _DOUBT = 1.3  # factor by which passes became slower or faster
 _MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be that of the start
-# Passes without draft tokens: the least weight of a new one, the largest factor of a difference, and the steps after a
-# tree that show it. Later ones follow other load as well.
-_PLAIN_RATE, _MOST_PLAIN, _NEAR = 0.1, 1.3, 2
+# Passes without draft tokens: the largest factor of their difference, and the steps after a tree that show it. Later
+# ones follow other load as well.
+_MOST_PLAIN, _NEAR = 1.3, 2
 # A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
 
@@ -108,7 +108,7 @@ class CostModel:
         self.draft_start = draft_start
         self.rest = 0.0
         self._plain = 1.0  # seconds of passes without draft tokens over those of the curve
-        self._num_plain, self._since_tree = 0, _NEAR  # passes that showed it, and steps since the last draft tokens
+        self._since_tree = _NEAR  # steps since the last draft tokens
         self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
         self._measured = target.seconds.copy() if isinstance(target, Curve) else None
 
@@ -164,9 +164,7 @@ class CostModel:
             return
         if self._since_tree < _NEAR:
             ratio = step.target_time / float(self.target(step.num_rows))
-            self._num_plain += 1
-            rate = max(1.0 / (1 + self._num_plain), _PLAIN_RATE)
-            self._plain += rate * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
+            self._plain += _LEARNING_RATE * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
         self._since_tree += 1
         self.target.observe(step.num_rows, step.target_time / self._plain)
 
