@@ -49,7 +49,7 @@ def test_a_cache_salt_is_text() -> None:
     salted = {"prompt_token_ids": [3, 4], "cache_salt": "mine"}
     assert READER.cache_salt(salted) == "mine"
     assert READER.read(salted, SamplingParams()) == [3, 4]
-    for wrong in ("", 3, ["a"]):
+    for wrong in ("", 3, ["a"], "\0adapter-1"):
         with pytest.raises(RequestError, match="cache_salt: "):
             READER.cache_salt({"prompt": "the", "cache_salt": wrong})
 

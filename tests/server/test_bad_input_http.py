@@ -20,6 +20,7 @@ from specinfer.core.systems import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens
 from specinfer.server.clients import most_connections, network_of
 from specinfer.server.config import ServerConfig
+from specinfer.server.connection import _ambiguity
 
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"
@@ -116,6 +117,34 @@ def test_an_ambiguous_head_after_another_request_is_refused_too(port: Port) -> N
     with port.well():
         said = port.say(request(None, path="/ping", method="GET") + b"GET /ping HTTP/1.1\nHost: 127.0.0.1\n\n")
         assert statuses(said) == [200, 400]
+
+
+def test_a_head_full_of_lengths_takes_as_long_to_check_as_any_other() -> None:
+    def seconds(line: bytes) -> float:
+        head = b"GET /ping HTTP/1.1\r\n" + line * (16_000 // len(line)) + b"\r\n"
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            assert _ambiguity(head) is None
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(b"content-length:1\r\n") < 10 * seconds(b"contents-color:1\r\n")
+
+
+def test_a_body_in_very_many_chunks_is_refused_and_one_in_many_is_read(
+    port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = request(path="/ping").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked\r\nConnection: close")
+    with port.well():
+        for target in (b"/ping", TEXT.encode()):  # one answers at once, the other reads the body first
+            said = port.say(head.replace(b"/ping", target) + b"1\r\n \r\n" * 2000 + b"0\r\n\r\n")
+            assert statuses(said) in ([413], [200]), said
+        assert statuses(said) == [413]
+        assert b"chunks with" in said
+        body = b"".join(b"1\r\n%c\r\n" % byte for byte in json.dumps(BODY).encode())
+        assert statuses(port.say(head.replace(b"/ping", TEXT.encode()) + body + b"0\r\n\r\n")) == [200]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_head_that_comes_byte_by_byte_is_read(port: Port) -> None:

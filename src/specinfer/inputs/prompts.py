@@ -186,13 +186,15 @@ class PromptReader:
         """Return the text that separates this prompt's cached prefix from those of others, or "" for a shared one.
 
         Raises:
-            RequestError: The salt is not text, or is empty.
+            RequestError: The salt is not text, is empty, or could be that of an adapter's requests.
         """
         if not isinstance(prompt, Mapping) or prompt.get("cache_salt") is None:
             return ""
         salt = prompt["cache_salt"]
         if not isinstance(salt, str) or not salt:
             raise RequestError(f"cache_salt: give text that is not empty, or leave it out, not {salt!r:.60}")
+        if "\0" in salt:  # what is cached with an adapter has a salt that ends with one and the adapter's
+            raise RequestError(f"cache_salt: may not contain the character U+0000, as in {salt!r:.60}")
         return salt
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -28,18 +28,37 @@ from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
 
-_END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-# What other servers may read otherwise: RFC 9112, sections 2.2, 5.2 and 6.3.
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+# What other servers may read otherwise: RFC 9112, sections 2.2, 5.2 and 6.3. Strangers choose what is searched, so each
+# search takes a time that is linear in its length.
 _AMBIGUOUS = {
     "a line ends without a carriage return.": re.compile(rb"(?<!\r)\n"),
     "a header is folded over several lines.": re.compile(rb"\n[ \t]"),
-    "Content-Length and Transfer-Encoding exclude one another.": re.compile(
-        rb"(?is)\n(content-length[ \t]*:.*\ntransfer-encoding|transfer-encoding[ \t]*:.*\ncontent-length)[ \t]*:"
-    ),
 }
+_LENGTHS = re.compile(rb"(?i)\n(content-length|transfer-encoding)[ \t]*:")
+# A chunk takes as long to read as some kilobytes: bodies may have this many, and one more for so many bytes.
+_MAX_CHUNKS, _CHUNK_BYTES = 1024, 256
 _FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
 _TICK = 0.1
 _AT_ONCE = 16  # connections accepted between two rounds of the loop
+
+
+class _Reader(h11.Connection):
+    """h11's side of a connection; bodies in very many chunks are refused, which would occupy the event loop."""
+
+    _num_chunks = _num_bytes = 0  # of the body that is being read
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _MAX_CHUNKS + self._num_bytes // _CHUNK_BYTES:
+                message = f"body: {self._num_chunks} chunks with {self._num_bytes} bytes; send fewer, larger ones"
+                raise h11.RemoteProtocolError(message, error_status_hint=413)
+        return event
 
 
 class Connection(H11Protocol):
@@ -47,6 +66,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _Reader(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
         self._idle_since = 0.0  # when it was made, or its last response was complete
         self._paused_at: float | None = None  # since when its response is not read fast enough
@@ -107,9 +127,15 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # a response has been sent or begun
             return
-        hint = getattr(sys.exception(), "error_status_hint", 400)
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # a request whose body is malformed gets this response, not its own
+            self.cycle.message_event.set()
+        exception = sys.exception()
+        hint = getattr(exception, "error_status_hint", 400)
         if hint == 431:
             error = head_too_large(self._limits)
+        elif hint == 413:
+            error = ApiError(413, str(exception), code="request_too_large")
         else:
             error = ApiError(400, f"{msg} It is no HTTP/1.1 that can be read", code="invalid_request")
         body = json.dumps(error.body()).encode()
@@ -150,9 +176,13 @@ class Connection(H11Protocol):
 
 
 def _ambiguity(data: bytes) -> str | None:
-    """Return what is ambiguous in the head of a request, which may not be complete yet, or None if nothing is."""
+    """Return what is ambiguous in the head of a request, or None if nothing is, or if the head is not complete."""
     end = _END_OF_HEAD.search(data)
-    head = data if end is None else data[: end.end()]
+    if end is None:
+        return None  # it would be searched again for each byte that comes
+    head = data[: end.end()]
+    if len({name.lower() for name in _LENGTHS.findall(head)}) > 1:
+        return "Content-Length and Transfer-Encoding exclude one another."
     return next((wrong for wrong, pattern in _AMBIGUOUS.items() if pattern.search(head)), None)
 
 
