@@ -155,7 +155,8 @@ def test_prefixes_and_earlier_answers_are_not_shared_between_adapters(base: Path
         other_again = llm.generate(prompt, GREEDY, lora_request=named)[0]
         drafters: Any = llm.drafter.drafters  # type: ignore[union-attr]
         (salts,) = (drafter.store.salts for drafter in drafters if drafter.name == "suffix")
-        salt = llm.adapters.find(named).salt  # type: ignore[union-attr]
+        loaded: Any = llm.adapters
+        salt = loaded.find(named).salt
         with pytest.raises(RequestError, match="cache_salt: "):  # its keys and values are those of the base
             llm.generate({"prompt": prompt, "cache_salt": f"\0{salt}"}, GREEDY)
     assert [one.num_cached_tokens for one in (first, other)] == [0, 0]

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
+from specinfer.server import anthropic, ollama
 from specinfer.server.errors import ApiError
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.protocol import IGNORED_HEADER, ChatFields, CompletionFields
-from specinfer.server.responses_fields import ResponsesFields
+from specinfer.server.responses_fields import Conversation, ResponsesFields
 
 
 def fields_of(**fields: Any) -> CompletionFields:
@@ -257,3 +258,17 @@ def test_messages_are_required() -> None:
         ChatFields.model_validate({})
     with pytest.raises(ValidationError, match="messages"):
         ChatFields.model_validate({"messages": "hello"})
+
+
+# These are converted in the event loop, which 400,000 calls and 9,000 results kept for five seconds.
+@pytest.mark.parametrize("given", [[{"role": "tool"}] * 4097, [{"role": "assistant", "tool_calls": [{}] * 129}]])
+def test_conversations_of_ollama_are_counted_before_they_are_converted(given: list[dict[str, Any]]) -> None:
+    with pytest.raises(RequestError, match="are too many"):
+        ollama._chat_messages(given)
+
+
+def test_blocks_of_anthropic_are_counted_before_they_are_converted() -> None:
+    message = {"role": "assistant", "content": [{"type": "tool_use"}] * 4097}
+    fields = anthropic.CountFields.model_validate({"messages": [message] * 4})
+    with pytest.raises(RequestError, match="16388 blocks of content are too many"):
+        fields.as_chat(Conversation("messages"), None)

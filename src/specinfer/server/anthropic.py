@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError
+from specinfer.inputs.chat.messages import MAX_MESSAGES
 from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
@@ -31,6 +32,7 @@ _REFUSED = {
 }
 _SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k"}
 _DROPPED = ("thinking", "redacted_thinking")  # blocks of earlier answers that the model does not read again
+_MAX_BLOCKS = 4 * MAX_MESSAGES
 _SYSTEM = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
 # Names of chat completions that errors begin with, and their names here.
 _NAMES = (
@@ -155,6 +157,10 @@ def _named(error: RequestError, conversation: Conversation) -> RequestError:
 
 
 def _read_messages(fields: CountFields, conversation: Conversation) -> None:
+    # It runs in the event loop: what takes long to convert is refused first.
+    num_blocks = sum(len(content) for one in fields.messages if isinstance(content := one.get("content"), list))
+    if num_blocks > _MAX_BLOCKS:
+        raise RequestError(f"messages: {num_blocks} blocks of content are too many; send at most {_MAX_BLOCKS}")
     if fields.system:
         conversation.add({"role": "system", "content": fields.system}, "system")
     for i, message in enumerate(fields.messages):

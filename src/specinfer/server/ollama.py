@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError
+from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
@@ -266,7 +267,12 @@ def _as_format(given: Any) -> dict[str, Any]:
 
 
 def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the format of chat completions; results without an id belong to the calls in their order."""
+    """Return messages in the format of chat completions; results without an id belong to the calls in their order.
+
+    It runs in the event loop, so the numbers of messages and calls are checked first.
+    """
+    if len(given) > MAX_MESSAGES:
+        raise RequestError(f"messages: {len(given)} are too many; send at most {MAX_MESSAGES}")
     messages: list[dict[str, Any]] = []
     waiting: list[str] = []
     for i, message in enumerate(given):
@@ -274,6 +280,8 @@ def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise _refusal(f"messages[{i}].images", "only text is served")
         made = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
         calls = message.get("tool_calls")
+        if isinstance(calls, list) and len(calls) > MAX_CALLS:
+            raise RequestError(f"messages[{i}].tool_calls: {len(calls)} are too many; send at most {MAX_CALLS}")
         if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
             made["tool_calls"] = [{"type": "function", "id": f"call_{i}_{j}"} | one for j, one in enumerate(calls)]
             waiting = [str(call["id"]) for call in made["tool_calls"]]

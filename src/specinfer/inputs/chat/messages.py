@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 MAX_MESSAGES = 4096
 _MAX_PARTS = 1024
-_MAX_CALLS = 128
+MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXTS = ("name", "refusal", "tool_call_id", "reasoning_content", "reasoning")
@@ -153,8 +153,8 @@ def _read_calls(field: str, given: Mapping[str, Any], call_format: ToolFormat) -
         calls = [{"id": "call_0", "type": "function", "function": given["function_call"]}]
     if calls is None:
         return []
-    if not isinstance(calls, (list, tuple)) or len(calls) > _MAX_CALLS:
-        raise RequestError(f"{field}.tool_calls: must be a list of at most {_MAX_CALLS} calls")
+    if not isinstance(calls, (list, tuple)) or len(calls) > MAX_CALLS:
+        raise RequestError(f"{field}.tool_calls: must be a list of at most {MAX_CALLS} calls")
     return [_read_call(f"{field}.tool_calls[{i}]", call, call_format) for i, call in enumerate(calls)]
 
 
