@@ -133,9 +133,9 @@ def _launch_later(stream: LateStream, patch: pytest.MonkeyPatch, kind: type, nam
     """Launch calls of this method, with the numbers that their arguments had at the call."""
     method = getattr(kind, name)
 
-    def late(self: Any, *args: Any) -> None:
+    def late(self: Any, *args: Any, **options: bool) -> None:
         taken = [_taken(one) for one in args]
-        stream.launch(lambda: method(self, *taken))
+        stream.launch(lambda: method(self, *taken, **options))
 
     patch.setattr(kind, name, late)
 
@@ -149,5 +149,6 @@ def _taken(value: Any) -> Any:
         tokens = [*value.prompt_ids, *value.output_ids]
         taken = Request(value.request_id, value.prompt_ids, value.params, value.seed, cache_salt=None)
         taken.token_ids = tokens
+        taken.uniforms.state, taken.num_draws = value.uniforms.state, dict(value.num_draws)
         return taken
     return value

@@ -78,6 +78,17 @@ def test_steps_in_flight_use_no_memory_of_one_another(
     assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
 
 
+def test_random_numbers_of_steps_in_flight_are_not_mixed_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = make_device_engine(*pair, TREES["2,2,1"], verification="multi-step", has_device_executor=False)
+    wanted = come_and_go(ordinary, 3)
+    stream = LateStream()
+    make_executor_late(stream, monkeypatch)
+    engine = make_device_engine(*pair, TREES["2,2,1"], verification="multi-step")
+    assert come_and_go(engine, 3) == wanted
+    assert executor_of(engine).num_launched >= 10
+    assert stream.longest >= 6, "two steps were never in flight"
+
+
 def test_steps_of_several_models_are_not_overtaken_by_the_host(
     pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

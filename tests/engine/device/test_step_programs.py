@@ -20,6 +20,7 @@ from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
+from specinfer.kernels.drawn import SUPPORT
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
@@ -48,7 +49,7 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
-        of_growth += ("least_kept", "adjust_logits", "merge_guesses")
+        of_growth += ("least_kept", "adjust_logits", "merge_guesses", "walk_multi_step")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
@@ -92,6 +93,20 @@ class Kernels:
     @staticmethod
     def walk(said: Tensor, starts: Tensor, tokens: Tensor, parents: Tensor, sizes: Tensor, *, max_depth: int) -> Any:
         _on_device(said, starts, tokens, parents, sizes, contiguous=True)
+        path, lengths = (
+            torch.empty(shape, dtype=torch.int32, device=META) for shape in ((len(tokens), max_depth), (len(tokens),))
+        )
+        return path, lengths, torch.empty(len(tokens), dtype=torch.int64, device=META)
+
+    @staticmethod
+    def walk_multi_step(
+        logits: Tensor, starts: Tensor, temperatures: Tensor, *given: Tensor, max_depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _on_device(logits, starts, temperatures, *given, contiguous=True)
+        tokens, _, _, draws, distribution_tokens, distribution_probs, uniforms = given
+        assert {one.dtype for one in given[:5]} == {torch.int32}
+        assert (distribution_probs.dtype, uniforms.dtype) == (torch.float64, torch.int64)
+        assert distribution_tokens.shape == distribution_probs.shape == (*draws.shape, SUPPORT)
         path, lengths = (
             torch.empty(shape, dtype=torch.int32, device=META) for shape in ((len(tokens), max_depth), (len(tokens),))
         )
@@ -224,6 +239,7 @@ def programs_of(
     guess_depth: int = 0,
     asked: Asked | None = None,
     num_models: int = 1,
+    draws: bool = False,
 ) -> Programs:
     """Return the programs of a step whose drafters are copies of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
@@ -232,7 +248,7 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     state = DeviceState.empty(rows, 256, META, num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
-    size = LaunchSize(rows, shape, processing, asked)
+    size = LaunchSize(rows, shape, processing, asked, draws)
     return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
 
 
@@ -271,6 +287,23 @@ def test_kernels_are_given_what_they_read_by_several_drafters(
     )
     assert kernels.calls["walk"] == kernels.calls["mark_ancestors"] == 1 + 2
     assert kernels.calls["commit"] == 1 + 3
+
+
+@pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), None], ids=str)
+def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
+    budget: TreeBudget | None, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, kernels = on_meta(model_folder("llama", vocab_size=300)), Kernels(monkeypatch)
+    programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, draws=True)
+    with torch.inference_mode(), SynchronizationCheck():
+        if budget is not None:
+            programs.draft()
+        programs.verify()
+    assert kernels.calls["walk_multi_step"] == kernels.calls["walk"] == 1
+    assert kernels.calls["least_kept"] == 1 + (3 * 2 if budget else 0), (
+        "of a level those of the target's kind, and of the draws"
+    )
+    assert kernels.calls["best_tree"] == (2 if budget else 0)
 
 
 # `specinfer plan` predicts with the same numbers, so lower them there when a step becomes leaner. These are the kernels

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specinfer.core.request import DRAWS_EACH
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.kernels import tree_ops
+from specinfer.kernels.drawn import Drawing, Draws
 from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Paths
@@ -62,6 +64,7 @@ class DraftLoop:
         kept: [rows, depth + 1] int32 columns that it keeps, after the first one, and [rows] int32 their number; written
             to.
         target_vocab: Number of tokens of the target.
+        draws: The draws of its trees, written to, or None if all tokens are chosen.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class DraftLoop:
         trees: Grown,
         kept: tuple[Tensor, Tensor],
         target_vocab: int,
+        draws: Draws | None = None,
     ) -> None:
         self._drafter, self._shape, self._state, self._own = drafter, shape, state, own
-        self._inputs, self.trees, self._kept = inputs, trees, kept
+        self._inputs, self.trees, self._kept, self._draws = inputs, trees, kept, draws
         rows, device = len(inputs.reads), drafter.runner.loaded.device
         self._clamps = drafter.runner.loaded.vocab_size < target_vocab
         self._columns = DraftColumns(shape, rows, device)
@@ -140,10 +144,16 @@ class DraftLoop:
             max_depth=torch.minimum(limits.max_depth, last - known),
         )
         most = mine.max_nodes if before is None else torch.maximum(mine.max_nodes, before.max_nodes)
+        drawing = None
+        if self._draws is not None:
+            streams, first = own.streams[:rows], own.first_draw[:rows]
+            drawing = Drawing(state.is_drawn[:rows], streams, first, state.truncation.first(rows), self._draws)
         candidates = grow(
             self._shape, roots, has_two, score, Sampling(state.seeds[:rows], state.temperatures[:rows], known),
-            own.chances, mine, self.trees, lookups if before is None else before.guesses, most,
+            own.chances, mine, self.trees, lookups if before is None else before.guesses, most, drawing,
         )  # fmt: skip
+        if drawing is not None:
+            own.first_draw[:rows] += torch.where(mine.max_nodes > 0, DRAWS_EACH, 0)
         if is_last:
             return None
         by_path_prob = replace(self.trees, confidence=torch.empty_like(self.trees.confidence))

@@ -33,6 +33,7 @@ from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.logprobs import Asked
+from specinfer.engine.device.multi_step import MultiStepRequests
 from specinfer.engine.device.processing import Processing, is_served, why_not, why_not_sampled
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
@@ -62,6 +63,7 @@ class DeviceExecutor:
         max_requests: Maximum number of requests at a time.
         max_context: Longest request, in tokens.
         may_sample: Whether sampled requests are served.
+        rule: Verification rule of requests that have none of their own.
 
     Attributes:
         num_launched: Steps since the start.
@@ -77,6 +79,7 @@ class DeviceExecutor:
         max_context: int,
         *,
         may_sample: bool = True,
+        rule: str = "coupled",
     ) -> None:
         self._target, self._scheduler, self._may_sample = target, scheduler, may_sample
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
@@ -85,6 +88,7 @@ class DeviceExecutor:
         self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
+        self._multi_step = MultiStepRequests(rule)
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._budgets = DeviceBudgets(self._drafts.names, calibration)
@@ -113,7 +117,9 @@ class DeviceExecutor:
             models = [one for one in drafter.drafters if isinstance(one, SmallModelDrafter)]
         max_context = min(target.loaded.max_position, target.cache.num_slots)
         may_sample = why_not_sampled(drafter, verification) is None
-        return cls(target, models, drafter, scheduler, scheduler.max_num_seqs, max_context, may_sample=may_sample)
+        most = scheduler.max_num_seqs
+        rule = "coupled" if drafter is None else verification  # without drafters every rule is plain decoding
+        return cls(target, models, drafter, scheduler, most, max_context, may_sample=may_sample, rule=rule)
 
     @property
     def num_in_flight(self) -> int:
@@ -141,7 +147,8 @@ class DeviceExecutor:
             most = MAX_ROWS // num_rows
             depth, num_models = budget.max_depth if self._guesses.has_lookups else 0, len(self._drafts.names)
             shape = shape_of([budget], most - 1, most, depth, num_models) if num_models and holds(budget) else None
-            sizes += dict.fromkeys(LaunchSize(num_rows, each, processing) for each in (shape, None))
+            draws = self._may_sample and self._multi_step.is_usual and bool(budget.widths)
+            sizes += dict.fromkeys(LaunchSize(num_rows, each, processing, draws=draws) for each in (shape, None))
         for done, size in enumerate(sizes):
             if progress is not None:
                 progress(f"{CAPTURING} of whole steps", done, len(sizes))
@@ -185,6 +192,10 @@ class DeviceExecutor:
         has_lookups = self._guesses.has_lookups
         guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
         shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, len(self._drafts.names))
+        if undrawable := self._multi_step.undrawable(self._device_requests, budgets, shape):
+            for one in undrawable:
+                self._send_away(one)
+            return self._plan(policy, clock)
         if shape is not None and self._launches and (has_lookups or shape.num_models > 1):
             return None  # lookups need to know all tokens; one model may have to read what another drafted
         if shape is not None and not self._drafts.make_ready(self._device_requests, budgets):
@@ -193,7 +204,8 @@ class DeviceExecutor:
         num_read = count_read(self._device_requests, budgets)
         requests = [one.request for one in self._device_requests]
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
-        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked)
+        draws = any(map(self._multi_step.has, requests))
+        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, draws)
         size = self._device.size_for(wanted, num_slots)
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
@@ -230,6 +242,7 @@ class DeviceExecutor:
             if (
                 not is_served(request, may_follow=self._guesses.has_lookups, may_sample=self._may_sample)
                 or self._barred.get(request) == request.num_output
+                or not self._multi_step.may_join(request)
             ):
                 continue
             if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._device.can_adjust():
@@ -237,7 +250,9 @@ class DeviceExecutor:
             self._barred.pop(request, None)
             self._device_requests.append(DeviceRequest(request))  # first, so that a failure from here on releases it
             self._scheduler.mark_in_flight([self._device_requests[-1].span()])
-            self._device.write(len(self._device_requests) - 1, request, self._target.cache.slots(request.request_id))
+            slots = self._target.cache.slots(request.request_id)
+            row, is_drawn = len(self._device_requests) - 1, self._multi_step.has(request)
+            self._device.write(row, request, slots, is_drawn=is_drawn)
 
     def _num_draft_slots(self) -> int:
         """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
@@ -270,6 +285,8 @@ class DeviceExecutor:
             is_kept = is_served and answer.next_token >= 0
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
+                drafted = self._drafts.names_of(launch, row) if launch.budgets[row].max_nodes else ()
+                self._multi_step.note(one.request, answer, drafted)
                 assert answer.tokens[0] == one.request.token_ids[-1]
                 guesses = launch.guesses[row].tree if launch.guesses else None
                 tree = answer.tree(self._drafts.names_of(launch, row), guesses)

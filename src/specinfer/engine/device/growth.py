@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.kernels import tree_ops
+from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import num_words
@@ -123,6 +124,7 @@ def grow(
     out: Grown,
     guesses: Guesses | None = None,
     most: Tensor | None = None,
+    drawing: Drawing | None = None,
 ) -> Candidates:
     """Grow the trees of all requests of a launch, and return the candidates of which the best form them.
 
@@ -134,6 +136,7 @@ def grow(
         out: The trees, written to.
         guesses: Trees of lookups and other models, or None without any.
         most: [requests] nodes of the trees that are formed; `limits` are those of what is grown here.
+        drawing: The draws of requests whose tokens are drawn, or None if all are chosen.
     """
     requests, device, words = len(roots), roots.device, num_words(shape.num_columns)
     candidates = Candidates.empty(requests, shape.num_candidates, device)
@@ -146,6 +149,8 @@ def grow(
     for level, (width, children) in enumerate(zip(shape.frontiers, shape.children, strict=True)):
         logits, least = score(frontier, candidates)
         tree_ops.add_candidates(logits, frontier, first, children, sampling, table, limits, candidates, least)
+        if drawing is not None:
+            drawing.add_candidates(logits, frontier, first, children, limits, candidates)
         if level + 1 < shape.num_levels:
             above, frontier = frontier, _empty_frontier(level + 1, requests, shape.frontiers[level + 1], words, device)
             tree_ops.next_frontier(
@@ -157,6 +162,12 @@ def grow(
         tree_ops.merge_guesses(guesses, candidates, first)
     limits = limits if most is None else replace(limits, max_nodes=most)
     tree_ops.best_tree(candidates.path_prob, candidates, roots, has_two, limits, out)
+    if drawing is not None:
+        numbers = torch.arange(shape.num_candidates, dtype=torch.float32, device=device).repeat(requests, 1)
+        by_number = replace(out, confidence=torch.empty_like(out.confidence))
+        numbered = replace(candidates, confidence=numbers)
+        tree_ops.best_tree(candidates.path_prob, numbered, roots, has_two, limits, by_number)
+        drawing.finish(by_number.confidence, out)
     return candidates
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specinfer.core.config import AUTO
+from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import Drafter, MergedDrafter
@@ -18,6 +19,7 @@ from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
+from specinfer.verify.rules import MULTI_STEP
 
 
 class Processing(enum.IntEnum):
@@ -76,10 +78,13 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     """
     if drafter is None:  # every rule is plain decoding
         return None
-    if verification not in ("coupled", AUTO):
+    if verification not in ("coupled", MULTI_STEP, AUTO):
         return f"verification is {verification}"
     kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
-    others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {"shared-noise", AUTO}
+    if verification == MULTI_STEP and sum(one.name != PREDICTION for one in kinds) > 1:
+        return "verification is multi-step, with several drafters"
+    wanted = "without-replacement" if verification == MULTI_STEP else "shared-noise"
+    others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {wanted, AUTO}
     return f"draft_sampling is {others.pop()}" if others else None
 
 

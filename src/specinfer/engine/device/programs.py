@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from specinfer.engine.device.draft_loop import DeviceDrafter, DraftInputs, DraftLoop
+from specinfer.engine.device.drawn_walk import walk_drawn
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.logprobs import Asked, result_shapes, write_logprobs
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
+from specinfer.kernels.drawn import Draws
 from specinfer.kernels.plain_draft import Grown, Limits
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths
@@ -49,12 +51,14 @@ class LaunchSize:
     Attributes:
         processing: What is done with logits; a step may do more than its requests need.
         asked: Log-probabilities that are returned, or None.
+        draws: Whether requests may be under the multi-step rule, whose tokens are drawn.
     """
 
     num_rows: int
     shape: DraftShape | None
     processing: Processing = Processing.NONE
     asked: Asked | None = None
+    draws: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -75,7 +79,7 @@ class LaunchSize:
 
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
-        if self.num_rows < other.num_rows or self.processing < other.processing:
+        if self.num_rows < other.num_rows or self.processing < other.processing or self.draws < other.draws:
             return False
         if other.asked is not None and (self.asked is None or not self.asked.holds(other.asked)):
             return False
@@ -110,6 +114,7 @@ class LaunchSize:
                 "lengths": (rows,),  # lengths of paths; -1 if no token was emitted
                 "next": (rows,),
                 "path": (rows, self.max_depth),
+                "uniforms": (rows if self.draws else 0, 2),  # states, in halves
                 "draft_lengths": (models, rows),  # number of columns that the drafter keeps, without the first
                 "draft_path": (models, rows, self.max_depth + 1),
                 **self._trees(),
@@ -161,6 +166,9 @@ class Programs:
         self._adjustments = None
         if adjustments is not None and size.processing >= Processing.ADJUSTMENT:
             self._adjustments = adjustments.first(size.num_rows)
+        with torch.inference_mode(mode=False):
+            vocab = target.loaded.vocab_size
+            self._draws = Draws.empty(size.num_rows, size.num_nodes, vocab, device) if size.draws else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))
         self._loops = [] if size.shape is None else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
@@ -180,7 +188,7 @@ class Programs:
             DraftInputs(inputs["draft_slots"][number], inputs["drafts"][number], inputs["max_nodes"][number]),
             self._trees if number + 1 == shape.num_models else self._grown(names),
             (results["draft_path"][number], results["draft_lengths"][number]),
-            self._target.loaded.vocab_size,
+            self._target.loaded.vocab_size, self._draws,
         )  # fmt: skip
 
     @property
@@ -251,9 +259,13 @@ class Programs:
             state.temperatures[:rows].repeat_interleave(nodes),
             least,
         )
-        path, lengths, following = walked = tree_ops.walk(
+        walked = tree_ops.walk(
             choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
+        if self._draws is not None:
+            walked = walk_drawn(state, trees, self._draws, logits, least, starts[:-1], walked)
+            results["uniforms"].copy_(state.uniforms[:rows].view(torch.int32).view(rows, 2))
+        path, lengths, following = walked
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
         if self._adjustments is not None:
             self._count(self._adjustments, *walked)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specinfer.core.draws import Floats
 from specinfer.core.logprob import Logprob
-from specinfer.core.request import Request
+from specinfer.core.noise import derive_seed, draws_of
+from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
@@ -89,16 +90,24 @@ class DeviceRows:
         with on_device(self._place):  # otherwise pages would be pinned through another GPU
             return host.pin_memory().to(self._place, non_blocking=True)
 
-    def write(self, row: int, request: Request, slots: Slots) -> None:
-        """Write a request to a row; its known tokens but the last have these slots."""
+    def write(self, row: int, request: Request, slots: Slots, *, is_drawn: bool = False) -> None:
+        """Write a request to a row; its known tokens but the last have these slots.
+
+        Args:
+            is_drawn: Whether it is under the multi-step rule.
+        """
         state = self.state
         state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
         state.known[row].fill_(len(slots))
         state.roots[row].fill_(request.token_ids[-1])
         state.num_left[row].fill_(request.max_new_tokens)
         state.seeds[row].fill_(request.seed)
-        for drafts in state.drafts:
+        state.is_drawn[row].fill_(is_drawn)
+        state.uniforms[row].fill_(request.uniforms.state - (request.uniforms.state >> 63 << 64))
+        for drafter, drafts in zip(self._drafters, state.drafts, strict=True):
             drafts.has_two[row].fill_(False)
+            drafts.streams[row].fill_(derive_seed(request.seed, draws_of(drafter.name)))
+            drafts.first_draw[row].fill_((request.num_draws.get(drafter.name, 0) // DRAWS_EACH + 1) * DRAWS_EACH)
         if request.params.scored_tokens:
             named = np.asarray(request.params.scored_tokens, dtype=np.int64)
             state.named[row, : len(named)].copy_(self._there(named))
@@ -272,7 +281,7 @@ class _Answers:
 
     def of_row(self, row: int) -> Answer:
         here = self._here
-        lengths = [int(of_rows[row]) for of_rows in here["draft_lengths"]]
+        lengths, states = [int(of_rows[row]) for of_rows in here["draft_lengths"]], here["uniforms"]
         return Answer(
             trees=[self._tree(number, row) for number in range(max(self._num_models, 1))],
             path=here["path"][row, : max(int(here["lengths"][row]), 0)].tolist(),
@@ -281,6 +290,7 @@ class _Answers:
                 [0, *path[row, :length].tolist()] if length >= 0 else []
                 for path, length in zip(here["draft_path"], lengths, strict=True)
             ],
+            uniforms=int(states[row].view(np.uint64)[0]) if len(states) else None,
         )
 
     def _tree(self, number: int, row: int) -> DraftedTree:

@@ -58,6 +58,18 @@ def shape_of(
     return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, num_models)
 
 
+def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:
+    """Return whether a draft loop of this shape grows the whole fixed expansion; none is grown without a shape."""
+    if shape is None or not budget.max_nodes:
+        return True
+    widths, depth = [_frontier(budget, level) for level in range(len(budget.widths))], len(budget.widths)
+    return (
+        0 < depth <= shape.num_levels
+        and shape.num_nodes >= budget.max_nodes
+        and all(width <= there for width, there in zip(widths, shape.frontiers, strict=False))
+    )
+
+
 def _children(budget: TreeBudget, level: int) -> int:
     if budget.widths:
         return budget.widths[level] if level < len(budget.widths) else 1

@@ -28,6 +28,8 @@ class DraftState:
     known: Tensor  # [rows] int32
     before: Tensor  # [rows] int64
     has_two: Tensor  # [rows] bool
+    streams: Tensor  # [rows] int64 seeds of the noise of draws
+    first_draw: Tensor  # [rows] int64 number of the next tree's first draw
     chances: ChanceTable
 
     @classmethod
@@ -40,13 +42,15 @@ class DraftState:
             zeros(num_rows, dtype=torch.int32),
             zeros(num_rows, dtype=torch.int64),
             zeros(num_rows, dtype=torch.bool),
+            zeros(num_rows, dtype=torch.int64),
+            zeros(num_rows, dtype=torch.int64),
             empty_table(device),
         )
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
         """All that has a row for each request."""
-        return self.slots, self.known, self.before, self.has_two
+        return self.slots, self.known, self.before, self.has_two, self.streams, self.first_draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class DeviceState:
     roots: Tensor  # [rows] int64 the last known token
     num_left: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
     seeds: Tensor  # [rows] int64
+    is_drawn: Tensor  # [rows] bool, True for requests under the multi-step rule
+    uniforms: Tensor  # [rows] int64 states of their random numbers
     truncation: Truncation  # with the temperatures
     named: Tensor  # [rows, n] int64 tokens of `logprob_token_ids`
     drafts: tuple[DraftState, ...]  # of each drafter
@@ -78,6 +84,8 @@ class DeviceState:
                 roots=zeros(num_rows),
                 num_left=zeros(num_rows),
                 seeds=zeros(num_rows),
+                is_drawn=zeros(num_rows, dtype=torch.bool),
+                uniforms=zeros(num_rows),
                 truncation=Truncation(
                     zeros(num_rows, dtype=torch.float32),
                     torch.full((num_rows,), -torch.inf, device=device),
@@ -96,8 +104,8 @@ class DeviceState:
     def move(self, source: int, row: int) -> None:
         """Copy one row to another."""
         limits = self.truncation
-        for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, limits.temperatures,
-                       limits.log_min_p, limits.top_k, limits.top_p, self.named,
+        for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, self.is_drawn, self.uniforms,
+                       limits.temperatures, limits.log_min_p, limits.top_k, limits.top_p, self.named,
                        *(column for drafts in self.drafts for column in drafts.columns)):  # fmt: skip
             column[row].copy_(column[source])
 

@@ -1,0 +1,61 @@
+"""Requests under the multi-step rule on a device: which trees they may have there, and their random numbers.
+
+The device chooses the nodes of best-first trees among all candidates, after their tokens are drawn, which the rule does
+not allow (docs/verification.md, condition A). The nodes of a fixed expansion are known before. So it is drawn whole or
+not at all, and other trees stay with ordinary steps.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from specinfer.core.request import Request
+from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.launch import Answer, DeviceRequest
+from specinfer.engine.device.sizes import holds_expansion
+from specinfer.verify.rules import MULTI_STEP
+
+
+class MultiStepRequests:
+    """The requests of an executor that are under the multi-step rule.
+
+    Args:
+        rule: Verification rule of requests that have none of their own.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self.is_usual = rule == MULTI_STEP
+        self._best_first: set[Request] = set()  # these get trees that are no fixed expansions
+
+    def has(self, request: Request) -> bool:
+        """Return whether a request is under this rule, where that differs from plain decoding."""
+        return self.is_usual and not (request.params.is_greedy or request.params.tree == "off")
+
+    def may_join(self, request: Request) -> bool:
+        """Return whether no tree was wanted for a request so far that is not drawn on the device."""
+        return request not in self._best_first
+
+    def undrawable(
+        self, device_requests: Sequence[DeviceRequest], budgets: Iterable[TreeBudget], shape: DraftShape | None
+    ) -> list[DeviceRequest]:
+        """Return the requests whose trees this shape does not hold as whole fixed expansions."""
+        found = [
+            (one, budget)
+            for one, budget in zip(device_requests, budgets, strict=True)
+            if self.has(one.request) and not holds_expansion(shape, budget)
+        ]
+        self._best_first = {request for request in self._best_first if not request.is_finished}
+        self._best_first |= {one.request for one, budget in found if not budget.widths}
+        return [one for one, _ in found]
+
+    def note(self, request: Request, answer: Answer, drafters: Sequence[str | None]) -> None:
+        """Let a request continue with random numbers that were not used.
+
+        Args:
+            drafters: Names of those that drew its tree, with None for others.
+        """
+        if self.has(request):
+            assert answer.uniforms is not None
+            request.uniforms.state = answer.uniforms
+            for name in drafters:
+                if name is not None:
+                    request.begin_draws(name)

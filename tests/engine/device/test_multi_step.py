@@ -1,0 +1,147 @@
+"""Steps on the device under the multi-step rule: the tokens of ordinary steps with the same seeds."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from specinfer import SamplingParams
+from specinfer.core.noise import derive_seed, draws_of
+from specinfer.core.request import Request
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters.growth.draft_sampling import Node, draw
+from specinfer.engine.engine import Engine
+from specinfer.kernels.drawn import draw_children
+from specinfer.kernels.plain_logits import Truncation
+from specinfer.model.load import LoadedModel
+from specinfer.policy.base import FixedPolicy
+from specinfer.policy.request_policy import RequestPolicy
+from specinfer.verify.logits import log_min_p
+from tiny import make_request, random_prompts, run
+
+Pair = tuple[LoadedModel, LoadedModel]
+PROMPTS = random_prompts([3, 26, 12, 40, 7, 9], seed=4)
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(max_tokens=17, temperature=0.6, top_p=0.8),
+    SamplingParams(max_tokens=9, temperature=1.4, min_p=0.05, logprobs=2),
+    SamplingParams(max_tokens=15, tree="off"),
+    SamplingParams(max_tokens=18, presence_penalty=0.8, logit_bias={3: 1.0}, top_k=9),
+]
+WIDTHS = [(1, 1, 1), (2, 2, 1), (3, 1, 2)]
+
+
+def _requests(seed: int = 0) -> list[Request]:
+    return [
+        make_request(str(i), prompt, params, seed=seed + i)
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+    ]
+
+
+def _told(request: Request) -> tuple[Any, ...]:
+    """Tokens, trees and the state of random numbers."""
+    return request.output_ids, request.speculation.as_dict(), request.uniforms.state
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> Pair:
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.1))
+
+
+def _engine(pair: Pair, tree: TreeBudget, **options: Any) -> Engine:
+    policy = RequestPolicy(FixedPolicy(tree), lambda: FixedPolicy())
+    return make_device_engine(*pair, policy, verification="multi-step", **options)
+
+
+def _ordinary(pair: Pair, widths: Sequence[int], seed: int = 0) -> list[tuple[Any, ...]]:
+    requests = _requests(seed)
+    run(_engine(pair, TreeBudget.expansion(widths), has_device_executor=False), requests)
+    return list(map(_told, requests))
+
+
+@pytest.mark.parametrize("seed", [0, 10, 20])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_steps_on_the_device_are_ordinary_ones(widths: Sequence[int], seed: int, pair: Pair) -> None:
+    """With the same trees: greedy requests, truncated ones, some with penalties or without trees, in one batch."""
+    engine, requests = _engine(pair, TreeBudget.expansion(widths)), _requests(seed)
+    assert run_on_device(engine, requests) == set(requests)
+    assert executor_of(engine).num_launched > 4
+    assert list(map(_told, requests)) == _ordinary(pair, widths, seed)
+    assert sum(request.speculation.num_accepted_draft_tokens for request in requests[2:4]) > 4
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, pair: Pair) -> None:
+    """No random number is used twice, and steps in flight that are dropped used none."""
+    engine, requests = _engine(pair, TreeBudget.expansion((2, 2, 1))), _requests()
+    for request in requests:
+        engine.add(request)
+    num_dropped = 0
+    for number in count():
+        if not engine.has_work:
+            break
+        if number % every == every - 1:
+            num_dropped += executor_of(engine).num_in_flight
+            executor_of(engine).abandon()
+        engine.step()
+    assert num_dropped >= 2
+    assert list(map(_told, requests)) == _ordinary(pair, (2, 2, 1))
+
+
+def test_other_trees_are_drafted_in_ordinary_steps(pair: Pair) -> None:
+    """The device would choose their nodes among drawn tokens."""
+    told = []
+    for has_device_executor in (False, True):
+        requests = _requests()
+        engine = _engine(pair, TreeBudget(max_nodes=12, max_depth=4), has_device_executor=has_device_executor)
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+        told.append(list(map(_told, requests)))
+    ordinary, found = ([one for one, params in zip(them, PARAMS, strict=True) if not params.is_greedy] for them in told)
+    assert [one[0] for one in found] == [one[0] for one in ordinary]
+    assert sum(one[1]["num_accepted_draft_tokens"] for one in found) > 20
+
+
+def test_few_slots_change_no_distribution_of_draws(pair: Pair) -> None:
+    """Where an expansion does not fit whole, the step is an ordinary one: no drawn token is left out."""
+    engine, requests = _engine(pair, TreeBudget.expansion((3, 2, 2)), num_slots=150), _requests()
+    run(engine, requests)
+    assert all(request.is_finished and not request.error for request in requests)
+    ordinary = _requests()
+    run(_engine(pair, TreeBudget.expansion((3, 2, 2)), num_slots=150, has_device_executor=False), ordinary)
+    assert [len(one.output_ids) for one in requests] == [len(one.output_ids) for one in ordinary]
+    assert engine.target.cache.is_balanced()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_p": 0.7}, {"min_p": 0.1}, {"top_k": 5}], ids=str)
+def test_draws_and_their_distributions_are_those_of_ordinary_drafting(options: dict[str, Any]) -> None:
+    logits = 3 * torch.randn((5, 300), generator=torch.Generator().manual_seed(1))
+    logits[3, 2:] = -torch.inf
+    request = make_request("a", [1, 2], SamplingParams(**options), seed=3)
+    first = request.begin_draws("small")
+    wanted = draw("without-replacement", logits, [Node(request, (), 4, drafter="small")] * 5)
+    truncation = Truncation(
+        torch.tensor([request.params.temperature]), torch.tensor([log_min_p(request.params)]),
+        torch.tensor([request.params.top_k], dtype=torch.int32), torch.tensor([request.params.top_p]).double(),
+    )  # fmt: skip
+    streams = torch.full((5,), derive_seed(request.seed, draws_of("small")))
+    tokens, sure, support, probs = draw_children(logits, 4, streams, first + torch.arange(5), truncation)
+    assert tokens.tolist() == wanted.tokens.tolist()
+    np.testing.assert_allclose(sure.expand(-1, 4), wanted.confidence, rtol=1e-6)
+    for row in range(5):
+        for rank in range(4):
+            if tokens[row, rank] >= 0:
+                found = dict(zip(support[row, rank].tolist(), probs[row, rank].tolist(), strict=True))
+                distribution = wanted.distribution(row, rank)
+                assert distribution is not None
+                expected = dict(zip(distribution.token_ids.tolist(), distribution.weights().tolist(), strict=True))
+                assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert (tokens[3] >= 0).sum() <= 2
