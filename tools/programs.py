@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases, recurrence_cases
+from specinfer.kernels.drawn import SUPPORT
 from specinfer.kernels.kv_types import FLOAT8
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
@@ -154,7 +155,7 @@ def _processing_cases(requests: int, nodes: int) -> Iterator[Case]:
     """What is done with logits, of the nodes of trees and of candidates."""
     floats, table = _empty(requests, dtype=_FULL), _empty(requests, nodes)
     truncation = Truncation(floats, floats, _empty(requests), _empty(requests, dtype=torch.float64))
-    for vocab in (50257, 128256, 262144):
+    for vocab in (SUPPORT, 50257, 128256, 262144):
         logits = _empty(requests * nodes, vocab, dtype=_FULL)
         yield f"truncation {vocab}", partial(least_kept, logits, truncation)
     for vocab, dtype in ((50257, torch.int32), (128256, torch.int64)):

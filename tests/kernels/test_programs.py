@@ -97,8 +97,8 @@ def test_all_of_them_compile_and_fit(arch: str, tmp_path: Path) -> None:
     output = compiled(tmp_path, "--arch", arch)
     assert f"for sm_{arch}" in output
     (variants,) = re.findall(r", (\d+) variants", output)
-    # Each takes a second or more where it is first used; a model has weights of few types.
-    assert 50 < int(variants) <= 240
+    # Each takes a second or more where it is first used; a model has weights of few types, and one type of cache.
+    assert 50 < int(variants) <= 280
 
 
 @pytest.mark.slow
