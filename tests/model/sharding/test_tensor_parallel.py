@@ -202,3 +202,10 @@ def test_weights_that_are_not_finite_are_refused_by_their_rank(tmp_path: Path, s
     load_model(tmp_path, torch.float32, CPU, shard=shards[0])
     with pytest.raises(ModelError, match="NaN"):
         load_model(tmp_path, torch.float32, CPU, shard=shards[1])
+
+
+def test_shards_of_layers_that_share_keys_and_values(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "gemma4_text-shared")
+    wanted = Ranks(folder, WHOLE, native=False).logits()
+    for found, whole in zip(Ranks(folder, (2, 1)).logits(), wanted, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)

@@ -37,7 +37,7 @@ def make_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool
     assert is_first == (layers.start == 0)
     ends_early = not is_last and layers.stop == num_layers
     assert ends_early or is_last == (layers.stop == num_layers)
-    if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
+    if getattr(config.get_text_config(), "num_kv_shared_layers", 0) and len(layers) < num_layers:
         raise ModelError(_refusal(config, "some layers use the keys and values of others"))
     lists = layer_lists(model, num_layers)
     assert lists
