@@ -19,6 +19,7 @@ from specinfer.core.queue_limits import QueueLimits
 from specinfer.llm import LLM
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
+from specinfer.server.json_body import check_body
 from specinfer.server.state import ServerState
 
 JSON = {"content-type": "application/json"}
@@ -53,6 +54,8 @@ def post(
         (b'{"prompt": "\xff"}', "UTF-8"),
         ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
         (b"[" * 100_000 + b"]" * 100_000, "nested deeper"),
+        (b'{"prompt":[' + b"[1]," * 100_000 + b"[1]]}", "more than 100000 lists and objects"),
+        (b'{"prompt":"' + b'[\\"' * 1_000_000, "no JSON"),  # quadratic time would be hours
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested deeper"),
         (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "64 bits"),
@@ -73,6 +76,10 @@ def test_a_body_that_is_no_sound_object_is_refused(llm: LLM, content: bytes, par
     error = error_of(answer)
     assert part in error["message"]
     assert error["code"] == "invalid_json"
+
+
+def test_brackets_in_a_text_are_no_lists() -> None:
+    check_body(b'{"prompt":"' + b'[{\\"' * 100_000 + b'"}')
 
 
 def test_a_sound_body_passes(llm: LLM) -> None:

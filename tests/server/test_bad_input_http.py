@@ -1,5 +1,6 @@
 """Connections, heads and clients that misbehave, against a server on a port of its own as `process.run` makes it."""
 
+import gc
 import json
 import shutil
 import socket
@@ -152,6 +153,11 @@ def test_a_head_that_comes_byte_by_byte_is_read(port: Port) -> None:
         for byte in b"GET /ping HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n":
             connection.sendall(bytes([byte]))
         assert statuses(read_all(connection)) == [200]
+
+
+def test_what_was_loaded_is_not_searched_for_garbage_while_requests_are_served(port: Port) -> None:
+    with port.well():
+        assert gc.get_freeze_count() > 10_000
 
 
 # 34, 36, 38

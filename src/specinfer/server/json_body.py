@@ -14,6 +14,8 @@ from specinfer.server.errors import ApiError
 
 MAX_DEPTH = 100
 MAX_NAMES = 20_000  # of one object: each unknown one may become an error of its own
+MAX_HOLDERS = 100_000  # lists and objects: Python's parser would keep all threads waiting for seconds for a million
+_STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -24,6 +26,8 @@ def check_body(body: bytes) -> None:
     Raises:
         ApiError: The body is not; the message says what to change.
     """
+    if _num_holders(body) > MAX_HOLDERS and _num_holders(_STRING.sub(b"", body)) > MAX_HOLDERS:
+        raise _refused(f"more than {MAX_HOLDERS} lists and objects; send fewer")
     try:
         value = _parse(body)
     except UnicodeDecodeError:
@@ -88,6 +92,10 @@ def _int(digits: str) -> int:
     if len(digits.lstrip("-")) > 19:
         raise ValueError(f"the number {digits:.20}... has more than 64 bits")
     return int(digits)
+
+
+def _num_holders(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
 
 
 def _is_deep(value: Any) -> bool:

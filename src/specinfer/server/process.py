@@ -6,6 +6,7 @@ the second one ends them at once.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -133,6 +134,8 @@ class _Process:
         observation = Observation(engine, self._state)
         self._state.put_engine(engine)
         engine.start()
+        gc.collect()
+        gc.freeze()  # a collection that searches modules and models too keeps all threads waiting for 0.2 s
         self._announce(engine)
         self._notify("READY=1")
         watchdog = asyncio.create_task(self._report_health(engine))
@@ -143,6 +146,7 @@ class _Process:
                         await asyncio.wait_for(self._told.wait(), _TICK)
                 return await self._end(engine)
         finally:
+            gc.unfreeze()
             await cancel(watchdog)
             self.leaves_thread = not await engine.shutdown(1.0)
 
