@@ -69,17 +69,11 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
     return Response(body, media_type="application/json")
 
 
-@router.post("/detokenize")
-async def detokenize(request: Request, asked: DetokenizeRequest) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
     state = _state(request, asked.model)
-    size = state.engine.llm.target.loaded.vocab_size
-    if wrong := [token for token in asked.tokens if token >= size]:
-        raise ApiError(
-            400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
-        )
-    return await _read(
-        request, state, lambda: DetokenizeResponse(prompt=state.engine.llm.reader.texts.decode(asked.tokens))
-    )
+    body = await _read(request, state, lambda: _detokenized(state, asked.tokens))
+    return Response(body, media_type="application/json")
 
 
 async def _read(request: Request, state: ServerState, action: Callable[[], T]) -> T:
@@ -97,6 +91,20 @@ def _state(request: Request, model: str | None) -> ServerState:
     if state.engine.llm.tokenizer is None:
         raise RequestError("prompt: this model has no tokenizer; work with token ids")
     return state
+
+
+def _detokenized(state: ServerState, tokens: list[int]) -> str:
+    """Return the response as JSON.
+
+    Raises:
+        ApiError: A token is not in the vocabulary.
+    """
+    size = state.engine.llm.target.loaded.vocab_size
+    if wrong := [token for token in tokens if token >= size]:
+        raise ApiError(
+            400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
+        )
+    return DetokenizeResponse(prompt=state.engine.llm.reader.texts.decode(tokens)).model_dump_json()
 
 
 def _tokenized(state: ServerState, asked: TokenizeRequest) -> str:
