@@ -215,6 +215,14 @@ static INLINE int64_t parts_of(const Pieces *pieces, int64_t piece) {
     return last / PART + 1;
 }
 
+// Whether a token of an item sees a key of a part. Tokens of a block that is not causal see later ones.
+static INLINE bool sees_any(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys) {
+    for (int64_t start = 0; start < keys.count; start += BLOCK)
+        for (int64_t t = item.from; t < item.to; t++)
+            if (seen(layer, pieces, item, keys, t, start)) return true;
+    return false;
+}
+
 // Some parts of an item: each partial goes to its place, if they are computed apart, or all of them to the result.
 template <int WIDE>
 static void attend_item(const Attention *layer, const Pieces *pieces, const Division &division, const Item &item,
@@ -229,7 +237,7 @@ static void attend_item(const Attention *layer, const Pieces *pieces, const Divi
     const int64_t begin = division.apart ? part : 0, end = division.apart ? part + 1 : division.parts;
     for (int64_t p = begin; p < end; p++) {
         const Keys keys = keys_of(pieces, item.piece, division, p);
-        const bool none = p * PART > last || !keys.count;
+        const bool none = !keys.count || (p * PART > last && !sees_any(layer, pieces, item, keys));
         if (none)
             for (int64_t r = 0; r < rows; r++) {
                 partials[r * size + dim] = -INFINITY;
