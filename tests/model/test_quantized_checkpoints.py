@@ -75,7 +75,7 @@ def test_what_is_decoded_is_not_rounded_again_and_layers_left_whole_stay_whole(
 # Formats whose codes the native kernels take, and the bits that they are computed with.
 KEPT = {"pack-quantized": 4, "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
         "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4,
-        "MXFP4": 4, "float-quantized": 8, "FP8 of 128": 8}  # fmt: skip
+        "MXFP4": 4, "NVFP4": 4, "float-quantized": 8, "FP8 of 128": 8}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -83,10 +83,10 @@ def test_codes_are_those_of_the_format(name: str, source: Path, tmp_path: Path) 
     plain = load_file(save_quantized(source, tmp_path / "quantized", name) / "model.safetensors")
     with Shards(tmp_path / "quantized", None) as shards:
         kept = {key for key, source in shards.sources.items() if source.has_codes}
-        assert bool(kept) == (name in (*KEPT, "NVFP4"))
+        assert bool(kept) == (name in KEPT)
         for key in kept:
             _, weight = shards.sources[key].codes()
-            assert weight.bits == KEPT.get(name, 4)
+            assert weight.bits == KEPT[name]
             torch.testing.assert_close(dequantize(weight), plain[key], rtol=1e-6, atol=0)
         assert all("_proj" in key for key in kept)
 
@@ -102,31 +102,18 @@ def test_a_scale_of_many_inputs_is_that_of_each_group_of_the_kernels(name: str, 
 
 
 @native
-def test_codes_that_only_gpus_compute_with_are_decoded_with_a_warning(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_quantized(source, tmp_path / "quantized", "NVFP4")
-    loaded = load_model(tmp_path / "quantized", torch.bfloat16, CPU)
-    assert (loaded.stored_types, loaded.compute_path) == (None, "native fused layers")
-    assert "NVFP4 weights" in caplog.text
-    caplog.clear()
-    load_model(tmp_path / "quantized", torch.float32, CPU)
-    assert not caplog.text
-
-
-@native
 @pytest.mark.parametrize("name", KEPT)
 def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tmp_path: Path) -> None:
     plain, folder = save_quantized(source, tmp_path / "quantized", name), tmp_path / "quantized"
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     assert loaded.compute_path == "native fused layers"
-    kinds = {"MXFP4": "MXFP4", "float-quantized": "FP8", "FP8 of 128": "FP8"}
+    kinds = {"MXFP4": "MXFP4", "NVFP4": "NVFP4", "float-quantized": "FP8", "FP8 of 128": "FP8"}
     kind = kinds.get(name, f"int{2 if '2 bits' in name else KEPT[name]}")
     assert (loaded.quantization, loaded.weights_type) == (None, kind)
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.05 * exact.std()
-    if name in ("pack-quantized", "AWQ", "FP8 of 128"):
+    if name in ("pack-quantized", "AWQ", "NVFP4", "FP8 of 128"):
         texts = [_texts(folder, dtype="bfloat16", drafters=["suffix"], tree=tree) for tree in ("off", "2,2,1")]
         assert texts[0] == texts[1]
 

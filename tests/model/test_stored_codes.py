@@ -122,9 +122,22 @@ def test_native_products_of_fp8_are_those_of_its_numbers(isa: str) -> None:
     assert torch.equal(dequantize(weight.of_inputs(range(128, 300))), numbers[:, 128:])
 
 
-@pytest.mark.parametrize("name", [*KINDS, "4 bits with zeros", "8 bits with zeros"])
+def of_nvfp4(rows: int, inputs: int) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Weights with levels, and scales in float32 for each row and 16 inputs."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 16, (rows, inputs), generator=generator).to(torch.uint8)
+    levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+    scales = torch.rand((rows, inputs // 16), generator=generator) / 50
+    numbers = levels[codes.long()].float() * scales.repeat_interleave(16, 1)
+    return QuantizedWeight(codes, scales, 4, inputs, 16, levels=levels), numbers
+
+
+@pytest.mark.parametrize("name", [*KINDS, "4 bits with zeros", "8 bits with zeros", "NVFP4"])
 def test_native_products_are_the_plain_ones_and_a_row_does_not_depend_on_others(isa: str, name: str) -> None:
-    weight, numbers = weights(name, 70, 2, 0.01) if name in KINDS else with_zeros(int(name[0]))
+    if name in KINDS:
+        weight, numbers = weights(name, 70, 2, 0.01)
+    else:
+        weight, numbers = of_nvfp4(70, 512) if name == "NVFP4" else with_zeros(int(name[0]))
     bias = torch.randn(70, generator=torch.Generator().manual_seed(1))
     for dots in (True, False):
         call = LinearCall(Panels.of_codes(weight, bias), dots=dots)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.library import call
-from specinfer.kernels.panels import LEVELS4, Panels, has_dots
+from specinfer.kernels.panels import HAVE_LEVELS, Panels, has_dots
 from specinfer.kernels.scales import WIDTH
 
 if TYPE_CHECKING:  # adapters are packed in panels
@@ -73,7 +73,8 @@ class LinearCall:
         self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
-        dots = panels.type == LEVELS4 or (dots and not widens)  # levels need these instructions, see `Panels.of_codes`
+        # Levels need these instructions, see `Panels.of_codes`.
+        dots = panels.type in HAVE_LEVELS or (dots and not widens)
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(
             *pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type), 0

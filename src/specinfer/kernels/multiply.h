@@ -14,6 +14,9 @@ static INLINE GroupScales scales_of(const uint8_t *scales, int scaling, int64_t 
     const auto halves = [&](const uint8_t *place) ALWAYS { return vectors_from_fp16((const uint16_t *)place); };
     const uint8_t *nest = scales + g / in_nest * size, *place = nest + 2 * WIDTH + g % in_nest * WIDTH;
     switch (scaling) {
+        case FP32_SCALES:
+            scales += g * 128;
+            return {read<Floats>(scales), read<Floats>(scales + 64), Floats{}, Floats{}};
         case FP16_SCALES: return {halves(scales + g * 64), halves(scales + g * 64 + 32), Floats{}, Floats{}};
         case FP16_AFFINE:
             scales += g * 128;
@@ -47,7 +50,7 @@ struct Ready {
     const float *scales;   // [groups][rows]
     const int32_t *zeros;  // [groups][rows] what the weights' zero point adds to a group's sum, negated; or the sum of x
     int32_t scaling;
-    const uint8_t *levels;  // of LEVELS4
+    const uint8_t *levels;  // of codes that are numbers of levels
 };
 
 // result [ROWS][WIDTH] += the sums of group g, times the scales of weights and activations.
@@ -276,6 +279,7 @@ static Multiply kernel_of(int type, bool dots, int64_t rows) {
             case INT6: return of_rows<DotInt<6, 16>>(rows);
             case INT5: return of_rows<DotInt<5, 32>>(rows);
             case LEVELS4: return of_rows<DotInt<4, 32, true>>(rows);
+            case LEVELS4_OF_16: return of_rows<DotInt<4, 16, true>>(rows);
         }
 #endif
 #ifdef DOTS

@@ -9,7 +9,7 @@
 //                                         scales are of groups of 128
 //   int4  [K / 8][32][4], two k's 4 apart in a byte, 8 is zero: the same for each group of 32
 //
-// INT8_OF_32 are as int8, and LEVELS4 as int4. Codes of 5 and 6 bits are groups of 32 and 16 k's: their upper bits, [32][4]
+// INT8_OF_32 are as int8, LEVELS4 as int4, and LEVELS4_OF_16 too, with groups of 16. Codes of 5 and 6 bits are groups of 32 and 16 k's: their upper bits, [32][4]
 // bytes with those of each fourth k, then the lower ones as in int4. A panel's scales are
 //
 //   BF16, FP16     [groups][32]; so are those of FP32
@@ -40,6 +40,7 @@ static Shape shape_of(int type) {
         case INT6: return {16, 6, 32};
         case INT5: return {32, 5, 16};
         case LEVELS4: return {32, 4, 128};
+        case LEVELS4_OF_16: return {16, 4, 128};
         case FP8: return {128, 8, 0};
         default: return {32, 4, 8};
     }
@@ -100,10 +101,11 @@ static float decoded(const Linear *layer, int64_t n, int64_t k) {
     const uint16_t *halves = (const uint16_t *)scales;
     const uint8_t *nest = scales + group / in_nest * scale_bytes(layer->scaling, shape.group, NEST);
     if (layer->type == FP8) return from_fp8((uint8_t)code) * ((const float *)scales)[group * WIDTH + c];
-    const float value = (float)((layer->type == LEVELS4 ? layer->levels[code] : code) -
+    const float value = (float)((layer->levels ? layer->levels[code] : code) -
                                 (is_affine(layer->scaling) ? 0 : (int)shape.zero));
     switch (layer->scaling) {
         case BF16_SCALES: return value * from_bf16(halves[group * WIDTH + c]);
+        case FP32_SCALES: return value * ((const float *)scales)[group * WIDTH + c];
         case FP16_SCALES: return value * from_fp16(halves[group * WIDTH + c]);
         case FP16_AFFINE:
             halves += group * 2 * WIDTH + c;

@@ -9,18 +9,20 @@ from torch.nn import functional
 
 from specinfer.kernels.float8 import LEVELS
 from specinfer.kernels.library import call, describe, library
-from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.kernels.quantized_weight import ZEROS, QuantizedWeight
 from specinfer.kernels.scales import BF16_SCALES, WIDTH, pack_scales, with_scales
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8 = range(3, 10)
-_GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32, 128)  # by type: inputs are padded to a multiple of it
-_BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4}  # of a code; 8 of other types
+INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, _, LEVELS4_OF_16 = range(3, 12)
+_GROUPS = (1, 2, 2, 64, 32, 32, 16, 32, 32, 128, 1, 16)  # by type: inputs are padded to a multiple of it
+_BITS = {INT6: 6, INT5: 5, INT4: 4, LEVELS4: 4, LEVELS4_OF_16: 4}  # of a code; 8 of other types
 # The bits and inputs of groups of each type.
 _FORMATS = {
     INT8: (8, 64), INT4: (4, 32), INT8_OF_32: (8, 32), INT6: (6, 16), INT5: (5, 32), LEVELS4: (4, 32), FP8: (8, 128),
+    LEVELS4_OF_16: (4, 16),
 }  # fmt: skip
-_TYPES = {form: kind for kind, form in _FORMATS.items() if kind != LEVELS4}
+HAVE_LEVELS = (LEVELS4, LEVELS4_OF_16)
+_TYPES = {form: kind for kind, form in _FORMATS.items() if kind not in HAVE_LEVELS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,18 @@ class Panels:
     @classmethod
     def of_codes(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> "Panels":
         """Pack codes with their scales."""
-        kind, codes, levels = _TYPES[weight.bits, weight.group_size], weight.codes, None
-        if weight.levels is not None and not weight.is_float:
+        codes, levels = weight.codes, None
+        if weight.levels is None or weight.is_float:
+            kind = _TYPES[weight.bits, weight.group_size]
+        elif has_dots(LEVELS4):
+            kind = LEVELS4 if weight.group_size == _GROUPS[LEVELS4] else LEVELS4_OF_16
             levels = (weight.levels.to(torch.int16) + 128).to(torch.uint8)
-            if has_dots(LEVELS4):
-                kind = LEVELS4
-            else:
-                kind, codes, levels = INT8_OF_32, levels.to(codes.device)[codes.long()], None
+        else:
+            kind = INT8_OF_32 if weight.group_size == _GROUPS[LEVELS4] else INT6
+            zero = ZEROS[_BITS.get(kind, 8)]
+            numbers = weight.levels.to(torch.int16) + zero
+            assert weight.levels.is_meta or (numbers.min() >= 0 and numbers.max() < 2 * zero)
+            codes = numbers.to(torch.uint8).to(codes.device)[codes.long()]
         scaling, scales = pack_scales(weight)
         return replace(cls._pack(kind, codes, scales, bias, weight.in_features), scaling=scaling, levels=levels)
 

@@ -20,7 +20,7 @@ static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
 static const int LAYOUT = 26;
 
-enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2 };  // as in panels.py, attention.py
+enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
 enum Scaling { BF16_SCALES, FP16_SCALES, FP16_AFFINE, NESTED, NESTED_AFFINE, FP16_ZEROS, FP32_SCALES };
 enum Ending { STORE, ADD, GATED, GATED_GELU };  // what becomes of a linear layer's sums
@@ -34,7 +34,7 @@ struct Linear {  // as in linear_call.py
     int64_t number;      // of the layer, in the tables of adapters
     int64_t first, stride;   // of the results' rows: the column that these outputs begin at, and the number of all
     const Linear *next;      // computes the columns after these, from the same inputs; or null
-    const uint8_t *levels;   // [16] what the codes of LEVELS4 stand for, and 128 more
+    const uint8_t *levels;   // [16] what the codes of levels stand for, and 128 more
     int32_t scaling;
 };
 

@@ -13,7 +13,6 @@ from specinfer.kernels.quantization import BITS
 from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse
-from specinfer.model.quantized.sources import is_for_gpus
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.parallel.shard_spec import ShardSpec
 
@@ -75,9 +74,7 @@ class LoadConfig:
     def keeps_codes_of(self, name: str, source: Any) -> bool:
         """Return whether a weight is computed with as it is stored; on GPUs experts are not."""
         keeps_experts = self.device.type == "cpu" and self.config.model_type in experts.FAMILIES
-        if not self.keeps_codes or (".experts." in name and not keeps_experts) or not source.has_codes:
-            return False
-        return not (self.has_native_kernels and is_for_gpus(source))
+        return self.keeps_codes and (".experts." not in name or keeps_experts) and bool(source.has_codes)
 
     def fuses(self, definition: Any) -> bool:
         """Return whether `FusedDecoder` can run the definition.

@@ -1,7 +1,6 @@
 """Transformers' definition of a model, cut to the shard of one rank, with weights or with meta weights."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +21,8 @@ from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.shards import has_safetensors
 from specinfer.model.probe import Probe
-from specinfer.model.quantized.sources import is_for_gpus
 from specinfer.model.sharding.shard import shard_model
 from specinfer.model.sharding.tensor_parallel import Split
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +118,6 @@ def open_checkpoint(
     checkpoint = Checkpoint(
         job.folder, progress, dtype, job.keeps_codes_of, is_streamed=job.offload.offload is not None
     )
-    if job.keeps_codes and job.has_native_kernels and any(map(is_for_gpus, checkpoint.shards.sources.values())):
-        logger.warning(
-            "NVFP4 weights of %s are decoded while they are loaded, and take the memory of the model's type: kernels "
-            "of CPUs have no groups of 16 inputs; take a file with larger groups", job.folder,
-        )  # fmt: skip
     try:
         yield checkpoint
     except BaseException as error:

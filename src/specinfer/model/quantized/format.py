@@ -12,7 +12,7 @@ from specinfer.kernels import QuantizedWeight
 from specinfer.kernels.float8 import LEVELS
 
 _FP8_GROUP = 128  # inputs of a scale in the kernels
-_GROUP = 32  # the smallest groups of inputs that the kernels have
+_GROUP = 32  # the smallest groups of inputs of most formats
 Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Sources = Mapping[str, Any]  # with `shape` and `read`
@@ -62,13 +62,8 @@ class Format:
     @property
     def kind(self) -> str:
         """The type of the codes, to be shown."""
-        fp4 = "NVFP4" if self.is_for_gpus else "MXFP4"
+        fp4 = "MXFP4" if self.least == _GROUP else "NVFP4"
         return f"int{self.bits}" if self.levels is None else "FP8" if self.is_fp8 else fp4
-
-    @property
-    def is_for_gpus(self) -> bool:
-        """True if only the kernels of GPUs have groups as small."""
-        return self.least < _GROUP
 
     @property
     def is_fp8(self) -> bool:
@@ -140,7 +135,7 @@ class Format:
         if self.is_fp8:
             return scaling.scales.float()
         scales = scaling.scales if self.levels is None else scaling.scales / 2  # of whole levels
-        if self.is_for_gpus:
+        if self.least < _GROUP:  # quotients of two scales
             return scales.float()
         fitting = [torch.bfloat16] if self.levels is not None else [torch.float16, torch.bfloat16]
         for dtype in fitting[: 2 if scaling.zeros is None else 1]:

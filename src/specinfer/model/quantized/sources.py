@@ -100,11 +100,6 @@ class DecodedSource:
         """Return None: no part is stored in the form used for computing, see `Source.parts`."""
 
 
-def is_for_gpus(source: Any) -> bool:
-    """Return whether only the kernels of GPUs compute with the codes of a source."""
-    return isinstance(source, DecodedSource) and source.format.is_for_gpus
-
-
 def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the sources of a folder, with one for each quantized weight in place of its tensors.
 
