@@ -31,24 +31,26 @@ def demo() -> Iterator[LLM]:
 
 
 def _run(demo: LLM, tree: str, temperature: float, num_prompts: int, max_tokens: int) -> float:
-    """Tokens a pass; one prompt after the other."""
+    """Tokens a second at these costs, of steps with trees: first tokens have none. One prompt after the other."""
     demo.speculate(SpeculativeConfig(tree=tree))
-    tokens = passes = 0
+    tokens = 0
     for i, prompt in enumerate(heldout_prompts(num_prompts, num_chars=400)):
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=i)
         (output,) = demo.generate(prompt, params, use_tqdm=False)
         tokens += len(output.outputs[0].token_ids)
-        passes += output.metrics.speculative_decoding["num_target_passes"]
-    return tokens / passes
+    steps, costs = demo.engine.metrics.recent, Fixed()
+    drafted = [step for step in steps if step.num_guessed]
+    seconds = sum(float(costs.step(1, step.num_guessed, step.num_levels)) for step in drafted)
+    return (tokens - len(steps) + len(drafted)) / seconds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_alone_gets_trees_up_to_the_bend(demo: LLM, temperature: float) -> None:
-    fixed = _run(demo, f"best-first:{BEND - 8}:24", temperature, 2, 48)
-    chosen = _run(demo, "auto", temperature, 2, 48)
+    fixed = _run(demo, f"best-first:{BEND - 8}:24", temperature, 4, 48)
+    chosen = _run(demo, "auto", temperature, 4, 48)
     assert max(step.num_rows for step in demo.engine.metrics.recent if step.num_guessed) <= BEND
-    assert chosen > 0.93 * fixed, "a few texts vary; over more it is within 5 %"
+    assert chosen > 0.95 * fixed
 
 
 @pytest.mark.slow
