@@ -425,6 +425,19 @@ def test_drawn_guesses_share_a_budget_and_none_is_dropped(max_nodes: int) -> Non
         assert [draw.drafter for draw in _within(merged, request, budget).draws].count("b") > 4
 
 
+def test_tokens_of_lookups_must_be_probable_enough_under_rules_that_draw_too() -> None:
+    """They were chosen, so they may be dropped; drawn ones are kept."""
+    budget = TreeBudget(8, 8, min_path_prob=0.3)
+    sizes = []
+    for drafter in (Script("lookup", _chain(*range(1, 9))), _drawn("draws", *range(1, 9))):
+        merged, request = MergedDrafter([drafter], may_choose=False), make_request("0", [5])
+        request.verification = "traversal"
+        for _ in range(100):  # one token is right, and no other
+            merged.observe(request, _within(merged, request, TreeBudget(8, 8)), Acceptance((1,), 0))
+        sizes.append(_within(merged, request, budget).num_guessed)
+    assert sizes == [1, 8]
+
+
 def test_shares_follow_what_was_accepted() -> None:
     budget_split = BudgetSplit(["a", "b", "c"])
     assert budget_split.share(30, [0, 1, 2]) == 10

@@ -191,6 +191,11 @@ class TokenTree:
         return self._size - 1
 
     @property
+    def is_chosen(self) -> bool:
+        """True if all draft tokens were chosen and none was drawn, so that any may be dropped."""
+        return self.arrays.draws.numbers is None
+
+    @property
     def max_depth(self) -> int:
         return max(self.depths)
 

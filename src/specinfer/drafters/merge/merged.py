@@ -182,7 +182,7 @@ class MergedDrafter:
                 competes = not budget.widths or sum(tree.num_guessed for tree in trees) > budget.max_nodes
             else:  # a model has left out what is not probable enough, a lookup has not
                 competes = budget.min_path_prob > 0 and any(self._guarded[i].as_async is None for i in makers)
-            competes = competes and self._may_choose_for(span.request)
+            competes = competes and all(tree.is_chosen for tree in trees)
             if len(trees) > 1 or competes:
                 several[k] = trees
                 is_pruned.append(competes)
