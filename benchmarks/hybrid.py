@@ -44,12 +44,32 @@ from specinfer.tuning.initial_weights import build, export, parse_initial_weight
 _WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "tie_word_embeddings": True}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
 _MAMBA = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}
+_EXPERTS = {
+    "hidden_size": 1024, "intermediate_size": 512, "vocab_size": 65536, "tie_word_embeddings": True,
+    "num_experts_per_tok": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+}  # fmt: skip
+_DELTA_EXPERTS = _EXPERTS | {
+    "num_experts": 32, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "head_dim": 128,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _WIDE | _HEADS | {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
     "bamba": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4},
     "lfm2": _WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4, "block_auto_adjust_ff_dim": False},
     "mamba": {"hidden_size": 2048, "vocab_size": 65536, "tie_word_embeddings": True},
+    "mamba2": _WIDE | {"num_heads": 64, "head_dim": 64, "n_groups": 1},
+    "falcon_h1": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4, "mamba_d_ssm": 4096},
+    "nemotron_h": _WIDE
+    | {"intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+    | {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 1},
+    "granitemoehybrid": _EXPERTS
+    | _MAMBA
+    | {"mamba_n_heads": 32, "num_local_experts": 32, "shared_intermediate_size": 1024},
+    "qwen3_next": _DELTA_EXPERTS,
+    "qwen3_5_moe_text": _DELTA_EXPERTS,
 }
+_OTHERS = {"lfm2": "conv", "granitemoehybrid": "mamba"}  # layers without attention, by the name that families give them
+_ALIKE = ("mamba", "mamba2", "falcon_h1")  # families whose layers are all of one kind
 _NUM_REQUESTS, _NODES = 8, 16  # of the memory that is reported
 
 
@@ -191,9 +211,13 @@ def _write_random(config: HybridConfig, folder: Path) -> None:
     attending = list(range(3, config.layers, 4))
     if config.family == "bamba":
         fields = fields | {"attn_layer_indices": attending}
-    elif config.family != "mamba":
-        other = "conv" if config.family == "lfm2" else "linear_attention"
-        fields = fields | {"layer_types": ["full_attention" if i in attending else other for i in range(config.layers)]}
+    elif config.family not in _ALIKE:
+        other, own = _OTHERS.get(config.family, "linear_attention"), "full_attention"
+        own = "attention" if other == "mamba" else own
+        types = [own if i in attending else other for i in range(config.layers)]
+        if config.family == "nemotron_h":  # half of its layers are MLPs
+            types = [one if i % 2 == 0 or i in attending else "mlp" for i, one in enumerate(types)]
+        fields = fields | {"layer_types": types}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.family, **fields), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == config.family

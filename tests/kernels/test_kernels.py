@@ -217,14 +217,14 @@ def test_a_layer_in_one_call_is_its_parts(isa: str, activation: str, has_post_no
     shapes = ((4 * dim, width), (width, heads * dim), (2 * opened, width), (width, opened))
     linears = [LinearCall(Panels.of(_random(shape, seed=i) / 5)) for i, shape in enumerate(shapes)]
     norms = [1 + _random((width,), seed=i) / 5 for i in range(4)]
-    post_norms = (norms[2], norms[3]) if has_post_norms else None
-    call = LayerCall(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])
+    post_norms = (norms[2], norms[3]) if has_post_norms else (None, None)
+    call = LayerCall.paired(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])
     store = KVTensors((LayerShape(1, dim, dim),), tokens, torch.float32, torch.device("cpu"))
     chain, slots = TokenTree.chain(0, range(1, tokens)), torch.arange(tokens).numpy()
     pieces = pack([Piece.of_span([0], chain, slots[:0], slots)], store, torch.device("cpu"), native=True).native
     attention = AttentionCall(store.keys[0], store.values[0], heads, 0.3, rotated=dim)
     x, angles = _random((tokens, width), seed=9), _random((tokens, dim), seed=10)
-    arguments = (attention, pieces, angles.cos(), angles.sin())
+    arguments = ((attention, None), pieces, angles.cos(), angles.sin())
     whole, parts = x.clone(), x.clone()
     call(*arguments, whole)
     call(*arguments, parts, sum_over_ranks=lambda added: added)

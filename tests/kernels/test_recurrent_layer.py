@@ -40,7 +40,7 @@ def _layer(mixed: int, results: int, recurrent: RecurrentParts | None = None) ->
         _linear(WIDTH, OPENED, 4),
     )
     norms = (1 + numbers((WIDTH,), 5) / 5, 1 + numbers((WIDTH,), 6) / 5)
-    return LayerCall(linears, norms, 1e-6, recurrent=recurrent)
+    return LayerCall.paired(linears, norms, 1e-6, recurrent=recurrent)
 
 
 def _batch(shape: LayerShape, dtype: torch.dtype) -> tuple[ForwardBatch, NativePieces]:
@@ -51,14 +51,20 @@ def _batch(shape: LayerShape, dtype: torch.dtype) -> tuple[ForwardBatch, NativeP
     return batch, batch.native
 
 
+def _normed(call: LayerCall, part: int, hidden: Tensor) -> Tensor:
+    weight = call.parts[part].norm
+    assert weight is not None
+    return norm(hidden, weight, call.parts[part].eps)
+
+
 def _check(call: LayerCall, mixer: Any, pieces: NativePieces, wanted: Tensor, hidden: Tensor) -> None:
     """One call is the layer with `wanted` [tokens, results] as the result of what mixes tokens; so is part by part."""
     _, output, gated, down = call.linears
     after = output(wanted.contiguous(), hidden.clone(), Ending.ADD)
-    down(gated(norm(after, call.norms[1], call.eps), None, call.gate), after, Ending.ADD)
+    down(gated(_normed(call, 1, after), None, Ending.GATED), after, Ending.ADD)
     for sum_over_ranks in (None, lambda added: added):
         found = hidden.clone()
-        call(mixer, pieces, *ANGLES, found, sum_over_ranks=sum_over_ranks)
+        call((mixer, None), pieces, *ANGLES, found, sum_over_ranks=sum_over_ranks)
         torch.testing.assert_close(found, after, rtol=1e-5, atol=1e-5)
     assert (after - hidden).abs().mean() > 0.1
 
@@ -82,7 +88,7 @@ def test_a_layer_with_a_recurrence_is_its_parts(isa: str, kind: Kind, opens_firs
     scan: Any = batch.scan
     pieces.follow(scan.native, scan.paths(TAPS))
     hidden = numbers((len(batch.slots), WIDTH), 9)
-    rows = call.linears[0](norm(hidden, call.norms[0], call.eps))
+    rows = call.linears[0](_normed(call, 0, hidden))
     gates, inputs, stored = rows.split([results, channels, steps], dim=1)
     keys[batch.slots, 0], values[batch.slots, 0] = inputs.to(dtype), stored.to(dtype)
     mixed = recurrence.call(scan.native, convolution(keys, scan.paths(TAPS)), values, None).flatten(1)
@@ -102,7 +108,7 @@ def test_a_layer_with_a_convolution_is_its_parts(isa: str) -> None:
     keys, scan = batch.store.keys[0], batch.scan
     pieces.follow(scan.native, scan.paths(TAPS))  # type: ignore[union-attr]
     hidden = numbers((len(batch.slots), WIDTH), 9)
-    rows = call.linears[0](norm(hidden, call.norms[0], call.eps))
+    rows = call.linears[0](_normed(call, 0, hidden))
     before, after, x = rows.chunk(3, dim=1)
     keys[batch.slots, 0] = before * x
     wanted = after * convolution(keys, scan.paths(TAPS))
@@ -118,7 +124,7 @@ def test_a_layer_with_gated_attention_is_its_parts(isa: str, heads: int, dim: in
     norms: dict[str, Any] = {"query_norm": 1 + numbers((dim,), 11) / 5, "key_norm": 1 + numbers((dim,), 12) / 5}
     options = norms | {"eps": 1e-6, "rotated": ANGLES.shape[2]}
     hidden = numbers((len(batch.slots), WIDTH), 9)
-    rows = call.linears[0](norm(hidden, call.norms[0], call.eps))
+    rows = call.linears[0](_normed(call, 0, hidden))
     queries, rest = rows.split([2 * heads * dim, 4 * dim], dim=1)
     queries, gates = queries.unflatten(1, (heads, 2, dim)).unbind(2)
     qkv = torch.cat([queries.flatten(1), rest], dim=1)

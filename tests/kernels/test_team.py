@@ -54,7 +54,7 @@ def layer_pass(rows: int, context: int = 50) -> Tensor:
     source = torch.Generator().manual_seed(0)
     sizes = (((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
     qkv, output, gated, down = (linear(*size, source) for size in sizes)
-    layer = LayerCall((qkv, output, gated, down), (torch.ones(HIDDEN), torch.ones(HIDDEN)), 1e-5)
+    layer = LayerCall.paired((qkv, output, gated, down), (torch.ones(HIDDEN), torch.ones(HIDDEN)), 1e-5)
     keys, values = torch.randn((2, context + rows, KV_HEADS, DIM), generator=source)
     attention = AttentionCall(keys, values, HEADS, DIM**-0.5, rotated=DIM)
     angles = torch.rand((context + rows, DIM), generator=source)
@@ -62,7 +62,7 @@ def layer_pass(rows: int, context: int = 50) -> Tensor:
     counts = (np.array([number]) for number in (rows, context, rows))
     pieces = NativePieces(FlatPieces(*counts, slots, slots, np.tri(rows, dtype=bool).ravel(), new, new))
     hidden = torch.randn((rows, HIDDEN), generator=source)
-    layer(attention, pieces, angles.cos(), angles.sin(), hidden)
+    layer((attention, None), pieces, angles.cos(), angles.sin(), hidden)
     return hidden
 
 

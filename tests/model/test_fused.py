@@ -16,7 +16,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.kernels import PackedLinear
-from specinfer.model import fused_layer
+from specinfer.model import packing
 from specinfer.model.batch import Piece, pack
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.layer_check import Verdict
@@ -144,7 +144,7 @@ def test_float32_weights_of_a_bfloat16_checkpoint_take_half_the_bytes(
     tokens, found, sizes = random_prompts([20])[0], [], []
     for narrows in (True, False):
         if not narrows:
-            monkeypatch.setattr(fused_layer, "_is_bfloat16", lambda _: False)
+            monkeypatch.setattr(packing, "_is_bfloat16", lambda _: False)
         loaded = load_model(tmp_path, torch.float32, CPU)
         found.append(Reader(ModelRunner(loaded, 40)).alone("a", tokens))
         sizes.append(sum(call.panels.num_bytes for layer in loaded.model.layers for call in layer.call.linears))

@@ -12,7 +12,7 @@ from torch import Tensor
 import reference
 from native import native
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import Ending, LayerCall
+from specinfer.kernels import Attends, Ending, ExpertsCall, LayerCall, Opens
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.fused import FusedDecoder
@@ -67,6 +67,9 @@ _THETAS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
 }
 GEMMA: dict[str, Any] = {"rope_parameters": _THETAS}
+_GRANITE = {
+    "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+}  # fmt: skip
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3 by default": ("gemma3_text", {}),
@@ -86,10 +89,32 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba with a group of keys": ("bamba", {"mamba_n_groups": 1}),
     "lfm2": ("lfm2", {}),
     "lfm2 biased": ("lfm2", {"conv_bias": True, "conv_L_cache": 4}),
-}
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next without normalized weights": ("qwen3_next", {"norm_topk_prob": False}),
+    "qwen3-next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
+    "qwen3-next with more heads of values": ("qwen3_next", {"linear_num_key_heads": 1, "linear_num_value_heads": 6}),
+    "qwen3.5 with experts": ("qwen3_5_moe_text", {}),
+    "granite 4": ("granitemoehybrid", _GRANITE),
+    "granite 4 with rotation": ("granitemoehybrid", _GRANITE | {"position_embedding_type": "rope"}),
+    "granite 4 without experts": ("granitemoehybrid", _GRANITE | {"num_local_experts": 0}),
+    "nemotron-h": ("nemotron_h", {"routed_scaling_factor": 2.5}),
+    "nemotron-h with groups of experts": (
+        "nemotron_h", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "nemotron-h biased": ("nemotron_h", {"use_bias": True, "mlp_bias": True}),
+    "falcon-h1": ("falcon_h1", {}),
+    "falcon-h1 with norms before gates": (
+        "falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 1},
+    ),
+    "falcon-h1 with norms after gates": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "mamba-2": ("mamba2", {}),
+    "mamba-2 biased": ("mamba2", {"use_bias": True, "n_groups": 1}),
+}  # fmt: skip
 NOT_FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 with soft caps": ("gemma3_text", {"final_logit_softcapping": 5.0}),
     "gemma3 with relu": ("gemma3_text", {"hidden_activation": "relu"}),
+    "falcon-h1 biased": ("falcon_h1", {"projectors_bias": True}),
+    "nemotron-h with latent experts": ("nemotron_h", {"moe_latent_size": 16}),
 }
 
 
@@ -128,23 +153,38 @@ def test_gemma_in_less_precision(
 def _rebuilt(decoder: FusedDecoder, **changes: Any) -> None:
     """Gives the first layer another call."""
     layer, call = decoder.layers[0], decoder.layers[0].call
-    options = {"norms": call.norms, "eps": call.eps, "post_norms": call.post_norms, "gate": call.gate} | changes
-    layer.call = LayerCall(call.linears, **options, recurrent=layer.parts)
+    mixing, opening = call.parts
+    options = {
+        "norms": _norms(call),
+        "post_norms": _post_norms(call),
+        "gate": opening.ending,
+        "eps": layer.eps,
+    } | changes
+    linears: Any = (*mixing.linears, *opening.linears)
+    layer.call = LayerCall.paired(linears, **options, recurrent=layer.recurrence)
+
+
+def _norms(call: LayerCall) -> Any:
+    return tuple(part.norm for part in call.parts)
+
+
+def _post_norms(call: LayerCall) -> Any:
+    return tuple(part.post_norm for part in call.parts)
 
 
 def _swap_norms(decoder: FusedDecoder) -> None:
-    call = decoder.layers[0].call
-    _rebuilt(decoder, norms=(call.norms[0], call.post_norms[0]), post_norms=(call.norms[1], call.post_norms[1]))
+    norms, post_norms = _norms(decoder.layers[0].call), _post_norms(decoder.layers[0].call)
+    _rebuilt(decoder, norms=(norms[0], post_norms[0]), post_norms=(norms[1], post_norms[1]))
 
 
 def _without_one(decoder: FusedDecoder) -> None:
-    first, second = decoder.layers[0].call.norms
+    first, second = _norms(decoder.layers[0].call)
     _rebuilt(decoder, norms=(first - 1, second))
 
 
 MUTATIONS: dict[str, Callable[[FusedDecoder], None]] = {
     "the other rotation": lambda it: setattr(it.layers[0], "rotation", it.layers[1].rotation),
-    "no norms of what is added": lambda it: _rebuilt(it, post_norms=None),
+    "no norms of what is added": lambda it: _rebuilt(it, post_norms=(None, None)),
     "silu for gelu": lambda it: _rebuilt(it, gate=Ending.GATED),
     "two norms swapped": _swap_norms,
     "a norm's weight as it is stored": _without_one,
@@ -171,9 +211,16 @@ def test_a_part_of_gemma_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
 def _changed(decoder: FusedDecoder, **changes: Any) -> None:
     """Gives the first layer, a recurrence, other parts."""
     layer = decoder.layers[0]
-    assert layer.parts is not None
-    layer.parts = replace(layer.parts, **changes)
+    assert layer.recurrence is not None
+    layer.recurrence = replace(layer.recurrence, **changes)
     _rebuilt(decoder)
+
+
+def _width_of(decoder: FusedDecoder) -> int:
+    recurrence = decoder.layers[0].recurrence
+    assert recurrence is not None
+    assert recurrence.norm is not None
+    return len(recurrence.norm)
 
 
 def _ungated(decoder: FusedDecoder) -> None:
@@ -184,7 +231,7 @@ def _ungated(decoder: FusedDecoder) -> None:
 HYBRID_MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
     "gates before the norm": ("qwen3_5_text", lambda it: _changed(it, opens_first=True)),
     "no norm of results": ("qwen3_5_text", lambda it: _changed(it, norm=None)),
-    "one norm over all heads": ("qwen3_5_text", lambda it: _changed(it, group=len(it.layers[0].parts.norm))),
+    "one norm over all heads": ("qwen3_5_text", lambda it: _changed(it, group=_width_of(it))),
     "inputs for gates": ("qwen3_5_text", lambda it: _changed(it, gates=0)),
     "other steps": ("qwen3_5_text", lambda it: _changed(it, steps=0)),
     "attention without gates": ("qwen3_5_text", _ungated),
@@ -208,7 +255,7 @@ def test_a_part_of_a_hybrid_that_is_wrong_shows(name: str, tmp_path: Path) -> No
 
 
 @native
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "falcon_h1", "mamba2"])
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
     [(torch.bfloat16, None, 0.03), (torch.bfloat16, "int8", 0.06), (torch.float32, "int4", 0.4)],
@@ -221,6 +268,66 @@ def test_hybrids_in_less_precision(
     runner = load(saved(model, tmp_path), dtype, quantization)
     assert isinstance(runner.loaded.model, FusedDecoder)
     assert error(last_logits(runner), wanted) < tolerance
+
+
+def _part_of(decoder: FusedDecoder, between: type[Any]) -> Any:
+    parts = [part for layer in decoder.layers for part in layer.call.parts]
+    return next(part for part in parts if isinstance(part.between, between))
+
+
+def _with(structure: Any, **changes: Any) -> None:
+    for name, value in changes.items():
+        assert getattr(structure, name) != value
+        setattr(structure, name, value)
+
+
+def _routed(decoder: FusedDecoder, **changes: Any) -> None:
+    _with(_part_of(decoder, ExpertsCall).experts._structure, **changes)
+
+
+PART_MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
+    "weights of experts as they are scored": ("qwen3_next", lambda it: _routed(it, normalizes=0)),
+    "fewer experts": ("qwen3_next", lambda it: _routed(it, chosen=1)),
+    "weights by sigmoids": ("qwen3_5_moe_text", lambda it: _routed(it, scores=1)),
+    "weights by a softmax over all": ("granitemoehybrid", lambda it: _routed(it, scores=0)),
+    "weights without a factor": ("granitemoehybrid", lambda it: _routed(it, factor=1.0)),
+    "experts without a bias of their choice": ("nemotron_h", lambda it: _routed(it, bias=None)),
+    "a shared expert without a gate": (
+        "qwen3_next", lambda it: _with(next(one for one in it.layers[0].call.parts if one.gate)._structure, gate=None),
+    ),
+    "values with gates": ("nemotron_h", lambda it: _with(_part_of(it, Opens)._structure, opening=1)),
+    "results without a factor": ("falcon_h1", lambda it: _with(_part_of(it, Attends)._structure, factor=1.0)),
+    "outputs without factors": ("falcon_h1", lambda it: _with(_part_of(it, Opens)._structure, scales=None)),
+    "columns as they are computed": ("qwen3_next", lambda it: _changed_order(it)),
+}  # fmt: skip
+
+
+def _changed_order(decoder: FusedDecoder) -> None:
+    layer = decoder.layers[0]
+    assert layer.recurrence is not None
+    layer.recurrence = replace(layer.recurrence, order=None)
+
+
+@native
+@pytest.mark.parametrize("name", PART_MUTATIONS)
+def test_a_part_of_a_layer_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
+    family, mutate = PART_MUTATIONS[name]
+    changes = {"granitemoehybrid": _GRANITE, "nemotron_h": {"n_routed_experts": 8}}.get(family, {})
+    model = make(family, **changes)
+    with torch.no_grad():
+        for name_, buffer in model.named_buffers():
+            if name_.endswith("e_score_correction_bias"):
+                buffer += torch.randn_like(buffer)
+    wanted = reference.last_logits(model, PROMPT)
+    runner = load(saved(model, tmp_path))
+    decoder = runner.loaded.model
+    assert isinstance(decoder, FusedDecoder)
+    assert error(last_logits(runner), wanted) < 1e-5
+    mutate(decoder)
+    decoder._calls.clear()
+    for layer in decoder.layers:
+        layer._mixers.clear()
+    assert not error(last_logits(runner), wanted) < 1e-3
 
 
 @native

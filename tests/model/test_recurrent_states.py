@@ -74,7 +74,7 @@ def test_a_pass_that_fails_between_layers_leaves_no_half_written_state(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a family whose layers are not fused."""
-    family = "qwen3_next"
+    family = "olmo_hybrid"
     wanted = [reference.greedy(make_model(family), prompt, 12) for prompt in PROMPTS]
     target, num_calls = _target(runner_of, 16, family=family), 0
     last = [module for module in target.loaded.model.modules() if isinstance(module, GatedDelta)][-1]

@@ -6,6 +6,8 @@ Native code is built at installation if a compiler is available. Without it, mod
 from specinfer.kernels.adapter_lanes import AdapterLanes, AdapterRows
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.decoder import LayerCall, LayersCall
+from specinfer.kernels.experts import ExpertsCall, Opening, Routing, Scores
+from specinfer.kernels.layer_part import Attends, Opens, PartCall
 from specinfer.kernels.library import compute_alone, describe, each_alone, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
 from specinfer.kernels.linear_call import GATES, Ending, LinearCall
@@ -23,8 +25,10 @@ __all__ = [
     "AdapterRows",
     "AdapterRuns",
     "AdapterTable",
+    "Attends",
     "AttentionCall",
     "Ending",
+    "ExpertsCall",
     "FlatPieces",
     "Float8Linear",
     "LayerCall",
@@ -32,11 +36,16 @@ __all__ = [
     "LinearCall",
     "LowRank",
     "NativePieces",
+    "Opening",
+    "Opens",
     "PackedLinear",
     "Panels",
+    "PartCall",
     "QuantizedEmbedding",
     "QuantizedLinear",
     "QuantizedWeight",
+    "Routing",
+    "Scores",
     "attends",
     "choose",
     "compute_alone",

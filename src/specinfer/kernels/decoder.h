@@ -1,4 +1,4 @@
-// A decoder layer in one call, in place: Llama's shape, with norms of what is added where there are any.
+// A part of a decoder layer, in place: norm, a linear layer, what lies between, and another, added to hidden states.
 
 // hidden += what the linear layer makes of x, normed if there is a norm; room: [rows][hidden].
 static void add(const Linear *layer, const float *post_norm, const float *x, float *hidden, float *room, void *rest,
@@ -8,19 +8,29 @@ static void add(const Linear *layer, const float *post_norm, const float *x, flo
     norm<true>(room, post_norm, hidden, rows, layer->outputs, eps, threads);
 }
 
-// mixer: Attention or Recurrent; hidden: [tokens][hidden]; inputs: [tokens][of the first layer] what it reads in place
-// of hidden's norm, or null, and may be hidden; room: what `decoder.py` counts; runs: rows with adapters, or null.
-static void decode(const Layer *layer, const void *mixer, const Pieces *pieces, const float *cosines,
-                   const float *sines, const float *inputs, float *hidden, float *room, const Runs *runs,
-                   int threads) {
-    const int64_t rows = pieces->tokens, size = layer->hidden;
-    float *normed = room, *mixed = normed + rows * size, *attended = mixed + rows * layer->mixed->stride;
-    float *opened = attended + rows * layer->output->inputs, *rest = opened + rows * layer->down->inputs;
-    if (!inputs) norm(hidden, layer->attention_norm, normed, rows, size, layer->eps, threads);
-    linear(layer->mixed, inputs ? inputs : normed, mixed, rest, rows, STORE, runs, threads);
-    mix(layer, mixer, pieces, cosines, sines, mixed, attended, rest, threads);
-    add(layer->output, layer->attention_post_norm, attended, hidden, normed, rest, runs, rows, layer->eps, threads);
-    norm(hidden, layer->mlp_norm, normed, rows, size, layer->eps, threads);
-    linear(layer->gated, normed, opened, rest, rows, layer->gate, runs, threads);
-    add(layer->down, layer->mlp_post_norm, opened, hidden, normed, rest, runs, rows, layer->eps, threads);
+// y [rows][size] times the sigmoid of what the linear layer makes of x: one number for each row.
+static void open_rows(const Linear *gate, const float *x, float *y, float *room, const Runs *runs, int64_t rows,
+                      int64_t size, int threads) {
+    linear(gate, x, room, room + rows, rows, STORE, runs, threads);
+    for (int64_t t = 0; t < rows; t++) scale(y + t * size, 1.0f / (1.0f + expf(-room[t])), size);
+}
+
+// mixer: Attention, Recurrent, Experts or null; hidden: [tokens][hidden]; inputs: [tokens][of the first layer] what it
+// reads in place of hidden's norm, or null, and may be hidden; room: what `decoder.py` counts, of which the first part
+// is what the part before it has read; runs: rows with adapters, or null.
+static void decode(const Part *part, const void *mixer, const Pieces *pieces, const float *cosines, const float *sines,
+                   const float *inputs, float *hidden, float *room, const Runs *runs, int threads) {
+    const int64_t rows = pieces->tokens, size = part->hidden;
+    float *normed = room, *mixed = normed + rows * size;
+    if (!inputs && part->norm) norm(hidden, part->norm, normed, rows, size, part->eps, threads);
+    const float *x = inputs ? inputs : normed;
+    if (part->between == SELECTS)
+        return add_experts(part, (const Experts *)mixer, x, hidden, mixed, rows, threads);
+    const bool at_once = part->between == OPENS && part->opening == IN_PANELS;
+    const int64_t width = part->second->inputs;
+    float *result = mixed + (at_once ? 0 : rows * part->first->stride), *rest = result + rows * width;
+    linear(part->first, x, at_once ? result : mixed, rest, rows, part->ending, runs, threads);
+    mix(part, mixer, pieces, cosines, sines, mixed, result, rest, threads);
+    if (part->gate) open_rows(part->gate, x, result, rest, runs, rows, width, threads);
+    add(part->second, part->post_norm, result, hidden, normed, rest, runs, rows, part->eps, threads);
 }

@@ -1,68 +1,58 @@
-"""A decoder layer on the native kernels: Llama's structure, with optional norms of results, or a recurrence inside."""
+"""Decoder layers on the native kernels, as lists of parts (`layer_part.py`)."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Self
 
-import torch
 from torch import Tensor
 
-from specinfer.kernels.attention import AttentionCall, NativePieces, norm
-from specinfer.kernels.library import call
+from specinfer.kernels.attention import NativePieces, norm
+from specinfer.kernels.layer_part import Attends, Mixer, Opens, PartCall, Places, run_parts
 from specinfer.kernels.linear_call import Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns
-from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mixed", "output", "gated", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")),
-        ("hidden", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("gate", "recurs")),
-    )
+from specinfer.kernels.recurrent_layer import RecurrentParts
 
 
 class LayerCall:
-    """A layer call: norm and attention (or a recurrence), then norm and gated MLP, each added to the hidden states.
+    """A layer call: its parts one after the other. Copies of a model share this object."""
 
-    Copies of a model share this object.
+    def __init__(self, parts: Sequence[PartCall]) -> None:
+        self.parts = list(parts)
+        before: PartCall | None = None
+        for part in parts:  # what a part reads again must be there still
+            assert part.norm is not None or (before is not None and before.post_norm is None)
+            before = part
+        self.linears = [one for part in parts for one in part.linears]
+        self.calls = [one for part in parts for one in part.calls]
+        self.scan_floats = max(part.scan_floats for part in parts)
+        self._max_rows = min(part.max_rows for part in parts)
+        self._scratch_floats = max(part.scratch_floats for part in parts)
 
-    Args:
-        linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating gates
-            and values; the MLP's output.
-        norms: [hidden] float32 weights of the norms before attention and before the MLP.
-        post_norms: [hidden] float32 weights of the norms of the results of attention and MLP, or None if there are
-            none.
-        gate: One of `GATES`.
-        recurrent: What mixes tokens in place of attention, or None.
-    """
-
-    def __init__(
-        self,
+    @classmethod
+    def paired(
+        cls,
         linears: tuple[LinearCall, LinearCall, LinearCall, LinearCall],
         norms: tuple[Tensor, Tensor],
         eps: float,
         *,
-        post_norms: tuple[Tensor, Tensor] | None = None,
+        post_norms: tuple[Tensor | None, Tensor | None] = (None, None),
         gate: Ending = Ending.GATED,
         recurrent: RecurrentParts | None = None,
-    ) -> None:
-        self.linears, self.norms, self.eps = linears, norms, eps
-        self.post_norms, self.gate = post_norms or (None, None), gate
-        weights = (None if one is None else one.data_ptr() for one in (*norms, *self.post_norms))
-        addresses, recurs = (one.address for one in linears), recurrent is not None
-        self._structure = _Layer(*addresses, *weights, norms[0].shape[0], eps, gate, recurs)
-        self.scan_floats = 0 if recurrent is None else recurrent.scratch_floats  # for each token of a scan
-        self.address = ctypes.addressof(self._structure)
-        self._max_rows = min(one.max_rows for one in linears)
-        output, down = linears[1].panels, linears[3].panels
-        results = norms[0].shape[0] + linears[0].outputs + output.inputs + down.inputs
-        self._scratch_floats = results + max(one.scratch_floats for one in linears)  # floats for each token
+    ) -> Self:
+        """Return a layer of Llama's shape: attention, or a recurrence, then a gated MLP.
+
+        Args:
+            linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating
+                gates and values; the MLP's output.
+        """
+        mixing = PartCall(linears[:2], recurrent or Attends(), norms[0], eps, post_norm=post_norms[0])
+        return cls((mixing, PartCall(linears[2:], Opens(ending=gate), norms[1], eps, post_norm=post_norms[1])))
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+    @property
+    def has_experts(self) -> bool:
+        return any(part.experts is not None for part in self.parts)
 
     def scratch_floats(self, tokens: int) -> int | None:
         """Return the scratch floats per token of a pass over `tokens` tokens, or None if PyTorch runs some of it."""
@@ -70,7 +60,7 @@ class LayerCall:
 
     def __call__(
         self,
-        mixer: AttentionCall | RecurrentCall,
+        mixers: Sequence[Mixer],
         pieces: NativePieces,
         cosines: Tensor,
         sines: Tensor,
@@ -85,6 +75,7 @@ class LayerCall:
         The other arguments are those of `AttentionCall.rotate`.
 
         Args:
+            mixers: Attention or recurrence of each part on one cache, or None.
             scratch: [at least tokens * `scratch_floats(tokens)`, and `scan_floats` for each token of a scan] float32
                 scratch memory, which layers may share.
             sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
@@ -92,56 +83,19 @@ class LayerCall:
             inputs: Contiguous float32 [tokens, inputs of the first linear layer] that it reads in place of the norm of
                 the hidden states, or None. May be `hidden`.
         """
-        tokens = hidden.shape[0]
+        tokens, tables = hidden.shape[0], (cosines, sines)
         assert inputs is None or inputs.is_contiguous()
-        if tokens > self._max_rows or sum_over_ranks is not None:
-            self._part_by_part(mixer, pieces, cosines, sines, hidden, sum_over_ranks, runs, inputs)
+        if tokens <= self._max_rows and sum_over_ranks is None:
+            floats = tokens * self._scratch_floats + pieces.num_scanned * self.scan_floats
+            assert scratch is None or len(scratch) >= floats
+            run_parts(Places(self.parts, mixers, [tables] * len(mixers)), pieces, hidden, scratch, runs, inputs)
             return
-        floats = tokens * self._scratch_floats + pieces.num_scanned * self.scan_floats
-        scratch = torch.empty(floats) if scratch is None else scratch
-        assert len(scratch) >= floats
-        addresses = (self.address, mixer.address, pieces.address, cosines.data_ptr(), sines.data_ptr())
-        adapters = None if runs is None else runs.address
-        given = None if inputs is None else inputs.data_ptr()
-        call("specinfer_decode", *addresses, given, hidden.data_ptr(), scratch.data_ptr(), adapters)
-
-    def _part_by_part(
-        self,
-        mixer: AttentionCall | RecurrentCall,
-        pieces: NativePieces,
-        cosines: Tensor,
-        sines: Tensor,
-        hidden: Tensor,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
-        runs: AdapterRuns | None,
-        inputs: Tensor | None,
-    ) -> None:
-        """Compute the layer in steps, for many rows, where PyTorch does some products, and for several ranks."""
-        mixed, output, gated, down = self.linears
-        rows = mixed(norm(hidden, self.norms[0], self.eps) if inputs is None else inputs, runs=runs)
-        result = torch.empty(len(hidden), output.panels.inputs)
-        room = torch.empty(pieces.num_scanned * self.scan_floats)
-        places = (tensor.data_ptr() for tensor in (cosines, sines, rows, result, room))
-        call("specinfer_mix", self.address, mixer.address, pieces.address, *places)
-        self._add(output, self.post_norms[0], result, hidden, sum_over_ranks, runs)
-        opened = gated(norm(hidden, self.norms[1], self.eps), None, self.gate, runs)
-        self._add(down, self.post_norms[1], opened, hidden, sum_over_ranks, runs)
-
-    def _add(
-        self,
-        linear: LinearCall,
-        post_norm: Tensor | None,
-        x: Tensor,
-        hidden: Tensor,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
-        runs: AdapterRuns | None,
-    ) -> None:
-        if sum_over_ranks is None and post_norm is None:
-            linear(x, hidden, Ending.ADD, runs)
-            return
-        added = linear(x, runs=runs)
-        added = added if sum_over_ranks is None else sum_over_ranks(added)
-        hidden += added if post_norm is None else norm(added, post_norm, self.eps)
+        read = inputs
+        for i, (part, mixer) in enumerate(zip(self.parts, mixers, strict=True)):
+            if part.norm is not None and (i or inputs is None):
+                read = norm(hidden, part.norm, part.eps)
+            assert read is not None
+            part.run_apart(mixer, pieces, tables, read, hidden, sum_over_ranks, runs)
 
 
 class LayersCall:
@@ -149,37 +103,35 @@ class LayersCall:
 
     Args:
         layers: Calls of the layers.
-        mixers: Attention or recurrence of each layer on one cache.
+        mixers: Attention or recurrence of each part of each layer on one cache, or None.
         tables: [positions, rotated] float32 cosines and sines of each layer.
 
     Attributes:
-        arguments: Address of the addresses of each layer's parts, and the number of layers.
+        arguments: Address of the addresses of each part, and the number of parts.
     """
 
     def __init__(
         self,
         layers: Sequence[LayerCall],
-        mixers: Sequence[AttentionCall | RecurrentCall],
+        mixers: Sequence[Sequence[Mixer]],
         tables: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        self._alive = (list(layers), list(mixers), list(tables))
-        addresses = [
-            (layer.address, mixer.address, cosines.data_ptr(), sines.data_ptr())
-            for layer, mixer, (cosines, sines) in zip(layers, mixers, tables, strict=True)
-        ]
-        self._places = (ctypes.c_void_p * (4 * len(addresses)))(*(one for four in addresses for one in four))
-        self.arguments = (ctypes.addressof(self._places), len(addresses))
+        self._tables = list(tables)
+        each = [table for layer, table in zip(layers, tables, strict=True) for _ in layer.parts]
+        self._places = Places(
+            [part for one in layers for part in one.parts], [one for own in mixers for one in own], each
+        )
+        self.arguments = self._places.arguments
 
     @property
     def num_positions(self) -> int:
         """Positions that the tables have."""
-        return min(len(cosines) for cosines, _ in self._alive[2])
+        return min(len(cosines) for cosines, _ in self._tables)
 
     def has_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
         """Return whether these are the tables it was made with."""
-        return all(one[0] is other[0] for one, other in zip(self._alive[2], tables, strict=True))
+        return all(one[0] is other[0] for one, other in zip(self._tables, tables, strict=True))
 
     def __call__(self, pieces: NativePieces, hidden: Tensor, scratch: Tensor, runs: AdapterRuns | None) -> None:
         """Compute the layers in place on `hidden`; the arguments are those of `LayerCall.__call__`."""
-        adapters = None if runs is None else runs.address
-        call("specinfer_decode_all", *self.arguments, pieces.address, hidden.data_ptr(), scratch.data_ptr(), adapters)
+        run_parts(self._places, pieces, hidden, scratch, runs)

@@ -167,7 +167,7 @@ struct Drafting {
         float *hidden = hold_aligned(room.hidden, most_rows * size), *normed = hold_aligned(room.normed, most_rows * size);
         float *scratch = hold_aligned(room.scratch, most_rows * d->floats);
         embed(rows, hidden);
-        decode_all(d->places, d->layers, &pieces, hidden, scratch, nullptr, threads);
+        decode_all(d->places, d->layers, &pieces, nullptr, hidden, scratch, nullptr, threads);
         int64_t scored = rows;
         if (reads) {
             scored = pieces.count;

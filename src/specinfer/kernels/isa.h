@@ -22,6 +22,7 @@ namespace ISA {
 #include "toss.h"
 #include "recurrence.h"
 #include "mix.h"
+#include "experts.h"
 #include "decoder.h"
 extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, mix, decode, choose, noise_of, most_probable,
                               walk, toss, convolve, recur};

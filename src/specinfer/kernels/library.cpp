@@ -157,11 +157,11 @@ static void unpack_rows(const Linear *layer, const int64_t *rows, float *result,
     });
 }
 
-static void decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden, float *room,
-                       const Runs *runs, int threads) {
+static void decode_all(const void *const *places, int64_t count, const Pieces *pieces, const float *inputs, float *hidden,
+                       float *room, const Runs *runs, int threads) {
     for (int64_t i = 0; i < count; i++, places += 4)
-        native->decode((const Layer *)places[0], places[1], pieces, (const float *)places[2],
-                       (const float *)places[3], nullptr, hidden, room, runs, threads);
+        native->decode((const Part *)places[0], places[1], pieces, (const float *)places[2], (const float *)places[3],
+                       i ? nullptr : inputs, hidden, room, runs, threads);
 }
 
 #include "draft.h"
@@ -235,21 +235,16 @@ PUBLIC void specinfer_attend(const Attention *layer, const Pieces *pieces, const
     native->attend(layer, pieces, queries, stride, result, threads);
 }
 
-PUBLIC void specinfer_mix(const Layer *layer, const void *mixer, const Pieces *pieces, const float *cosines,
+PUBLIC void specinfer_mix(const Part *part, const void *mixer, const Pieces *pieces, const float *cosines,
                           const float *sines, float *rows, float *result, float *room, int threads) {
-    native->mix(layer, mixer, pieces, cosines, sines, rows, result, room, threads);
+    native->mix(part, mixer, pieces, cosines, sines, rows, result, room, threads);
 }
 
-PUBLIC void specinfer_decode(const Layer *layer, const void *mixer, const Pieces *pieces, const float *cosines,
-                             const float *sines, const float *inputs, float *hidden, float *room, const Runs *runs,
-                             int threads) {
-    native->decode(layer, mixer, pieces, cosines, sines, inputs, hidden, room, runs, threads);
-}
-
-// Layers one after the other. places: [count][4] addresses of each one's layer, mixer, cosines and sines.
-PUBLIC void specinfer_decode_all(const void *const *places, int64_t count, const Pieces *pieces, float *hidden,
-                                 float *room, const Runs *runs, int threads) {
-    decode_all(places, count, pieces, hidden, room, runs, threads);
+// Parts of layers one after the other. places: [count][4] addresses of each one's part, mixer, cosines and sines; inputs:
+// what the first part reads in place of a norm, or null.
+PUBLIC void specinfer_decode_all(const void *const *places, int64_t count, const Pieces *pieces, const float *inputs,
+                                 float *hidden, float *room, const Runs *runs, int threads) {
+    decode_all(places, count, pieces, inputs, hidden, room, runs, threads);
 }
 
 PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,

@@ -1,6 +1,6 @@
-// What mixes tokens in a decoder layer, between its first two linear layers: attention, or a convolution and a recurrence.
+// What lies between the linear layers of a part of a decoder layer: attention, a convolution and a recurrence, or gates.
 
-enum Activation { PLAIN, SIGMOID, SILU };
+enum Activation { PLAIN, SIGMOID, SILU, GELU };
 
 // y *= gates after activation.
 template <Activation KIND>
@@ -8,9 +8,26 @@ static void open(float *y, const float *gates, int64_t size) {
     for (int64_t k = 0; k < size; k += LANES) {
         const int64_t count = size - k < LANES ? size - k : LANES;
         const Floats gate = numbers_at(gates, FP32, k, count), value = numbers_at(y, FP32, k, count);
-        const Floats opened = value * (KIND == SILU ? silu(gate) : KIND == SIGMOID ? 1.0f / (1.0f + exponential(-gate)) : gate);
+        const Floats opened = value * (KIND == SILU      ? silu(gate)
+                                       : KIND == GELU    ? gelu(gate)
+                                       : KIND == SIGMOID ? 1.0f / (1.0f + exponential(-gate))
+                                                         : gate);
         memcpy(y + k, &opened, count * sizeof(float));
     }
+}
+
+// y [size]: what becomes of a row of the first linear layer of an MLP.
+static void open_row(int opening, const float *row, float *y, int64_t size) {
+    if (opening == SQUARES) {
+        for (int64_t k = 0; k < size; k++) y[k] = row[k] > 0 ? row[k] * row[k] : 0;
+        return;
+    }
+    memcpy(y, row + size, size * sizeof(float));
+    (opening == SILU_HALVES ? open<SILU> : open<GELU>)(y, row, size);
+}
+
+static void scale(float *y, float factor, int64_t size) {
+    for (int64_t k = 0; k < size; k++) y[k] *= factor;
 }
 
 // A token's row: from each head's queries and gates [2][dim] before keys and values to all queries, these, all gates.
@@ -38,6 +55,13 @@ static void mix_by_attention(const Attention *layer, const Pieces *pieces, const
                     [&](int64_t t) { open<SIGMOID>(result + t * size, rows + t * stride + gates, size); });
 }
 
+static void reorder(const int64_t *order, float *row, int64_t size) {
+    static thread_local Grown<float> room;
+    float *before = room.hold(size);
+    memcpy(before, row, size * sizeof(float));
+    for (int64_t k = 0; k < size; k++) row[k] = before[order[k]];
+}
+
 static INLINE void store_all(const void *pool, int type, int64_t slot, const float *values, int64_t size) {
     for (int64_t i = 0; i < size; i++) store((void *)pool, type, slot * size + i, values[i]);
 }
@@ -52,6 +76,7 @@ static void mix_by_recurrence(const Recurrent *layer, const Pieces *pieces, floa
     const int64_t size = recurrence->heads ? recurrence->heads * recurrence->value_dim : channels;
     in_parallel(pieces->tokens, FEW, threads, [&](int64_t t) {
         float *row = rows + t * stride, *inputs = row + layer->inputs;
+        if (layer->order) reorder(layer->order, row, stride);
         if (layer->factors >= 0) open<PLAIN>(inputs, row + layer->factors, channels);
         store_all(convolution->inputs, type, pieces->new_slots[t], inputs, channels);
         store_all(recurrence->stored, type, pieces->new_slots[t], row + layer->steps, layer->num_steps);
@@ -70,11 +95,17 @@ static void mix_by_recurrence(const Recurrent *layer, const Pieces *pieces, floa
 }
 
 // rows: [tokens][of the first linear layer], changed in place; result: [tokens][inputs of the second].
-static void mix(const Layer *layer, const void *mixer, const Pieces *pieces, const float *cosines, const float *sines,
+static void mix(const Part *part, const void *mixer, const Pieces *pieces, const float *cosines, const float *sines,
                 float *rows, float *result, float *room, int threads) {
-    const int64_t stride = layer->mixed->stride;
-    if (layer->recurs)
+    const int64_t stride = part->first->stride, size = part->second->inputs, tokens = pieces->tokens;
+    if (part->scales)
+        in_parallel(tokens, FEW, threads, [&](int64_t t) { open<PLAIN>(rows + t * stride, part->scales, stride); });
+    if (part->between == RECURS)
         mix_by_recurrence((const Recurrent *)mixer, pieces, rows, stride, result, room, threads);
-    else
+    else if (part->between == ATTENDS)
         mix_by_attention((const Attention *)mixer, pieces, cosines, sines, rows, stride, result, threads);
+    else if (part->opening != IN_PANELS)
+        in_parallel(tokens, FEW, threads,
+                    [&](int64_t t) { open_row(part->opening, rows + t * stride, result + t * size, size); });
+    if (part->factor != 1.0f) scale(result, part->factor, tokens * size);
 }

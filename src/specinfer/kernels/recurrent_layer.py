@@ -15,6 +15,7 @@ class _Recurrent(ctypes.Structure):
         ("recurrence", RecurrenceFields),
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("inputs", "factors", "steps", "num_steps", "gates", "group")),
+        ("order", ctypes.c_void_p),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("activates", "opens_first")),
     )
@@ -33,6 +34,7 @@ class RecurrentParts:
         group: How many of these are normed together.
         activates: Whether gates are activated by SiLU.
         opens_first: Whether gates come before the norm.
+        order: [columns] int64 which of the first one's outputs each column is, or None for the same.
     """
 
     convolution: ConvolutionCall
@@ -46,6 +48,7 @@ class RecurrentParts:
     eps: float = 0.0
     activates: bool = True
     opens_first: bool = False
+    order: Tensor | None = None
 
     @property
     def scratch_floats(self) -> int:
@@ -71,7 +74,7 @@ class RecurrentCall:
             None if parts.norm is None else parts.norm.data_ptr(),
             parts.inputs, -1 if parts.factors is None else parts.factors,
             parts.steps, 0 if recurrence is None else recurrence.num_stored, parts.gates, parts.group,
-            parts.eps, parts.activates, parts.opens_first,
+            None if parts.order is None else parts.order.data_ptr(), parts.eps, parts.activates, parts.opens_first,
         )  # fmt: skip
         self.address = ctypes.addressof(self._structure)
 

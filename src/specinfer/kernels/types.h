@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 26;
+static const int LAYOUT = 27;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -80,14 +80,30 @@ struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
     const int64_t *paths;  // of the scan, as `convolve` reads them
 };
 
-struct Layer {  // of a decoder; as in decoder.py
-    const Linear *mixed, *output, *gated, *down;       // mixed: what attention or a recurrence reads
-    const float *attention_norm, *mlp_norm;            // [hidden]
-    const float *attention_post_norm, *mlp_post_norm;  // [hidden] of what is added, or null
+enum Between { ATTENDS, RECURS, OPENS, SELECTS };  // what lies between a part's linear layers; as in decoder.py
+// What becomes of an MLP's values: opened where the first linear layer ends, or in rows of all gates, then all values;
+// or there are no gates, and those above 0 are squared.
+enum Opening { IN_PANELS, SILU_HALVES, GELU_HALVES, SQUARES };
+
+struct Part {  // of a decoder layer; as in decoder.py
+    const Linear *first, *second;  // first: of experts the router; second: of experts null
+    const Linear *gate;            // of one number, whose sigmoid the results are multiplied by, or null
+    const float *norm;             // [hidden] of what it reads, or null: it reads what the part before it has read
+    const float *post_norm;        // [hidden] of what is added, or null
+    const float *scales;           // [outputs of first] what these are multiplied by, or null
     int64_t hidden;
-    float eps;
-    int32_t gate;    // how `gated` ends
-    int32_t recurs;  // whether a recurrence mixes the tokens, not attention
+    float eps, factor;  // factor: of the results, before the second linear layer
+    int32_t between, ending, opening;  // ending: of the first linear layer
+};
+
+enum Scores { SOFTMAX, SIGMOIDS, SOFTMAX_OF_CHOSEN };  // of experts, from the router's results; as in experts.py
+
+struct Experts {  // as in experts.py
+    const Linear *const *first, *const *second;  // [count]
+    const float *bias;                           // [count] added to scores for the choice, or null
+    int64_t count, chosen, groups, chosen_groups;  // chosen: of each token, from those of so many groups
+    float factor;                                // of the weights
+    int32_t scores, normalizes, ending, opening;  // as in Part
 };
 
 struct Walks {  // of several trees, whose nodes follow one another in the arrays; as in walk.py
@@ -235,6 +251,7 @@ struct Recurrent {  // what mixes tokens where there is no attention, on one cac
     int64_t inputs, factors;         // columns of a token's row where inputs begin, and what they are multiplied by, or -1
     int64_t steps, num_steps, gates;  // and what is stored beside them, how many numbers, and gates of the results
     int64_t group;                   // of numbers that are normed together
+    const int64_t *order;            // [columns] which of the first linear layer's outputs each column is, or null
     float eps;
     int32_t activates, opens_first;  // whether SiLU of the gates opens; whether they come before the norm
 };
@@ -257,9 +274,9 @@ struct Native {
                    int64_t stride, int threads);
     void (*attend)(const Attention *, const Pieces *, const float *queries, int64_t stride, float *result,
                    int threads);
-    void (*mix)(const Layer *, const void *mixer, const Pieces *, const float *cosines, const float *sines, float *rows,
+    void (*mix)(const Part *, const void *mixer, const Pieces *, const float *cosines, const float *sines, float *rows,
                 float *result, float *room, int threads);
-    void (*decode)(const Layer *, const void *mixer, const Pieces *, const float *cosines, const float *sines,
+    void (*decode)(const Part *, const void *mixer, const Pieces *, const float *cosines, const float *sines,
                    const float *inputs, float *hidden, float *room, const Runs *, int threads);
     int64_t (*choose)(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
                       double *sums, int64_t room);

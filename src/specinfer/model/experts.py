@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from specinfer.kernels import GATES, Ending, LinearCall, Panels, QuantizedWeight
 from specinfer.model.cut import Cut
-from specinfer.model.fused_layer import together
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
+from specinfer.model.packing import together
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
 _SEPARATE = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe"})

@@ -16,10 +16,11 @@ from specinfer.kernels import LayersCall, QuantizedEmbedding, norm, packs_type
 from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.fused_layer import Layer, Packing, Rotations, call_of, can_fuse_layers, norm_weight, taken_apart
-from specinfer.model.layer_kind import eps_of, kind_of
+from specinfer.model.fused_layer import Layer, Rotations, can_fuse_layers, norm_weight, taken_apart
+from specinfer.model.layer_kind import eps_of, kind_of, trunk_of
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.packing import Packing, call_of
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 from specinfer.parallel.group import Alone, Group
@@ -40,27 +41,31 @@ class FusedDecoder(nn.Module):
     def __init__(self, model: Any, quantization: str | None = None, *, narrows: bool = False) -> None:
         super().__init__()
         packing = Packing(None if quantization is None else BITS[quantization], narrows)
-        trunk, kind = model.model, kind_of(model.config)
+        trunk, kind = trunk_of(model), kind_of(model.config)
         assert kind is not None
         self.width = int(model.config.hidden_size)
         parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
         self.layers = [Layer(layer, kind, model.config, packing) for layer in parts]
         self.recurrent = nn.ModuleList(layer.recurrent for layer in self.layers if layer.recurrent is not None)
-        taps = {layer.parts.convolution.num_taps for layer in self.layers if layer.parts is not None}
+        taps = {one.recurrence.convolution.num_taps for one in self.layers if one.recurrence is not None}
         assert len(taps) <= 1
         self._taps = max(taps, default=0)
         self.stream: LayerStream | None = None  # brings in the layers, if they are not in memory
-        self.is_first = not isinstance(trunk.embed_tokens, EmbeddingPlaceholder)
+        embedding = getattr(trunk, kind.embedding)
+        self.is_first = not isinstance(embedding, EmbeddingPlaceholder)
+        self.layers_name = f"{kind.trunk}.layers"
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
-            last_norm = norm_weight(getattr(trunk, kind.last_norm), kind)
+            last_norm = norm_weight(getattr(trunk, kind.last_norm), kind) * kind.head_scale(model.config)
             self.head = _Head(last_norm, eps_of(model.config), model.lm_head, packing)
         self.embedding: Tensor | QuantizedEmbedding | None = None
         self.embedding_scale = 1.0
         if self.is_first:
-            self._take_embedding(trunk.embed_tokens, model.lm_head, packing)
+            self._take_embedding(embedding, model.lm_head, packing)
+            if kind.embedding_factor is not None:
+                self.embedding_scale = float(getattr(model.config, kind.embedding_factor))
         self.group: Group = Alone()  # the ranks with shards of the same layers
-        self._rotations = Rotations(trunk.rotary_emb)
+        self._rotations = Rotations(getattr(trunk, "rotary_emb", None))
         self._calls: WeakKeyDictionary[KVStore, LayersCall] = WeakKeyDictionary()
 
     def _take_embedding(self, embedding: Any, head: Any, packing: Packing) -> None:
@@ -111,7 +116,7 @@ class FusedDecoder(nn.Module):
                 self.stream.acquire(i)
             table = self._rotations.table(layer.rotation, positions)
             layer.call(
-                layer.mixer(batch.store, i, table), pieces, *table, hidden, scratch, sum_over_ranks, batch.adapters
+                layer.mixers(batch.store, i, table), pieces, *table, hidden, scratch, sum_over_ranks, batch.adapters
             )
             if self.stream is not None:
                 self.stream.release(i)
@@ -124,16 +129,16 @@ class FusedDecoder(nn.Module):
         """Return the scan of layers without attention, or None if there are none."""
         if not self._taps:
             return None
-        if not any(layer.parts is not None and layer.parts.recurrence is not None for layer in self.layers):
+        if not any(one.recurrence is not None and one.recurrence.recurrence is not None for one in self.layers):
             return Scan(batch.pieces, batch.store.states, batch.slots.device, recomputes=False)
         assert isinstance(batch.scan, Scan)
         return batch.scan
 
     def _wrote(self, scan: Scan | None) -> None:
         """Record that the states of all layers are written."""
-        for i, layer in enumerate(self.layers):
+        for layer in self.layers:
             if scan is not None and layer.recurrent is not None:
-                scan.wrote(i)
+                scan.wrote(layer.recurrent.layer_idx)
 
     def _in_one_call(self, store: KVStore, positions: int) -> LayersCall:
         """Return the call of all layers on a store, made anew when tables have become longer."""
@@ -141,7 +146,7 @@ class FusedDecoder(nn.Module):
         calls = self._calls.get(store)
         if calls is None or not calls.has_tables(tables):
             mixers = [
-                layer.mixer(store, i, table) for i, (layer, table) in enumerate(zip(self.layers, tables, strict=True))
+                layer.mixers(store, i, table) for i, (layer, table) in enumerate(zip(self.layers, tables, strict=True))
             ]
             calls = self._calls[store] = LayersCall([layer.call for layer in self.layers], mixers, tables)
         return calls
@@ -195,7 +200,7 @@ class FusedDecoder(nn.Module):
     def num_bytes(self) -> int:
         """Bytes of the weights, which are not parameters of this module."""
         heads = [] if self.head is None else [self.head.call]
-        calls = [*heads, *(call for layer in self.layers for call in layer.call.linears)]
+        calls = [*heads, *(call for layer in self.layers for call in layer.call.calls)]
         if isinstance(self.embedding, QuantizedEmbedding) and self.embedding.call is not None:
             calls.append(self.embedding.call)
         embedding = int(self.embedding.nbytes) if isinstance(self.embedding, Tensor) else 0
@@ -219,6 +224,6 @@ def can_fuse(model: Any) -> bool:
     if kind_of(model.config) is None:
         return False
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return can_fuse_layers(model.model.layers, model.config) and all(
+    return can_fuse_layers(trunk_of(model).layers, model.config) and all(
         type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears
     )

@@ -4,9 +4,8 @@ Products with the same input are computed together (queries, keys and values; ga
 float32 from layer to layer.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,47 +14,29 @@ from torch import Tensor, nn
 
 from specinfer.kernels import (
     GATES,
-    WIDTH,
+    Attends,
     AttentionCall,
     LayerCall,
     LinearCall,
     NativePieces,
-    Panels,
-    QuantizedLinear,
-    QuantizedWeight,
-    choose,
+    Opens,
+    PartCall,
     packs_type,
-    quantize,
 )
 from specinfer.kernels.attention import MAX_DIM
-from specinfer.kernels.quantization import BITS, Bits
+from specinfer.kernels.layer_part import Between, Mixer
+from specinfer.kernels.quantization import BITS
 from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.cut import Cut
-from specinfer.model.layer_kind import LayerKind, activation_of, eps_of, kind_of, linears_of, window_of
+from specinfer.model.fused_experts import HALVES, UNGATED, can_fuse_experts, experts_of
+from specinfer.model.layer_factors import factors_of
+from specinfer.model.layer_kind import LayerKind, PartKind, activation_of, eps_of, find, kind_of, window_of
+from specinfer.model.linears import ROUTER
 from specinfer.model.offload.meta_weights import origin_of
+from specinfer.model.packing import GATES_OF_PANEL, Origin, Packing, are_alike, call_of, can_join
 from specinfer.model.sharding.placeholder import Placeholder
 
-_GATES = 16  # gates per panel; as many values follow them
-_ROWS_AT_ONCE = 1024  # rows of a weight checked at a time
 _Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The checkpoint tensors that a linear layer is made of, see `call_of`; None for an unknown one."""
-
-    call: LinearCall
-    sources: tuple[tuple[str, Cut | None] | None, ...]
-    interleaved: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The storage of weights; fields as in `fused.FusedDecoder`."""
-
-    bits: Bits | None
-    narrows: bool
 
 
 class Layer:
@@ -64,35 +45,64 @@ class Layer:
     Attributes:
         rotation: Arguments that select this layer's rotation in the model's rotary embedding.
         recurrent: The module without attention, which keeps all but its linear layers, or None.
+        recurrence: What it computes between its linear layers, or None.
         names, shapes: Names, and inputs and outputs, of the linear layers that each of its calls computes.
+        origins: What each of these calls is made of.
     """
 
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: Packing) -> None:
-        self.recurrent: Any = None if hasattr(layer, "self_attn") else getattr(layer, str(kind.recurrent))
+        self.recurrent: Any = None
+        self.recurrence: RecurrentParts | None = None
         self.rotation: tuple[str, ...] = ()
         self.window: int | None = None
-        self.parts: RecurrentParts | None = None if self.recurrent is None else self.recurrent.parts()
-        if self.recurrent is None:
-            self._take_attention(layer.self_attn, kind)
-        self.names, made_of = kind.linear_names(layer), linears_of(layer, kind)
-        self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
-        mixed, output = (call_of(list(linears), packing) for linears in made_of[:2])
-        gated, down = call_of(list(made_of[2]), packing, interleaved=True), call_of(list(made_of[3]), packing)
-        norms = _weights(layer, kind.norms, kind)
-        post_norms = None if kind.post_norms is None else _weights(layer, kind.post_norms, kind)
-        self.eps, gate = eps_of(config), GATES[activation_of(config)]
-        self.call = LayerCall(
-            (mixed, output, gated, down), norms, self.eps, post_norms=post_norms, gate=gate, recurrent=self.parts
-        )
-        self.origins = [
-            Origin(call, tuple(origin_of(part._parameters.get("weight")) for part in parts), interleaved=call is gated)
-            for call, parts in zip(self.call.linears, made_of, strict=True)
-        ]
-        self._mixers: WeakKeyDictionary[KVStore, AttentionCall | RecurrentCall] = WeakKeyDictionary()
+        self.eps, self._activation = eps_of(config), activation_of(config)
+        self.names: list[tuple[str, ...]] = []
+        self.shapes: list[list[tuple[int, int]]] = []
+        self.origins: list[Origin] = []
+        self.kinds = kind.parts_of(layer)
+        self.call = LayerCall([self._part(layer, part, kind, packing) for part in self.kinds])
+        self._mixers: WeakKeyDictionary[KVStore, list[Mixer]] = WeakKeyDictionary()
         self._keys_and_values: LinearCall | None = None  # a part of the first call, see `read`
-        for parts in kind.recurrent_linears if self.recurrent is not None else ():
-            for name in parts:
-                delattr(self.recurrent, name)
+
+    def _part(self, layer: Any, part: PartKind, kind: LayerKind, packing: Packing) -> PartCall:
+        """Return a part's call; the linear layers of a recurrence are taken away from its module."""
+        norm, post_norm = (None if name is None else _weight(layer, name, kind) for name in (part.norm, part.post_norm))
+        columns, factor = factors_of(layer, part)
+        if part.between == "experts":
+            router, experts = experts_of(layer, part, self._activation, factor)
+            return PartCall([router], experts, norm, self.eps)
+        between = self._between(layer, part, kind)
+        calls = [self._linear(layer, part, names, packing) for names in part.linear_names]
+        for names in part.linear_names if part.between == "recurrence" else ():
+            for name in names:
+                delattr(self.recurrent, name.rpartition(".")[2])
+        gate = calls[2] if part.gate is not None else None
+        return PartCall(
+            calls[:2], between, norm, self.eps, post_norm=post_norm, scales=columns, factor=factor, gate=gate
+        )
+
+    def _between(self, layer: Any, part: PartKind, kind: LayerKind) -> Between:
+        module = find(layer, part.module)
+        if part.between == "attention":
+            self._take_attention(module, kind)
+            return Attends()
+        if part.between == "recurrence":
+            self.recurrent, self.recurrence = module, module.parts()
+            return self.recurrence
+        if part.between == "mlp":
+            return Opens(ending=GATES[self._activation])
+        return Opens((HALVES if part.between == "halves" else UNGATED)[self._activation])
+
+    def _linear(self, layer: Any, part: PartKind, names: tuple[str, ...], packing: Packing) -> LinearCall:
+        linears = [layer.get_submodule(name) for name in names]
+        interleaved = part.between == "mlp" and names == part.first
+        packing = replace(packing, bits=None) if any(ROUTER.search(name) for name in names) else packing
+        call = call_of(linears, packing, interleaved=interleaved)
+        sources = tuple(origin_of(one._parameters.get("weight")) for one in linears)
+        self.names.append(names)
+        self.shapes.append([(one.in_features, one.out_features) for one in linears])
+        self.origins.append(Origin(call, sources, interleaved=interleaved))
+        return call
 
     def _take_attention(self, attention: Any, kind: LayerKind) -> None:
         self.is_gated, self.scale, self.window = kind.is_gated, attention.scaling, window_of(attention)
@@ -103,17 +113,21 @@ class Layer:
             for name in kind.head_norms
         ]
 
-    def mixer(self, store: KVStore, index: int, table: _Table) -> AttentionCall | RecurrentCall:
-        """Return the attention, or the recurrence, over what the store has, made once for each store."""
-        call = self._mixers.get(store)
-        if call is None:
-            if self.parts is None:
-                call = self._attend(store, index, self.heads, table)
-            else:
-                pool = store.states.pools.get(index)
-                call = RecurrentCall(self.parts, store.keys[index], store.values[index], pool)
-            self._mixers[store] = call
-        return call
+    def mixers(self, store: KVStore, index: int, table: _Table) -> list[Mixer]:
+        """Return the attention or recurrence of each part over what the store has, made once for each store."""
+        calls = self._mixers.get(store)
+        if calls is None:
+            calls = self._mixers[store] = [self._mixer(part, store, index, table) for part in self.kinds]
+        return calls
+
+    def _mixer(self, part: PartKind, store: KVStore, index: int, table: _Table) -> Mixer:
+        if part.between == "attention":
+            return self._attend(store, index, self.heads, table)
+        if part.between != "recurrence":
+            return None
+        assert self.recurrence is not None
+        place = self.recurrent.layer_idx  # that of attention is the layer's number, beside which it may be
+        return RecurrentCall(self.recurrence, store.keys[place], store.values[place], store.states.pools.get(place))
 
     def read(self, store: KVStore, index: int, pieces: NativePieces, table: _Table, inputs: Tensor) -> None:
         """Store the keys and values of contiguous float32 `inputs` [tokens, inputs], and compute nothing else."""
@@ -141,9 +155,9 @@ class Layer:
 
 
 class Rotations:
-    """The tables of a rotary embedding, which grow with the positions that are asked for."""
+    """The tables of a rotary embedding, which grow with the positions that are asked for; empty if there is none."""
 
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: nn.Module | None) -> None:
         self._rotary = rotary
         self._tables: dict[tuple[str, ...], _Table] = {}
 
@@ -152,7 +166,8 @@ class Rotations:
         table = self._tables.get(rotation)
         if table is None or positions > len(table[0]):
             places = torch.arange(max(2 * positions, 512), device="cpu").unsqueeze(0)
-            cosines, sines = self._rotary(torch.empty(0), places, *rotation)
+            none = torch.empty(1, places.shape[1], 0)
+            cosines, sines = (none, none) if self._rotary is None else self._rotary(torch.empty(0), places, *rotation)
             table = self._tables[rotation] = cosines[0].contiguous(), sines[0].contiguous()
         return table
 
@@ -182,7 +197,7 @@ class FusedLayers(nn.Module):
             assert pieces is not None
             table = self._rotations.table(layer.rotation, positions)
             layer.call(
-                layer.mixer(batch.store, i, table),
+                layer.mixers(batch.store, i, table),
                 pieces,
                 *table,
                 hidden,
@@ -201,44 +216,44 @@ class FusedLayers(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights, which are not parameters of this module."""
-        return sum(call.num_bytes for layer in self.layers for call in layer.call.linears)
+        return sum(call.num_bytes for layer in self.layers for call in layer.call.calls)
 
 
 def can_fuse_layers(layers: nn.ModuleList, config: Any) -> bool:
     """Return whether decoder layers are of a known kind, and native kernels run them faster on a CPU."""
-    if (kind := kind_of(config)) is None or activation_of(config) not in GATES:
+    if (kind := kind_of(config)) is None:
         return False
     linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
     return all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears) and all(
-        isinstance(layer, Placeholder) or _can_fuse(layer, kind) for layer in layers
+        isinstance(layer, Placeholder) or _can_fuse(layer, kind, activation_of(config)) for layer in layers
     )
 
 
-def _can_fuse(layer: Any, kind: LayerKind) -> bool:
-    """Return whether a layer's heads are small enough, and linear layers with the same input can be joined."""
-    mixed, output, gates, down = linears_of(layer, kind)
-    last = _runs(mixed)[-1]
-    reorders = any(getattr(one, "inputs", None) is not None for one in (*mixed, *output, *gates, *down))
-    return not reorders and bool(
-        gates[0].out_features % _GATES == 0
-        and (not hasattr(layer, "self_attn") or layer.self_attn.head_dim <= MAX_DIM)
-        and _are_alike(gates)
-        and (len(last) == 1 or _are_alike(last))
-        and not any(one.out_features % WIDTH for one in mixed[: -len(last)] if isinstance(one, QuantizedLinear))
+def _can_fuse(layer: Any, kind: LayerKind, activation: str) -> bool:
+    parts = kind.parts_of(layer)
+    return bool(parts) and all(
+        can_fuse_experts(layer, part, activation)
+        if part.between == "experts"
+        else _can_fuse_part(layer, part, activation)
+        for part in parts
     )
 
 
-def _are_alike(layers: Sequence[Any]) -> bool:
-    """Return whether all layers are stored as codes of one format, or none."""
-    has_codes = {isinstance(one, QuantizedLinear) for one in layers}
-    formats = {one.call.panels.format for one in layers if isinstance(one, QuantizedLinear) and one.call is not None}
-    return len(has_codes) == 1 and len(formats) <= 1
-
-
-def _runs(parts: Sequence[Any]) -> list[list[Any]]:
-    """Return the layers one by one, but those that do not fill whole panels, and what follows them, together."""
-    first = next((i for i, one in enumerate(parts) if one.out_features % WIDTH), len(parts) - 1)
-    return [*([one] for one in parts[:first]), list(parts[first:])]
+def _can_fuse_part(layer: Any, part: PartKind, activation: str) -> bool:
+    """Return whether heads are small enough, and linear layers with the same input can be joined."""
+    module, first = find(layer, part.module), [layer.get_submodule(name) for name in part.first]
+    linears = [layer.get_submodule(name) for names in part.linear_names for name in names]
+    if any(getattr(one, "inputs", None) is not None for one in linears):  # their columns are in another order
+        return False
+    if not factors_of(layer, part).are_one and any(one.bias is not None for one in linears):
+        return False
+    if part.between == "attention":
+        return bool(module.head_dim <= MAX_DIM and can_join(first))
+    if part.between == "recurrence":
+        return bool(module.can_fuse and can_join(first))
+    if part.between == "mlp":
+        return activation in GATES and first[0].out_features % GATES_OF_PANEL == 0 and are_alike(first)
+    return activation in (HALVES if part.between == "halves" else UNGATED) and can_join(first)
 
 
 def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
@@ -254,61 +269,12 @@ def norm_weight(norm: Any, kind: LayerKind) -> Tensor:
     return weight
 
 
-def _weights(layer: Any, names: tuple[str, str], kind: LayerKind) -> tuple[Tensor, Tensor]:
-    first, second = getattr(layer, names[0]), norm_weight(getattr(layer, names[1]), kind)
+def _weight(layer: Any, name: str, kind: LayerKind) -> Tensor:
+    found = layer.get_submodule(name)
     # EAGLE-1 heads have no norm before attention; their calls have inputs.
-    return torch.ones_like(second) if isinstance(first, nn.Identity) else norm_weight(first, kind), second
+    return torch.ones(_width(layer, kind)) if isinstance(found, nn.Identity) else norm_weight(found, kind)
 
 
-def call_of(parts: list[nn.Linear], packing: Packing, *, interleaved: bool = False) -> LinearCall:
-    """Return a call with the outputs of all layers, concatenated or, if interleaved, in alternating blocks of 16."""
-
-    if any(isinstance(part, QuantizedLinear) for part in parts):
-        return _call_of_codes(parts, packing, interleaved=interleaved)
-    weights, bias = [part.weight for part in parts], _bias(parts, interleaved=interleaved)
-    weight, bits = together(weights, interleaved=interleaved), packing.bits
-    if bits is None:
-        narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
-        panels = Panels.of(weight.bfloat16() if narrows else weight, bias)
-        return LinearCall(panels, **choice._asdict(), widens=narrows)
-    rounded = quantize(weight, bits)
-    return LinearCall(Panels.of_codes(rounded, bias))
-
-
-def _call_of_codes(parts: Sequence[Any], packing: Packing, *, interleaved: bool) -> LinearCall:
-    """Return a call of layers of which some are stored as codes."""
-    if interleaved:
-        weights, join = [part.quantized for part in parts], partial(together, interleaved=True)
-        return LinearCall(Panels.of_codes(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True)))
-    panels = []
-    for run in _runs(parts):
-        if isinstance(run[0], QuantizedLinear):
-            weight = QuantizedWeight.joined([one.quantized for one in run]) if len(run) > 1 else None
-            call = run[0].call if weight is None else LinearCall(Panels.of_codes(weight, _bias(run, interleaved=False)))
-        else:
-            call = call_of(run, packing)
-        assert call is not None
-        panels.append(call.panels)
-    following: LinearCall | None = None
-    for one in reversed(Panels.joined(panels)):
-        following = LinearCall(one, following=following)
-    assert following is not None
-    return following
-
-
-def _bias(parts: Sequence[Any], *, interleaved: bool) -> Tensor | None:
-    given = [part.bias for part in parts if part.bias is not None]
-    return together(given, interleaved=interleaved) if parts[0].bias is not None else None
-
-
-def together(tensors: Sequence[Tensor], *, interleaved: bool) -> Tensor:
-    """Return the rows of all tensors as a `LinearCall` of several layers has them."""
-    if not interleaved:
-        return torch.cat(tuple(tensors))
-    return torch.stack([tensor.unflatten(0, (-1, _GATES)) for tensor in tensors], dim=1).flatten(0, 2)
-
-
-def _is_bfloat16(weight: Tensor) -> bool:
-    """Return whether all weights are float32 numbers that bfloat16 can represent: the lower half of their bits is 0."""
-    parts = weight.split(_ROWS_AT_ONCE)
-    return weight.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts)
+def _width(layer: Any, kind: LayerKind) -> int:
+    last = layer.get_submodule(kind.parts_of(layer)[-1].second)
+    return int(last.out_features)

@@ -6,7 +6,7 @@ the same inputs in both models. The reference is the definition in float32, with
 Errors are compared with those of the definition in the model's own type.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.model.layer_kind import trunk_of
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 
 _WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache
@@ -77,15 +78,30 @@ class Widened(TorchFunctionMode):
     """A mode that computes embeddings in float32, and linear layers with float32 inputs, for weights of any type.
 
     So a definition's passes compute in float32.
+
+    Args:
+        keeps: Type to which float32 hidden states are not narrowed, as some definitions do before a norm, or None.
     """
+
+    def __init__(self, keeps: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.keeps = keeps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = None
+        options = (*args[1:], *(kwargs or {}).values())
+        if self.keeps is not None and func is Tensor.to and args[0].dtype == torch.float32 and _is_hidden(args[0]):
+            result = args[0] if any(one is self.keeps for one in options) else None
         if func is functional.linear and args[0].dtype == torch.float32:
             result = _linear(*args, **(kwargs or {}))
         if result is None:
             result = func(*args, **(kwargs or {}))
         return result.float() if func is functional.embedding else result
+
+
+def _is_hidden(x: Tensor) -> bool:
+    """Return whether numbers are hidden states [1, tokens, width], not weights that are read meanwhile."""
+    return x.ndim == 3 and len(x) == 1
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -105,6 +121,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
         narrow: The same pass with a store of its own, for the definition in its own type.
     """
     dtype = next(model.parameters()).dtype
+    widened = Widened(None if dtype == torch.float32 else dtype)
 
     def as_own(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -116,7 +133,9 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
     def own(module: nn.Module, args: Any, kwargs: Any, wanted: Tensor) -> Tensor:
         if dtype == torch.float32:
             return torch.zeros_like(wanted)
+        widened.keeps = None
         found = module.forward(*as_own(args), **{name: as_own(value) for name, value in kwargs.items()})
+        widened.keeps = dtype
         found = found[0] if isinstance(found, tuple) else found
         error: Tensor = found[0].float() - wanted
         return error
@@ -139,7 +158,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
     def end_head(head: nn.Module, args: Any, kwargs: Any, logits: Tensor) -> None:
         reference.own.append(_spread(own(head, args, kwargs, logits[0])))
 
-    layers = [layer for layer in model.model.layers if not isinstance(layer, Placeholder)]
+    layers = [layer for layer in trunk_of(model).layers if not isinstance(layer, Placeholder)]
     with ExitStack() as stack:
         for embedding in (module for module in model.modules() if isinstance(module, EmbeddingPlaceholder)):
             embedding.dtype = torch.float32  # rotations take the type of its result
@@ -150,7 +169,7 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
             handles.append(model.lm_head.register_forward_hook(end_head, with_kwargs=True))
         for handle in handles:
             stack.callback(handle.remove)
-        stack.enter_context(Widened())
+        stack.enter_context(widened)
         yield
 
 
@@ -171,8 +190,9 @@ def _spread(logits: Tensor) -> Tensor:
 class _Judge:
     """A comparison of results with a reference; `verdict` is the worst result so far."""
 
-    def __init__(self, reference: Reference, dtype: torch.dtype, bits: int | None) -> None:
+    def __init__(self, reference: Reference, dtype: torch.dtype, bits: int | None, routed: Sequence[bool]) -> None:
         self._reference, self._is_rounded = reference, bits is not None
+        self._routed = [dtype != torch.float32 and one for one in routed]
         self._tolerance = _TOLERANCES[dtype] if bits is None else max(_TOLERANCES[dtype], _ROUNDED[bits])
         self.verdict, self._ratio = Verdict("the embedding", 0.0, 0.0, self._tolerance), 0.0
 
@@ -184,20 +204,21 @@ class _Judge:
         # Adding to the input rounds the sum to the type of the hidden states.
         lost = torch.finfo(hidden.dtype).eps * wanted.norm(dim=1)
         place = f"layer {num_layers - 1}" if num_layers else "the embedding"
-        self._add(place, (hidden.float() - wanted).norm(dim=1), own, size, lost)
+        is_routed = num_layers > 0 and self._routed[num_layers - 1]
+        self._add(place, (hidden.float() - wanted).norm(dim=1), own, size, lost, is_routed)
         hidden.copy_(inputs[num_layers])
 
     def head(self, found: Tensor, wanted: Tensor) -> None:
         """Compare logits; both [tokens, vocab]."""
         size = _spread(wanted)
-        self._add("the head", _spread(found - wanted), self._reference.own[-1], size, torch.zeros_like(size))
+        self._add("the head", _spread(found - wanted), self._reference.own[-1], size, torch.zeros_like(size), False)
 
-    def _add(self, place: str, error: Tensor, own: Tensor, size: Tensor, lost: Tensor) -> None:
-        """Update the verdict; all [tokens]."""
+    def _add(self, place: str, error: Tensor, own: Tensor, size: Tensor, lost: Tensor, is_routed: bool) -> None:
+        """Update the verdict; all [tokens]. The median token counts where rounding may choose another expert."""
         own = own.nan_to_num(0.0, 0.0)  # the definition's numbers are too large for its type
         allowed = self._tolerance * size + _OWN * own + lost + 1e-9
         ratios, order = (error / allowed).nan_to_num(torch.inf).sort()
-        at = len(order) // 2 if self._is_rounded else -1
+        at = len(order) // 2 if self._is_rounded or is_routed else -1
         if (ratio := float(ratios[at])) > self._ratio:
             self._ratio = ratio
             shares = [float(one[order[at]] / size[order[at]].clamp(min=1e-9)) for one in (error, own, allowed)]
@@ -230,7 +251,8 @@ def judge(
         logits: [tokens, vocab] logits of the reference, or [tokens, width] of a stage without a head.
         rounded_to: Quantization of the model's weights, if the reference was made before it. None otherwise.
     """
-    worst = _Judge(reference, dtype, None if rounded_to is None else BITS[rounded_to])
+    routed = [hasattr(layer, "call") and layer.call.has_experts for layer in getattr(model, "layers", ())]
+    worst = _Judge(reference, dtype, None if rounded_to is None else BITS[rounded_to], routed)
     device = logits.device
     hidden = None if getattr(model, "is_first", True) else reference.outputs[0].clone()
     with torch.inference_mode():

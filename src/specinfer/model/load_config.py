@@ -13,7 +13,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse
-from specinfer.model.recurrent.layers import is_hybrid
+from specinfer.model.fused_experts import has_experts
 from specinfer.parallel.shard_spec import ShardSpec
 
 
@@ -79,8 +79,8 @@ class LoadConfig:
     def fuses(self, definition: Any) -> bool:
         """Return whether `FusedDecoder` can run the definition.
 
-        Of quantized weights it has integers only, and layers without attention are not split over ranks.
+        Of quantized weights it has integers only, and experts are not streamed.
         """
-        if self.shard.tensor.size > 1 and is_hybrid(definition):
+        if self.offload.offload is not None and has_experts(definition):
             return False
         return self.has_native_kernels and self.quantization in (None, *BITS) and can_fuse(definition)

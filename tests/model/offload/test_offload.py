@@ -259,7 +259,7 @@ def test_a_pass_that_is_interrupted_between_layers_leaves_a_stream_that_works(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(layer, "mixer", interrupt)
+        patch.setattr(layer, "mixers", interrupt)
         with pytest.raises(KeyboardInterrupt):
             _logits(runner)
     assert torch.equal(_logits(runner), expected)
@@ -269,14 +269,14 @@ def test_a_stream_that_is_shut_down_in_the_middle_of_a_pass_raises(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, stream = runner.loaded.model.layers[2], runner.loaded.stream  # type: ignore[union-attr, index]
-    mixer = layer.mixer  # type: ignore[union-attr]
+    mixer = layer.mixers  # type: ignore[union-attr]
 
     def close(*arguments: Any) -> Any:
         assert stream is not None
         stream.close()
         return mixer(*arguments)
 
-    monkeypatch.setattr(layer, "mixer", close)
+    monkeypatch.setattr(layer, "mixers", close)
     with pytest.raises(WeightsError, match="shut down"):
         _logits(runner)
 

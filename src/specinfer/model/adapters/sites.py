@@ -18,9 +18,9 @@ from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.cut import LinearCut
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.fused_layer import together
 from specinfer.model.linears import layer_names
 from specinfer.model.load import LoadedModel
+from specinfer.model.packing import together
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,18 @@ def connect(loaded: LoadedModel) -> list[Site]:
     model: Any = loaded.model
     if isinstance(model, FusedDecoder | DeviceDecoder):
         layers: Any = model.layers
+        is_fused = isinstance(model, FusedDecoder)
         for i, layer in zip(loaded.layers, layers, strict=True):
-            for names, shapes, call in zip(layer.names, layer.shapes, _computed(layer), strict=True):
-                parts = {f"model.layers.{i}.{name}": Shape(*shape) for name, shape in zip(names, shapes, strict=True)}
-                is_fused = isinstance(model, FusedDecoder)
+            for place, (names, shapes, call) in enumerate(
+                zip(layer.names, layer.shapes, _computed(layer), strict=True)
+            ):
+                inside = f"{model.layers_name}.{i}" if is_fused else f"model.layers.{i}"
+                parts = {f"{inside}.{one}": Shape(*shape) for one, shape in zip(names, shapes, strict=True)}
                 if is_fused:
                     call.number = len(sites)
                 else:
                     hook(call, len(sites))
-                sites.append(Site(parts, interleaved=is_fused and names == layer.names[2]))
+                sites.append(Site(parts, interleaved=is_fused and layer.origins[place].interleaved))
         return sites
     inside = layer_names(model, model.config.get_text_config().num_hidden_layers)
     for name, module in model.named_modules():

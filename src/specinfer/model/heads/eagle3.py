@@ -140,7 +140,9 @@ class Eagle3Head(FeatureHead):
         hidden = features.to(torch.float32, copy=True)  # becomes the output
         normed = norm(hidden, hidden_norm, self.eps)
         embedded = self.embedded(batch.token_ids).float()
-        inputs = torch.cat([norm(embedded, fused.layers[0].call.norms[0], self.eps), normed], dim=-1)
+        embedding_norm = fused.layers[0].call.parts[0].norm
+        assert embedding_norm is not None
+        inputs = torch.cat([norm(embedded, embedding_norm, self.eps), normed], dim=-1)
         hidden = fused(batch, normed if self.dialect.norm_before_residual else hidden, inputs)
         last = norm(hidden, last_norm, self.eps)
         self.store(batch, last if self.dialect.norm_output else hidden)

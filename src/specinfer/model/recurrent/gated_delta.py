@@ -27,6 +27,7 @@ class GatedDelta(nn.Module):
     """A loaded gated delta rule layer, on token trees."""
 
     counts = ("num_k_heads", "num_v_heads")
+    can_fuse = True
 
     # Submodules keep the names of transformers, some of which only one family has.
     in_proj_qkvz: nn.Linear
@@ -92,23 +93,35 @@ class GatedDelta(nn.Module):
             return self.in_proj_qkv(hidden), self.in_proj_z(hidden), torch.cat(
                 [self.in_proj_b(hidden), self.in_proj_a(hidden)], dim=-1
             )  # fmt: skip
-        # Qwen3-Next has the outputs of a key head together.
+        return self._by_kind(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
+
+    def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs of Qwen3-Next, which has those of a key head together, as `_project` returns them."""
         values = self.num_v_heads // self.num_k_heads * self.head_v_dim
-        mixed = self.in_proj_qkvz(hidden).unflatten(-1, (self.num_k_heads, -1))
+        mixed = mixed.unflatten(-1, (self.num_k_heads, -1))
         *qkv, gate = mixed.split([self.head_k_dim, self.head_k_dim, values, values], dim=-1)
-        beta, decay = self.in_proj_ba(hidden).unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)
+        beta, decay = rates.unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)
         inputs = torch.cat([one.flatten(1) for one in qkv], dim=-1)
         return inputs, gate.flatten(1), torch.cat([beta.flatten(1), decay.flatten(1)], dim=-1)
 
     def parts(self) -> RecurrentParts:
         """Return the layer between its linear layers, for fused layers: it reads inputs, gates, betas and steps."""
         convolution, recurrence = self._calls
-        channels, norm = recurrence.sizes.num_channels, self.norm
+        channels = recurrence.sizes.num_channels
+        norm: Any = self.o_norm if hasattr(self, "o_norm") else self.norm
         weight = norm.weight.detach().float().repeat(self.num_v_heads)
         return RecurrentParts(
             convolution, recurrence, inputs=0, gates=channels, steps=channels + len(weight),
-            norm=weight, group=self.head_v_dim, eps=norm.variance_epsilon,
+            norm=weight, group=self.head_v_dim, eps=norm.variance_epsilon, order=self._order(),
         )  # fmt: skip
+
+    def _order(self) -> Tensor | None:
+        """Return [columns] the output that each column comes from, or None if they are in order."""
+        if not hasattr(self, "in_proj_qkvz"):
+            return None
+        sizes = [self.in_proj_qkvz.out_features, self.in_proj_ba.out_features]
+        columns = torch.arange(sum(sizes), device="cpu").unsqueeze(0).split(sizes, dim=1)
+        return torch.cat(self._by_kind(columns[0], columns[1]), dim=1)[0].contiguous()
 
     @cached_property
     def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:

@@ -5,6 +5,7 @@ The inputs of the convolution and one number for each head are stored by slot; s
 Source: Transformers are SSMs (Dao and Gu, arXiv 2405.21060).
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +52,11 @@ class Mamba2(nn.Module):
         self.layer_idx += num_before
 
     @property
+    def can_fuse(self) -> bool:
+        """True if `parts` describes it; a norm over the heads of several ranks is not described."""
+        return not self.has_norm or hasattr(self.norm, "n_groups") or hasattr(self.norm, "group_size")
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.state_size, self.head_dim)
 
@@ -82,14 +88,18 @@ class Mamba2(nn.Module):
 
     def parts(self) -> RecurrentParts:
         """Return the layer between its linear layers, for fused layers."""
-        assert self.factors is None
-        assert self.has_norm
-        width, norm = self.num_heads * self.head_dim, self.norm
+        width = self.num_heads * self.head_dim
         convolution, recurrence = self._calls
-        return RecurrentParts(
+        parts = RecurrentParts(
             convolution, recurrence, inputs=width, gates=0, steps=width + recurrence.sizes.num_channels,
-            norm=norm.weight.detach().float(), group=norm.group_size, eps=norm.variance_epsilon, opens_first=True,
+            opens_first=True,
         )  # fmt: skip
+        if not self.has_norm:
+            return parts
+        norm, weight = self.norm, self.norm.weight.detach().float()
+        group = len(weight) // norm.n_groups if hasattr(norm, "n_groups") else norm.group_size
+        opens_first = not getattr(norm, "norm_before_gate", False)
+        return replace(parts, norm=weight, group=group, eps=norm.variance_epsilon, opens_first=opens_first)
 
     @cached_property
     def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:

@@ -50,6 +50,7 @@ class ShortConv(nn.Module):
     """A loaded short convolution of LFM2 with gates before and after it, on token trees."""
 
     counts: tuple[str, ...] = ()
+    can_fuse = True
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class ShortConv(nn.Module):
 
     def parts(self) -> RecurrentParts:
         """Return the layer between its linear layers, for fused layers."""
-        width = self.conv.out_channels
+        width = len(self.conv.weight)
         return RecurrentParts(self._call, None, inputs=2 * width, gates=width, factors=0, activates=False)
 
     @cached_property

@@ -1,0 +1,202 @@
+"""Parts of decoder layers on the native kernels: attention, a recurrence, an MLP or experts."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from specinfer.kernels.attention import AttentionCall, NativePieces, norm
+from specinfer.kernels.experts import ExpertsCall, Opening
+from specinfer.kernels.library import call
+from specinfer.kernels.linear_call import ANY_ROWS, Ending, LinearCall
+from specinfer.kernels.low_rank import AdapterRuns
+from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
+
+_ATTENDS, _RECURS, _OPENS, _SELECTS = range(4)
+Mixer = AttentionCall | RecurrentCall | None  # what mixes the tokens of a part on one cache
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("first", "second", "gate", "norm", "post_norm", "scales")),
+        ("hidden", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("eps", "factor")),
+        *((name, ctypes.c_int32) for name in ("between", "ending", "opening")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Attends:
+    """Attention over a cache, between the linear layers of a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opens:
+    """The opening of values, between the linear layers of a part. IN_PANELS: `ending` does it."""
+
+    opening: Opening = Opening.IN_PANELS
+    ending: Ending = Ending.GATED
+
+
+Between = Attends | RecurrentParts | Opens | ExpertsCall
+
+
+class PartCall:
+    """A part of a decoder layer: a norm, a linear layer, what lies between, and another, added to the hidden states.
+
+    Copies of a model share this object.
+
+    Args:
+        linears: The two linear layers. Of experts the router, which is all.
+        norm: [hidden] float32 weight of the norm of the hidden states, or None to read what the part before has read.
+        post_norm: [hidden] float32 weight of the norm of what is added, or None.
+        scales: [outputs] float32 what the outputs of the first linear layer are multiplied by, or None.
+        factor: What the inputs of the second one are multiplied by.
+        gate: Linear layer of one output, whose sigmoid they are multiplied by, too, or None.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[LinearCall],
+        between: Between,
+        norm: Tensor | None,
+        eps: float,
+        *,
+        post_norm: Tensor | None = None,
+        scales: Tensor | None = None,
+        factor: float = 1.0,
+        gate: LinearCall | None = None,
+    ) -> None:
+        self.first, self.second = linears[0], linears[1] if len(linears) > 1 else None
+        self.between, self.norm, self.eps, self.post_norm = between, norm, eps, post_norm
+        self.scales, self.factor, self.gate = scales, factor, gate
+        self.experts = between if isinstance(between, ExpertsCall) else None
+        assert (self.second is None) == (self.experts is not None)
+        opens = between if isinstance(between, Opens) else Opens(Opening.IN_PANELS, Ending.STORE)
+        self.ending = opens.ending if opens.opening == Opening.IN_PANELS else Ending.STORE
+        self.is_opened_at_once = self.ending != Ending.STORE
+        self.scan_floats = between.scratch_floats if isinstance(between, RecurrentParts) else 0  # by token of a scan
+        kind = next(
+            i for i, one in enumerate((Attends, RecurrentParts, Opens, ExpertsCall)) if isinstance(between, one)
+        )
+        self.hidden = self.first.panels.inputs if self.second is None else self.second.outputs
+        addresses = (None if one is None else one.address for one in (self.first, self.second, gate))
+        weights = (None if one is None else one.data_ptr() for one in (norm, post_norm, scales))
+        self._structure = _Part(*addresses, *weights, self.hidden, eps, factor, kind, self.ending, opens.opening)
+        self.address = ctypes.addressof(self._structure)
+        self.max_rows = min((one.max_rows for one in self.linears), default=ANY_ROWS)
+        self.scratch_floats = self.hidden + self._floats()  # for each token
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def _floats(self) -> int:
+        if self.experts is not None:
+            return self.experts.scratch_floats + self.first.scratch_floats
+        assert self.second is not None
+        rows = self.second.panels.inputs + (0 if self.is_opened_at_once else self.first.outputs)
+        return rows + max(one.scratch_floats for one in self.linears) + (self.gate is not None)
+
+    @property
+    def linears(self) -> list[LinearCall]:
+        """Linear layers of the pass, but for the router of experts, which adapters do not change."""
+        given = () if self.experts is not None else (self.first, self.second, self.gate)
+        return [one for one in given if one is not None]
+
+    @property
+    def calls(self) -> list[LinearCall]:
+        """All linear layers."""
+        return self.linears if self.experts is None else [self.first, *self.experts.calls]
+
+    def run_apart(
+        self,
+        mixer: Mixer,
+        pieces: NativePieces,
+        tables: tuple[Tensor, Tensor],
+        inputs: Tensor,
+        hidden: Tensor,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None,
+        runs: AdapterRuns | None,
+    ) -> None:
+        """Compute the part in steps, for many rows, where PyTorch does some products, and for several ranks.
+
+        Args:
+            inputs: What it reads.
+        """
+        if self.second is None:
+            added = hidden if sum_over_ranks is None else torch.zeros_like(hidden)
+            run_parts(Places([self], [None], [tables]), pieces, added, None, runs, inputs)
+            if sum_over_ranks is not None:
+                hidden += sum_over_ranks(added)
+            return
+        rows = self.first(inputs, None, self.ending, runs)
+        result = rows if self.is_opened_at_once else torch.empty(len(hidden), self.second.panels.inputs)
+        room = torch.empty(pieces.num_scanned * self.scan_floats)
+        places = (tensor.data_ptr() for tensor in (*tables, rows, result, room))
+        address = None if mixer is None else mixer.address
+        call("specinfer_mix", self.address, address, pieces.address, *places)
+        if self.gate is not None:
+            result *= self.gate(inputs, runs=runs).sigmoid()
+        self._add(result, hidden, sum_over_ranks, runs)
+
+    def _add(
+        self,
+        x: Tensor,
+        hidden: Tensor,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None,
+        runs: AdapterRuns | None,
+    ) -> None:
+        assert self.second is not None
+        if sum_over_ranks is None and self.post_norm is None:
+            self.second(x, hidden, Ending.ADD, runs)
+            return
+        added = self.second(x, runs=runs)
+        added = added if sum_over_ranks is None else sum_over_ranks(added)
+        hidden += added if self.post_norm is None else norm(added, self.post_norm, self.eps)
+
+
+class Places:
+    """The addresses of parts that are computed one after the other, with those of what they read.
+
+    Args:
+        mixers: Attention or recurrence of each part on one cache, or None.
+        tables: [positions, rotated] float32 cosines and sines of each.
+    """
+
+    def __init__(
+        self, parts: Sequence[PartCall], mixers: Sequence[Mixer], tables: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.parts, self._alive = list(parts), (list(mixers), list(tables))
+        addresses: list[int | None] = []
+        for part, mixer, (cosines, sines) in zip(parts, mixers, tables, strict=True):
+            own = part.experts or mixer
+            addresses += (part.address, None if own is None else own.address, cosines.data_ptr(), sines.data_ptr())
+        self._places = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.arguments = (ctypes.addressof(self._places), len(parts))
+
+
+def run_parts(
+    places: Places,
+    pieces: NativePieces,
+    hidden: Tensor,
+    scratch: Tensor | None,
+    runs: AdapterRuns | None,
+    inputs: Tensor | None = None,
+) -> None:
+    """Compute parts in place on `hidden`, the first of them from `inputs`; see `LayerCall.__call__`."""
+    if scratch is None:
+        floats = len(hidden) * max(part.scratch_floats for part in places.parts)
+        scratch = torch.empty(floats + pieces.num_scanned * max(part.scan_floats for part in places.parts))
+    given, adapters = (None if inputs is None else inputs.data_ptr()), None if runs is None else runs.address
+    call(
+        "specinfer_decode_all",
+        *places.arguments,
+        pieces.address,
+        given,
+        hidden.data_ptr(),
+        scratch.data_ptr(),
+        adapters,
+    )
