@@ -1,13 +1,17 @@
 """Plans for GPUs that are not here: hand-computed costs, and the command."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from specinfer.cli.app import app
+from specinfer.model.load import load_model
+from specinfer.model.recurrent.layers import state_bytes
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.device_costs import StepCosts, StepDesign
 from specinfer.planning.device_plan import run_device_plan
@@ -55,6 +59,28 @@ def test_memory_holds_weights_and_caches_of_both_models() -> None:
     # Weights take 400,000 of 1,000,000 bytes, and each request 2 * 2,000 bytes for a token of context.
     assert costs(context=10).fits(14)
     assert not costs(context=10).fits(15)
+
+
+def test_a_request_of_recurrent_layers_has_states_and_what_they_store_of_its_tokens() -> None:
+    shape = replace(SHAPE, state_bytes=3000, slot_numbers=50)
+    with_states = replace(costs(context=10), target=shape)
+    # Two states of 3,000 bytes are kept, and 50 numbers of 2 bytes for each of 10 tokens; before, 14 requests fit.
+    assert with_states.fits(600_000 // (2 * 20_000 + 2 * 3000 + 10 * 50 * 2) - 1)
+    assert not with_states.fits(14)
+    # One state is read and one is written.
+    gain = float(with_states.of_batch(8).target(1)) - float(costs(context=10).of_batch(8).target(1))
+    assert gain == pytest.approx(8 * 2 * 3000 / 1e6)
+
+
+@pytest.mark.parametrize(("family", "channels"), [("qwen3_5_text", 2 * 56), ("mamba2", 2 * 96), ("llama", 0)])
+def test_states_are_counted_in_the_definition_of_a_folder(
+    family: str, channels: int, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder(family)
+    shape = TargetShape.of(folder, 2.0)
+    assert shape.state_bytes == state_bytes(load_model(folder, torch.float32, torch.device("cpu")).model)
+    assert (shape.state_bytes > 0) == (shape.slot_numbers > 0) == (family != "llama")
+    assert shape.slot_numbers == channels
 
 
 def test_trees_shrink_with_the_batch_and_beat_chains_everywhere() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from specinfer.kernels.draft import DraftCall
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.sizes import Size
+from specinfer.model.recurrent.scan import Scan
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_measurement, streamed_costs
 from specinfer.policy.acceptance import AcceptanceModel
@@ -53,6 +55,27 @@ def test_measuring_leaves_everything_as_it_was(kinds: list[str], runner_of: Call
     assert 0 < float(costs.target(1)) <= float(costs.target(64))
     assert 0 < float(costs.draft_level(1)) <= float(costs.draft_level(64))
     assert costs.read_token >= 0
+
+
+def test_measured_passes_of_recurrent_layers_continue_from_a_state(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of requests do, which compute a context's states once."""
+    scanned, arrays = [], Scan._arrays
+
+    def counted(self: Scan) -> Any:
+        found = arrays(self)
+        scanned.append((len(found[0]), len(self.new)))
+        return found
+
+    monkeypatch.setattr(Scan, "_arrays", counted)
+    target = resized(runner_of("qwen3_5_text"), 400)
+    drafter = make_drafter(["ngram"], VOCAB)
+    assert drafter is not None
+    costs = measure_costs(target, drafter, max_seconds=0.2)
+    assert all(tokens == new for tokens, new in scanned)
+    assert {new for _, new in scanned} >= set(costs.target.sizes.tolist())
+    assert target.cache.num_free == 400
 
 
 def test_sizes_for_which_there_is_no_memory_or_time_are_left_out(

@@ -16,9 +16,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.model.definition import load_config
+from specinfer.model.definition import load_config, outline
 from specinfer.model.folder import weight_shapes
-from specinfer.model.recurrent.layers import has_stages, num_attending
+from specinfer.model.recurrent.layers import has_stages, num_attending, replace_layers, slot_numbers, state_bytes
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.planning.network import Floats, Link
 from specinfer.policy.cost_model import CostModel, Curve
@@ -42,6 +42,8 @@ class TargetShape:
         head_parameters: Parameters of the output head.
         bytes_per_parameter: Bytes of one parameter in memory.
         by_layers: Whether the target can be split into stages.
+        state_bytes: Bytes of the states of all recurrent layers of one request.
+        slot_numbers: Numbers that recurrent layers store for each token.
     """
 
     num_layers: int
@@ -53,6 +55,8 @@ class TargetShape:
     head_parameters: int
     bytes_per_parameter: float
     by_layers: bool = True
+    state_bytes: int = 0
+    slot_numbers: int = 0
 
     @classmethod
     def of(cls, folder: Path, bytes_per_parameter: float) -> Self:
@@ -62,6 +66,7 @@ class TargetShape:
         width, num_heads = config.hidden_size, getattr(config, "num_attention_heads", 1)  # 1: it has no attention
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or width // num_heads
+        recurrent = replace_layers(outline(folder)) if num_attending(config) < config.num_hidden_layers else None
         return cls(
             num_layers=config.num_hidden_layers,
             width=width,
@@ -72,6 +77,8 @@ class TargetShape:
             head_parameters=config.vocab_size * width,
             bytes_per_parameter=bytes_per_parameter,
             by_layers=has_stages(config),
+            state_bytes=0 if recurrent is None else state_bytes(recurrent),
+            slot_numbers=0 if recurrent is None else slot_numbers(recurrent),
         )
 
     @property

@@ -1,7 +1,8 @@
 """Costs of a step on a GPU that is not here, from its published rates and the kernels that a step launches.
 
 A pass takes the time of reading its weights, or of multiplying its rows where that takes longer, then that of reading
-keys and values, and some time for each kernel. Nothing of this was measured on a GPU: it shows what limits a step.
+keys, values and states, and some time for each kernel. Nothing of this was measured on a GPU: it shows what limits a
+step.
 
 Example: 7 billion bfloat16 weights in 32 layers on a GPU that reads 2.85 TB/s. A pass over one row reads for 4.9 ms,
 and 10 kernels a layer take 2 us each: 5.6 ms.
@@ -13,11 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.options import Accelerator
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.streamed_costs import Floats
 
+_SLOT_BYTES = 2  # of a number that a recurrence stores of a token, which is in the type of the model
 _SIZES = tuple(sorted({*range(1, 65), *(2**power for power in range(7, 15))}))  # rows of the curves
 
 
@@ -78,10 +81,10 @@ class StepCosts:
         return self.device.flops * self.design.compute_share
 
     def fits(self, num_requests: int) -> bool:
-        """Return whether the weights, and the keys and values of this many requests, fit into the device's memory."""
+        """Return whether the weights, and the caches of this many requests, fit into the device's memory."""
         models = [(self.target, self.design.weight_bytes)] + ([(self.drafter, None)] if self.drafter else [])
         weights = sum(weights_of(shape) * (width or shape.bytes_per_parameter) for shape, width in models)
-        cache = sum(num_requests * self._context_bytes(shape) for shape, _ in models)
+        cache = sum(num_requests * (self._context_bytes(shape) + self._recurrent_bytes(shape)) for shape, _ in models)
         return weights + cache < self.device.memory
 
     def _pass(
@@ -92,13 +95,18 @@ class StepCosts:
         rate = device.bandwidth * design.read_share
         reading = weights_of(shape) * (weight_bytes or shape.bytes_per_parameter) / rate
         computing = 2 * weights_of(shape) * np.asarray(rows, dtype=np.float64) / self._flops
-        cache = num_requests * self._context_bytes(shape) / rate
+        # Of recurrences a state is read and one is written; what they have stored of earlier tokens is not read.
+        cache = num_requests * (self._context_bytes(shape) + 2 * shape.state_bytes) / rate
         return np.maximum(reading, computing) + cache + shape.num_layers * design.layer_kernels * design.kernel_seconds
 
     def _context_bytes(self, shape: TargetShape) -> float:
         """Return the bytes of the keys and values of one request."""
         numbers_per_token = shape.num_layers * shape.kv_parameters / shape.width
         return self.context * numbers_per_token * self.design.kv_bytes
+
+    def _recurrent_bytes(self, shape: TargetShape) -> float:
+        """Return the bytes of the kept states of one request, and of what recurrent layers store for its tokens."""
+        return ROWS_PER_REQUEST * shape.state_bytes + self.context * shape.slot_numbers * _SLOT_BYTES
 
 
 def weights_of(shape: TargetShape) -> float:

@@ -6,7 +6,8 @@ pass, and never again. So each size runs once before it is timed.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from specinfer.drafters.merge.merged import parts_of
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import CostModel, Curve, falling
@@ -37,7 +39,7 @@ _ROUNDS, _MOST_ROUNDS = 5, 15  # quick passes take more rounds, so that not all 
 _CHECKED, _LIKENESS = (1, 8), 1.4  # sizes that kept costs are checked at, and the largest factor of a difference
 _NUM_QUICK = 15  # passes slower than the available time divided by this are measured once
 _MORE_THAN_CACHED = 2**24  # floats
-_PROBE = "cost-probe"
+_PROBE, _CONTEXT_PROBE = "cost-probe", "cost-probe-context"
 _salts = map(str, itertools.count())  # one for each prompt, so that no prefix of an earlier one is found
 
 
@@ -54,6 +56,13 @@ def measure_costs(
         max_seconds: Time limit for each of the two measurements.
         progress: Callback for the progress of slow passes.
     """
+    with _context_read(target):
+        curve = _target_costs(target, max_seconds, progress)
+    return CostModel(curve, *_draft_costs(target, drafter, max_seconds))
+
+
+def _target_costs(target: TargetRunner, max_seconds: float, progress: ProgressCallback | None) -> Curve | StreamedCurve:
+    """Return the seconds of passes; arguments as for `measure_costs`."""
     run: Callable[[int], None] = partial(_target_pass, target)
     stream = target.loaded.stream
     curve: Curve | StreamedCurve | None = None
@@ -69,7 +78,7 @@ def measure_costs(
             curve = measure_streamed(sizes, run, lambda: stream.seconds_waiting)
     if curve is None:
         curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds, runs_first=_has_slow_first_runs(target))
-    return CostModel(curve, *_draft_costs(target, drafter, max_seconds))
+    return curve
 
 
 def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0) -> bool:
@@ -82,8 +91,9 @@ def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_se
     if not sizes:
         return True
     run = partial(_target_pass, target)
-    run(1)  # the first pass may take longer
-    now = _fastest(sizes, run, max_seconds, runs_first=_has_slow_first_runs(target))
+    with _context_read(target):
+        run(1)  # the first pass may take longer
+        now = _fastest(sizes, run, max_seconds, runs_first=_has_slow_first_runs(target))
     pairs = [(float(now(size)), float(costs.target(size))) for size in now.sizes]
     if all(_is_alike(*pair) for pair in pairs):
         levels, _, start = _draft_costs(target, drafter, max_seconds / _ROUNDS)
@@ -180,12 +190,33 @@ def _emptying_caches(target: TargetRunner) -> Callable[[], object]:
     return np.ones(_MORE_THAN_CACHED, dtype=np.float32).sum
 
 
+@contextmanager
+def _context_read(target: TargetRunner) -> Iterator[None]:
+    """Return a context in which recurrent layers continue from a state, as they do in requests that go on.
+
+    Else each pass would compute the states of its context once more. Of keys and values any contents will do.
+    """
+    cache = target.cache
+    size = min(_CONTEXT, cache.num_available // 2, target.loaded.max_position - 1 - _DEPTH)
+    if size < 1 or not state_bytes(target.loaded.model):
+        yield
+        return
+    try:
+        target.forward([Piece.of_span([0] * size, None, NO_SLOTS, cache.reserve(_CONTEXT_PROBE, size))])
+        cache.commit(_CONTEXT_PROBE, range(size))
+        yield
+    finally:
+        cache.free(_CONTEXT_PROBE)
+
+
 def _target_pass(target: TargetRunner, size: int) -> None:
     cache = target.cache
     try:
         last = target.loaded.max_position - 1
         depth = max(min(_DEPTH, last), 1)
-        prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2, last - min(depth, size - 1)))
+        prefix = cache.slots(_CONTEXT_PROBE)
+        if not len(prefix):
+            prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2, last - min(depth, size - 1)))
         parents = (-1, *(node if node % depth else 0 for node in range(size - 1)))  # chains from the root
         tree = TokenTree((0,) * size, parents)
         target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()

@@ -114,8 +114,8 @@ def connect(loaded: LoadedModel) -> list[Site]:
             for place, (names, shapes, call) in enumerate(
                 zip(layer.names, layer.shapes, _computed(layer), strict=True)
             ):
-                inside = f"{model.layers_name}.{i}" if is_fused else f"model.layers.{i}"
-                parts = {f"{inside}.{one}": Shape(*shape) for one, shape in zip(names, shapes, strict=True)}
+                own = f"{model.layers_name}.{i}" if is_fused else f"model.layers.{i}"
+                parts = {f"{own}.{one}": Shape(*shape) for one, shape in zip(names, shapes, strict=True)}
                 if is_fused:
                     call.number = len(sites)
                 else:

@@ -213,6 +213,13 @@ def state_bytes(model: nn.Module) -> int:
     return sum(math.prod(shape) for shape in _state_shapes(model).values()) * torch.float32.itemsize
 
 
+def slot_numbers(model: nn.Module) -> int:
+    """Return how many inputs of convolutions recurrent layers store for a token: most of what they store."""
+    layers = [module for module in model.modules() if is_recurrent(module)]
+    kernels = [one for layer in layers for one in layer.modules() if isinstance(one, nn.Conv1d)]
+    return sum(one.weight.shape[0] for one in kernels)
+
+
 def largest_state_bytes(model: nn.Module) -> int:
     """Return the bytes of the largest state of one recurrent layer, or 0 if there are none."""
     return max(map(math.prod, _state_shapes(model).values()), default=0) * torch.float32.itemsize
