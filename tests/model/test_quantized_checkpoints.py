@@ -139,8 +139,7 @@ def test_layers_without_attention_compute_with_codes(family: str, name: str, dra
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     kind = "FP8" if name.startswith("FP8") else "int4"
-    path = "native linear layers" if family == "falcon_h1" else "native fused layers"
-    assert (loaded.compute_path, loaded.stored_types) == (path, kind)
+    assert (loaded.compute_path, loaded.stored_types) == ("native fused layers", kind)
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.05 * exact.std()
     plain_texts = _texts(folder, dtype="bfloat16", tree="off")
