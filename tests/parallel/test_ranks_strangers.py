@@ -22,10 +22,11 @@ import torch.distributed as torch_distributed
 
 from specinfer import LLM, SamplingParams
 from specinfer.core.parallel_config import Place, make_tls
+from specinfer.parallel import links
 from specinfer.parallel.host_group import HostGroup
 from specinfer.parallel.messages import Channel
 from specinfer.parallel.rendezvous import join_rendezvous
-from specinfer.parallel.sender import LinkError
+from specinfer.parallel.sender import LinkError, shut
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, free_port, listening_places, make_cluster_cert, threads_of_ranks, workers
 
@@ -185,6 +186,28 @@ def test_no_other_user_enters_the_folder_of_the_sockets(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ValueError, match=r"^TMPDIR: .*does not belong to this user alone"):
         join_rendezvous(Place(0, 2, 0, 2, folder=str(tmp_path)))
+
+
+def test_connections_that_make_way_are_closed_by_the_thread_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go on reading from a file descriptor that another connection has by then."""
+    closers = list[str]()
+
+    def noted(connection: socket.socket) -> None:
+        closers.append(threading.current_thread().name)
+        shut(connection)
+
+    monkeypatch.setattr(links, "shut", noted)
+    rank = links.Links(Place(0, 2, 0, 1, port=free_port()), lambda _: "")
+    address = rank.address
+    assert not isinstance(address, str)
+    silent = [socket.create_connection(address, 5) for _ in range(links._MAX_GREETING + 20)]
+    end = time.monotonic() + 10
+    while len(closers) < 20 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert closers == ["specinfer-greet"] * 20
+    rank.close()
+    for connection in silent:
+        connection.close()
 
 
 def test_silent_connections_make_way_for_ranks(certs: tuple[str, str]) -> None:

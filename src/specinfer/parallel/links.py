@@ -203,7 +203,9 @@ class Links:
                 self._greeting.append(connection)
                 oldest = self._greeting.popleft() if len(self._greeting) > _MAX_GREETING else None
             if oldest is not None:
-                shut(oldest)
+                # Its own thread closes it: as long as that reads, another connection must not get its file descriptor.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
             threading.Thread(target=self._greet, args=(connection,), name="specinfer-greet", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
