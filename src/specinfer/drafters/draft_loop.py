@@ -16,11 +16,13 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget, depths_of
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, places_by_key, source
-from specinfer.drafters.growth.draft_sampling import SUPPORT, chooses_for, sampling_of
+from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
 from specinfer.drafters.growth.subtree_size import BIN_EDGES
 from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules
+from specinfer.kernels.toss import sources_at
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted, log_min_p
@@ -62,7 +64,8 @@ class DraftLoop:
         """Return the tree of each request and the nodes with keys and values, or None if it cannot grow them all."""
         if not all(self._can_draft(request) for request, _ in wanted):
             return None
-        if any(max(budget.widths, default=0) > SUPPORT for _, budget in wanted):
+        is_wide = any(max(budget.widths, default=0) > SUPPORT for _, budget in wanted)
+        if is_wide and any(self._draws(request) for request, _ in wanted):
             return None
         cache, known = self._runner.cache, self._cache.known
         call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
@@ -135,10 +138,11 @@ class DraftLoop:
             tree.min_path_prob, tree.min_gain = budget.min_path_prob, budget.min_gain
         if not params.is_greedy:
             tree.seed, tree.temperature = request.seed, params.temperature
-            if self._draws(request):
+            sampling = sampling_of(self._draft_sampling, request)
+            if sampling == "without-replacement":
                 tree.choice, tree.seed = DRAWN, derive_seed(request.seed, draws_of(self._name))
                 tree.first_draw = request.num_draws[self._name]
-            elif sampling_of(self._draft_sampling, request) == "shared-noise":
+            elif sampling == "shared-noise":
                 tree.choice = NOISY
             tree.top_k, tree.top_p, tree.log_min_p = params.top_k, params.top_p, log_min_p(params)
         return tree
@@ -174,8 +178,4 @@ class _Distributions:
 
     def sources(self, nodes: Ints) -> Ints:
         """Return what these nodes were drawn from, [nodes, 5], as in `kernels/toss.py`."""
-        parents, found = self._parents[nodes], np.empty((len(nodes), 5), dtype=np.int64)
-        for column, array in ((0, self._from.candidates), (1, self._from.probs), (3, self._from.places)):
-            found[:, column] = array.ctypes.data + parents * array.strides[0]
-        found[:, 2], found[:, 4] = self._from.probs.shape[1], self._ranks[nodes]
-        return found
+        return sources_at(*self._from, self._parents[nodes], self._ranks[nodes])

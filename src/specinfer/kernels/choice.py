@@ -11,6 +11,8 @@ from specinfer.kernels.library import library
 
 _ROOM = 256  # most tokens that rounding could decide between; with more, all are checked
 
+SUPPORT = 128  # best tokens that may be drawn or chosen; more have little probability, and every one costs time
+
 
 def noise_for(seeds: Sequence[int], numbers: Sequence[int], token_ids: Tensor) -> Tensor:
     """Return the noise that `gumbel` makes for [rows, tokens] ids; faster for few ids, rarely off by the last bit.

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from specinfer.core.noise import gumbel
 from specinfer.kernels import tree_ops
-from specinfer.kernels.choice import most_probable
+from specinfer.kernels.choice import SUPPORT, most_probable
 from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits
 from specinfer.kernels.plain_logits import Truncation
-
-SUPPORT = 128  # tokens that may be drawn, as in `draft_sampling`
 
 
 @dataclass(frozen=True, slots=True)

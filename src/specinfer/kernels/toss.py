@@ -80,6 +80,23 @@ def toss_trees(
     ]
 
 
+def sources_at(tokens: Ints, probs: npt.NDArray[Any], places: Ints, rows: Ints, num_removed: Ints) -> Ints:
+    """Return what tokens were drawn from, [draws, 5], with addresses that are valid as long as the arrays are kept.
+
+    Args:
+        tokens, probs: [nodes, support] what the children of each node are drawn from, int64 and float64.
+        places: [nodes, most] int64 indices of those drawn, in draw order.
+        rows: [draws] the node of each draw.
+        num_removed: [draws] how many of its places were drawn before and removed.
+    """
+    found = np.empty((len(rows), 5), dtype=np.int64)
+    for column, array in ((0, tokens), (1, probs), (3, places)):
+        assert array.strides[1] == array.itemsize
+        found[:, column] = array.ctypes.data + rows * array.strides[0]
+    found[:, 2], found[:, 4] = tokens.shape[1], num_removed
+    return found
+
+
 def _sources(draws: Sequence[Draws]) -> tuple[Ints, list[object]]:
     """Return what all draws were drawn from, [draws, 5], and the arrays that the addresses are of."""
     found = np.zeros((sum(len(one.nodes) for one in draws), 5), dtype=np.int64)

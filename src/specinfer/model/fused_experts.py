@@ -1,6 +1,7 @@
 """Routed experts of fused layers: stacks of matrices, of which each is packed for the native kernels."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,9 +63,7 @@ def experts_of(layer: Any, part: PartKind, activation: str, factor: float) -> tu
     assert opening is not None
     first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
     pairs = [(_call(one), _call(other)) for one, other in zip(first, experts.down_proj, strict=True)]
-    scaled = Routing(
-        routing.scores, routing.num_chosen, routing.normalizes, routing.factor * factor, routing.bias, routing.groups
-    )
+    scaled = replace(routing, factor=routing.factor * factor)
     return LinearCall(Panels.of(router.weight.detach(), None), dots=False), ExpertsCall(pairs, scaled, opening)
 
 

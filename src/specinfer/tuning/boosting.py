@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
+from specinfer.kernels.choice import SUPPORT
 from specinfer.learning.distillation import draft_logits_of
 from specinfer.learning.training_examples import Source, TrainingExample, collate
 
 Floats = npt.NDArray[np.float32]
 _LEAST_WEIGHT = 0.5  # weight of a covered token: a chain that breaks there never reaches uncovered ones
 _LIKELY = 0.7  # probability that a drafter's own chain holds for one more token
-_SUPPORT = 128  # tokens that noise is made for, as many as in the engine's drawing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +83,8 @@ def predict(
 def _ranks(
     logits: Tensor, examples: Sequence[TrainingExample], counts: Sequence[int], places: Tensor, output_ids: Tensor
 ) -> Tensor:
-    """Return ranks of the output tokens under the target's noise, [outputs]; `_SUPPORT` where beyond all."""
-    best = logits.topk(min(_SUPPORT, logits.shape[-1]), dim=-1)
+    """Return ranks of the output tokens under the target's noise, [outputs]; `SUPPORT` where beyond all."""
+    best = logits.topk(min(SUPPORT, logits.shape[-1]), dim=-1)
     seeds = torch.tensor(np.repeat([example.seed for example in examples], counts), device=logits.device)
     # The noise of a token belongs to its own position, one after the position that predicts it.
     noise = gumbel(seeds, places + 1, best.indices)
@@ -93,7 +93,7 @@ def _ranks(
     is_output = best.indices == output_ids[:, None]
     score = scores.masked_fill(~is_output, -torch.inf).amax(-1, keepdim=True)
     ranks = (scores > score).sum(-1)
-    return torch.where(is_output.any(-1), ranks, _SUPPORT)
+    return torch.where(is_output.any(-1), ranks, SUPPORT)
 
 
 def is_predicted(predictions: Sequence[Predictions], share: float = 0.9) -> bool:

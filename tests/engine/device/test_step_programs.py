@@ -20,7 +20,7 @@ from specinfer.engine.device.programs import LaunchSize, Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
-from specinfer.kernels.drawn import SUPPORT
+from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses

@@ -24,10 +24,10 @@ from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.kernels.choice import most_probable, noise_for
+from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
+from specinfer.kernels.toss import sources_at
 from specinfer.verify.logits import adjust, is_adjusted, truncate
 
-SUPPORT = 128  # tokens that may be drawn; more have little probability, and every one costs time
 CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: none has a distribution
 
 
@@ -87,13 +87,8 @@ class Candidates:
 
         The addresses are valid as long as these candidates are kept.
         """
-        found = np.empty((len(rows), 5), dtype=np.int64)
-        for column, array in ((0, self.support), (1, self.probs), (3, self.places)):
-            assert array.flags.c_contiguous
-            found[:, column] = array.ctypes.data + rows * array.strides[0]
-        found[:, 2] = self.support.shape[1]
-        found[:, 4] = 0 if self.replaced else ranks
-        return found
+        removed = np.zeros_like(ranks) if self.replaced else ranks
+        return sources_at(self.support, self.probs, self.places, rows, removed)
 
     def distribution(self, node: int, rank: int) -> Distribution | None:
         """Return the distribution that this candidate was drawn from, or None if it was chosen."""
