@@ -13,6 +13,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN
+from specinfer.kernels.toss import sources_at
 from specinfer.verify import Acceptance, batch, verify
 from tiny import make_request
 
@@ -113,3 +114,13 @@ def test_a_node_without_a_token_ends_the_walk_with_its_reason(isa: str, rule: st
     requests = [make_request(str(i), [0], SamplingParams(temperature=1.0)) for i in range(3)]
     found = verify(rule, logits, requests, [tree] * 3)
     assert found == [Acceptance((), NO_VALID_TOKEN), Acceptance((), 1), Acceptance((), NAN)]
+
+
+def test_the_stride_of_a_single_column_does_not_matter() -> None:
+    """NumPy sets any, also for arrays that are contiguous."""
+    tokens = np.arange(6, dtype=np.int64).reshape(2, 3)
+    places = np.lib.stride_tricks.as_strided(np.arange(2, dtype=np.int64), (2, 1), (8, 1))
+    rows = np.array([1, 0, 1])
+    found = sources_at(tokens, tokens / 2, places, rows, np.zeros(3, dtype=np.int64))
+    assert (found[:, 3] - places.ctypes.data).tolist() == [8, 0, 8]
+    assert (found[:, 0] - tokens.ctypes.data).tolist() == [24, 0, 24]
