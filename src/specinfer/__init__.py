@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specinfer.core.tree import TokenTree
     from specinfer.engine_args import EngineArgs
     from specinfer.generation import Generation
-    from specinfer.inputs.prompts import TextPrompt, TokensPrompt
+    from specinfer.inputs.arguments import TextPrompt, TokensPrompt
     from specinfer.llm import LLM
 
 __version__ = "0.1.0"
@@ -66,9 +66,9 @@ _HOMES = {
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.structured_outputs",
     "TextChunk": "core.outputs",
-    "TextPrompt": "inputs.prompts",
+    "TextPrompt": "inputs.arguments",
     "TokenTree": "core.tree",
-    "TokensPrompt": "inputs.prompts",
+    "TokensPrompt": "inputs.arguments",
 }
 
 

@@ -25,7 +25,8 @@ from specinfer.core.text import counted
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
-from specinfer.inputs.prompts import Job, Prompt
+from specinfer.inputs.arguments import Prompt
+from specinfer.inputs.prompts import Job
 from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas

@@ -17,7 +17,6 @@ from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
-from specinfer.core.text import counted
 from specinfer.core.tree import TreeBudget
 from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
 from specinfer.drafters import MergedDrafter
@@ -25,7 +24,8 @@ from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.engine.engine import Engine
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
-from specinfer.inputs.prompts import Job, Message, Prompt, PromptReader, as_list
+from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, params_list
+from specinfer.inputs.prompts import Job, PromptReader
 from specinfer.learning.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
@@ -219,17 +219,9 @@ class LLM:
         `RuntimeWarning` is emitted.
         """
         prompts = as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        sampling_params = _params_list(sampling_params)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"sampling_params: {len(sampling_params)} given for {counted(len(prompts), 'prompt')}; "
-                "give one for each"
-            )
-        adapters = _lora_requests(lora_request, len(prompts))
+        all_params, adapters = params_list(sampling_params, len(prompts)), lora_list(lora_request, len(prompts))
         jobs = []
-        for i, (prompt, params, adapter) in enumerate(zip(prompts, sampling_params, adapters, strict=True)):
+        for i, (prompt, params, adapter) in enumerate(zip(prompts, all_params, adapters, strict=True)):
             try:
                 jobs.append(self._job(next(self._count), prompt, params, adapter))
             except RequestError as error:
@@ -398,21 +390,3 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     if both := sorted(given.keys() & chosen.keys()):
         raise ValueError(f"speculative_config: it and {both[0]} both choose {both[0]}; leave one out")
     return given | chosen
-
-
-def _lora_requests(given: Any, count: int) -> list[LoRARequest | None]:
-    """Return the adapter of each of `count` prompts."""
-    adapters = list(given) if isinstance(given, (list, tuple)) else [given] * count
-    if not all(one is None or isinstance(one, LoRARequest) for one in adapters):
-        raise ValueError(
-            f"lora_request: give a LoRARequest, or a list with one or None for each prompt, not {given!r:.80}"
-        )
-    if len(adapters) != count:
-        raise ValueError(f"lora_request: {len(adapters)} given for {counted(count, 'prompt')}; give one for each")
-    return adapters
-
-
-def _params_list(params: Any) -> list[SamplingParams]:
-    if isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params):
-        return list(params)
-    raise ValueError(f"sampling_params: give a SamplingParams, or a list with one for each prompt, not {params!r:.80}")

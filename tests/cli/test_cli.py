@@ -24,7 +24,8 @@ from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.commands import UsageError
-from specinfer.cli.screen import Painter, Screen, WordWrap, stats_line
+from specinfer.cli.screen import Screen, stats_line
+from specinfer.cli.stretches import Painter, WordWrap
 from specinfer.cli.terminal import read_input
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import INSTALL

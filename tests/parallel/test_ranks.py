@@ -49,7 +49,8 @@ _MORE_SPLITS = [
     ("qwen3_next", (2, 1)), ("granitemoehybrid", (2, 1)), ("mpt", (1, 2)),
     ("qwen3_next", (1, 2)), ("kimi_linear", (1, 2)), ("recurrent_gemma", (1, 2)), ("granitemoehybrid", (1, 2)),
     ("falcon", (1, 2)), ("llama", (1, 2)), ("llama", (2, 2)),
-    ("mpt", (2, 2)), ("opt", (2, 2)), ("falcon", (2, 2)), ("gpt_bigcode", (2, 2))
+    ("mpt", (2, 2)), ("opt", (2, 2)), ("falcon", (2, 2)), ("gpt_bigcode", (2, 2)),
+    ("gemma4_text-shared", (2, 1)), ("gemma4_text-moe", (2, 1)), ("gemma4_text", (2, 2)), ("gemma3_text", (2, 2)),
 ]  # fmt: skip
 
 

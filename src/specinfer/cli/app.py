@@ -9,6 +9,7 @@ from specinfer.cli.batch import run_batch
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
+from specinfer.cli.generate import generate
 from specinfer.cli.help_text import Group
 from specinfer.cli.measure import acceptance, latency, throughput
 from specinfer.cli.models import list_models, pull, rm
@@ -17,7 +18,7 @@ from specinfer.cli.plan import plan
 from specinfer.cli.quantize import quantize
 from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
-from specinfer.cli.text import chat, complete, generate, run
+from specinfer.cli.text import chat, complete, run
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
 from specinfer.core.cpus import load_openmp

@@ -9,7 +9,7 @@ from specinfer.core.errors import RequestError
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.core.sampling import SamplingParams
-    from specinfer.inputs.prompts import Message
+    from specinfer.inputs.arguments import Message
     from specinfer.llm import LLM
 
 

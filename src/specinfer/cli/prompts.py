@@ -12,7 +12,7 @@ from specinfer.cli.values import parse_json
 from specinfer.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from specinfer.inputs.prompts import Prompt
+    from specinfer.inputs.arguments import Prompt
     from specinfer.llm import LLM
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from specinfer.cli.commands import UsageError
 from specinfer.cli.options import EngineOptions, flag
-from specinfer.cli.screen import Answer, Piece, Screen, Stretch, stats_line
+from specinfer.cli.screen import Answer, Screen, stats_line
+from specinfer.cli.stretches import Piece, Stretch
 from specinfer.client import KEY_VARIABLE, EventDecoder, error_text, open_client, server_url
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
@@ -18,7 +19,7 @@ from specinfer.core.sampling import SamplingParams
 if TYPE_CHECKING:
     import httpx
 
-    from specinfer.inputs.prompts import Message
+    from specinfer.inputs.arguments import Message
 
 _ALWAYS_SENT = ("temperature", "top_p")  # sent even at their defaults, because the server's defaults may differ
 _SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")

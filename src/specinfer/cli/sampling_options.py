@@ -11,7 +11,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import usual_temperature
 
 if TYPE_CHECKING:
-    from specinfer.inputs.prompts import Prompt
+    from specinfer.inputs.arguments import Prompt
     from specinfer.llm import LLM
 
 

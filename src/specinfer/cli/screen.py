@@ -4,106 +4,35 @@ Text goes to standard output, statistics and messages to standard error, so a pi
 only on a terminal, and not if NO_COLOR is set.
 """
 
-import functools
 import itertools
 import re
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from specinfer.cli.loading import FirstToken
+from specinfer.cli.stretches import Painter, Piece, Stretch, WordWrap, id_stretches, pieces_of
 from specinfer.core.progress import gigabytes
-from specinfer.core.text import TextBuffer, counted
+from specinfer.core.text import counted
 
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.core.lora import LoRARequest
-    from specinfer.core.outputs import RequestOutput, TextChunk
+    from specinfer.core.outputs import RequestOutput
     from specinfer.core.sampling import SamplingParams
-    from specinfer.inputs.prompts import Prompt
+    from specinfer.inputs.arguments import Prompt
     from specinfer.llm import LLM
     from specinfer.model.offload.layer_stream import LayerStream
     from specinfer.policy.rule_choice import RuleChoice
-
-Stretch: TypeAlias = tuple[str, str | None]  # text, and the drafter that proposed it, or None for the target
-Piece: TypeAlias = tuple[str, list[Stretch]]  # new text, and the stretches that it is shown as
 
 TARGET_COLOR = "yellow"
 DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
 # A model may generate any byte; those that would move the cursor or change the terminal are replaced.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-class Painter:
-    """Splits shown text into stretches of one origin each.
-
-    Text may come later than its tokens, while a character or a stop string is incomplete. So the painter decodes each
-    token's share of the text itself, and assigns origins by length.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._buffer = TextBuffer(functools.partial(tokenizer.decode, skip_special_tokens=True))
-        self._shares: deque[tuple[int, str | None]] = deque()  # characters that are not yet assigned, with their origin
-        self._origin: str | None = None
-
-    def add(self, token_ids: Sequence[int], origins: Sequence[str | None]) -> None:
-        for token, origin in zip(token_ids, origins, strict=True):
-            before = len(self._buffer.text)
-            self._buffer.push(token)
-            self._shares.append((len(self._buffer.text) - before, origin))
-
-    def cut(self, text: str) -> Iterator[Stretch]:
-        """Yield the stretches of the next shown text."""
-        while text:
-            # Text after the last share is part of an incomplete character, released at the end of the output.
-            length, self._origin = self._shares.popleft() if self._shares else (len(text), self._origin)
-            if length > len(text):
-                self._shares.appendleft((length - len(text), self._origin))
-            if length:
-                yield text[:length], self._origin
-            text = text[length:]
-
-
-class WordWrap:
-    """Breaks lines between words; an incomplete word is kept back.
-
-    Args:
-        width: Maximum columns of a line, unless a single word is longer.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._column = 0
-        self._gap: Stretch | None = None  # the space before the word
-        self._word: list[Stretch] = []  # the characters of the word
-
-    def add(self, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
-        """Yield the text that can be shown so far."""
-        for char, origin in ((char, origin) for text, origin in stretches for char in text):
-            if not char.isspace():
-                self._word.append((char, origin))
-                continue
-            yield from self.flush()
-            if char == "\n":
-                self._column = 0
-                yield char, origin
-            else:
-                self._gap = char, origin
-
-    def flush(self) -> Iterator[Stretch]:
-        """Yield the text that was kept back."""
-        if self._gap is not None:
-            breaks = bool(self._word) and self._column + 1 + len(self._word) > self._width
-            self._column = 0 if breaks else self._column + 1
-            yield ("\n", self._gap[1]) if breaks else self._gap
-        yield from self._word
-        self._column += len(self._word)
-        self._gap = None
-        self._word.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +132,7 @@ class Screen:
     ) -> Answer:
         """Generate and show one completion; if `stoppable`, Ctrl-C ends only this completion."""
         outputs: list[RequestOutput] = []
-        pieces = _pieces(llm, llm.stream(prompt, params, lora_request=lora_request), outputs)
+        pieces = pieces_of(llm, llm.stream(prompt, params, lora_request=lora_request), outputs)
         text, _ = self.play(self._after_first(pieces, llm), stoppable=stoppable)
         lines = self._lines(outputs)
         for done in (done for output in outputs for done in output.outputs):
@@ -248,7 +177,7 @@ class Screen:
                 part = f", output {done.index}" if len(outputs[i].outputs) > 1 else ""
                 self.heading(f"── prompt {i}{part}: {_excerpt(outputs[i].prompt)}")
             if llm.tokenizer is None:
-                self.write(_id_stretches(done.token_ids, done.token_origins))
+                self.write(id_stretches(done.token_ids, done.token_origins))
             else:
                 painter = Painter(llm.tokenizer)
                 painter.add(done.token_ids, done.token_origins)
@@ -322,25 +251,6 @@ def stats_line(tokens: int, seconds: float, stats: Any, origins: Sequence[str | 
     made = f"{counted(tokens, 'token')} in {counted(stats['num_target_passes'], 'target pass')}"
     reason = f"\n{stats['reason']}" if stats.get("reason") else ""
     return f"{made}: {stats['tokens_per_pass']:.2f} a pass · {guesses} · {speed}{reason}"
-
-
-def _pieces(llm: "LLM", chunks: "Iterable[TextChunk]", outputs: "list[RequestOutput]") -> Iterator[Piece]:
-    """Yield the pieces of a stream, and append its output to the list."""
-    painter = None if llm.tokenizer is None else Painter(llm.tokenizer)
-    for chunk in chunks:
-        if chunk.output is not None:
-            outputs.append(chunk.output)
-        if painter is None:
-            yield chunk.text, list(_id_stretches(chunk.token_ids, chunk.origins))
-        else:
-            painter.add(chunk.token_ids, chunk.origins)
-            yield chunk.text, list(painter.cut(chunk.text))
-
-
-def _id_stretches(token_ids: Sequence[int], origins: Sequence[str | None]) -> Iterator[Stretch]:
-    """Return token ids in place of text, for a model without a tokenizer."""
-    for token, origin in zip(token_ids, origins, strict=True):
-        yield f"{token} ", origin
 
 
 def _excerpt(prompt: str | None, length: int = 60) -> str:

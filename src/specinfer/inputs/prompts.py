@@ -1,10 +1,10 @@
-"""Prompts as callers give them, and their conversion into requests or a refusal that names the field."""
+"""The conversion of prompts into requests, or a refusal that names the field."""
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal
 
 from specinfer.core.errors import ContextLengthError, RequestError
 from specinfer.core.grammar.compiler import GrammarCompiler
@@ -16,26 +16,9 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer, counted
+from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.chat.template import SpecialToken
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: Sequence[int]
-    cache_salt: NotRequired[str]
-
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Message: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,21 +331,3 @@ class PromptReader:
             )
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop: this model has no tokenizer; use stop_token_ids")
-
-
-def text_of(prompt: Prompt) -> str | None:
-    """Return the prompt's text, if it was given as text."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list; a list of whole numbers is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts: give text, token ids, or a list of them, not {type(prompts).__name__}")
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]

@@ -1,0 +1,74 @@
+"""Prompts, parameters and adapters as callers give them: one, or one for each of several prompts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
+
+from specinfer.core.errors import RequestError
+from specinfer.core.lora import LoRARequest
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.text import counted
+
+T = TypeVar("T")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Message: TypeAlias = Mapping[str, Any]
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Return the prompt's text, if it was given as text."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list; a list of whole numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts: give text, token ids, or a list of them, not {type(prompts).__name__}")
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def params_list(given: Any, count: int) -> list[SamplingParams]:
+    """Return the sampling parameters of each of `count` prompts; None is the default ones."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not (isinstance(given, (list, tuple)) and all(isinstance(one, SamplingParams) for one in given)):
+        raise ValueError(
+            f"sampling_params: give a SamplingParams, or a list with one for each prompt, not {given!r:.80}"
+        )
+    return _one_for_each("sampling_params", given, count)
+
+
+def lora_list(given: Any, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts, or None for the model alone."""
+    adapters = given if isinstance(given, (list, tuple)) else [given] * count
+    if not all(one is None or isinstance(one, LoRARequest) for one in adapters):
+        raise ValueError(
+            f"lora_request: give a LoRARequest, or a list with one or None for each prompt, not {given!r:.80}"
+        )
+    return _one_for_each("lora_request", adapters, count)
+
+
+def _one_for_each(field: str, given: Sequence[T], count: int) -> list[T]:
+    if len(given) != count:
+        raise ValueError(f"{field}: {len(given)} given for {counted(count, 'prompt')}; give one for each")
+    return list(given)
