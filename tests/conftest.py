@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -35,6 +36,7 @@ from tiny import load_runner, save_model, save_tokenizer
 
 pytest_plugins = ["covering", "real_models", "small_demo"]
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 gc.disable()  # while modules are imported and tests are collected, which all stay
 
 torch.set_num_threads(1)  # the models are far too small to share
