@@ -67,6 +67,9 @@ def offload(
     max_tokens: Annotated[
         int, flag("Sampling", "Number of tokens to generate for each text, also by peers that speculate.")
     ] = 32,
+    plain_tokens: Annotated[
+        int | None, flag("Sampling", "Number of tokens to generate by plain decoding. (default: that of --max-tokens)")
+    ] = None,
     peer_tokens: Annotated[int, flag("Sampling", "Number of tokens to generate by peers that do not speculate.")] = 8,
     repeats: Annotated[int, flag("Sampling", "Number of measured runs of each arm on each batch.")] = 1,
     disk_seconds: Annotated[
@@ -101,6 +104,7 @@ def offload(
             num_prompts=num_prompts,
             prompt_chars=prompt_chars,
             max_tokens=max_tokens,
+            plain_tokens=plain_tokens,
             peer_tokens=peer_tokens,
             repeats=repeats,
             disk_seconds=disk_seconds,

@@ -154,9 +154,13 @@ class OffloadReport:
         return next(one for one in self.results if one.size == 1 and one.situation["temperature"] == wanted)
 
     def peer_partings(self, peer: Arm) -> list[int]:
-        """Return the number of shared leading tokens of each run that is no prefix of our plain decoding."""
+        """Return the number of shared leading tokens of each run that is no prefix of our plain decoding.
+
+        They are compared up to the end of the shorter.
+        """
         pairs = zip(self.alone(peer).plain.runs, peer.runs, strict=True)
-        return partings((run.token_ids, plain.token_ids[: len(run.token_ids)]) for plain, run in pairs)
+        outputs = [(run.token_ids, plain.token_ids) for plain, run in pairs]
+        return partings((theirs[: len(ours)], ours[: len(theirs)]) for theirs, ours in outputs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values that JSON can hold."""

@@ -250,6 +250,15 @@ def test_a_changed_output_is_an_error_in_float32_and_counted_in_other_types(fold
         assert result.partings(result.trees[0]) == [3]
 
 
+def test_plain_decoding_may_generate_fewer_tokens(folders: tuple[str, str]) -> None:
+    config = make_config(folders, trees=("1",), batch_sizes=(3,), temperatures=(0.0,), plain_tokens=4)
+    (result,) = run_turns(FakeArms(), config).results()
+    assert [len(run.outputs[0]) for run in (*result.plain.runs, *result.trees[0].runs)] == [4, MAX_TOKENS]
+    assert not result.partings(result.trees[0])
+    with pytest.raises(RuntimeError, match="with tree 1, output token 3 is another"):
+        run_turns(FakeArms("1"), config)
+
+
 def test_the_output_of_the_target_in_memory_is_compared(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +445,7 @@ def refuse_to_load(*_: object, **__: object) -> None:
         ({"temperatures": (-1.0,)}, "temperature must be"),
         ({"num_prompts": 0}, "num_prompts must be a whole number of at least 1"),
         ({"max_tokens": 1}, "max_tokens must be a whole number of at least 2"),
+        ({"plain_tokens": 1}, "plain_tokens must be a whole number of at least 2"),
         ({"peer_tokens": 1}, "peer_tokens must be a whole number of at least 2"),
         ({"max_tokens": 300}, "max_tokens: 300 after a prompt of 9 tokens do not fit into the context of 256"),
         ({"disk_seconds": 0.0}, "disk_seconds must be above 0"),

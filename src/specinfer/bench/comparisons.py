@@ -66,11 +66,14 @@ class Comparison:
         return self.ratio(arm, lambda run: run.total_tokens_per_second)
 
     def partings(self, arm: Arm) -> list[int]:
-        """Return the length of the common prefix with plain decoding, for each output that differs from it."""
+        """Return the length of the common prefix with plain decoding, for each output that differs from it.
+
+        Where plain decoding was stopped earlier, outputs are compared up to there.
+        """
         return partings(
-            pair
+            (expected, output[: len(expected)])
             for plain, run in zip(self.plain.runs, arm.runs, strict=True)
-            for pair in zip(plain.outputs, run.outputs, strict=True)
+            for expected, output in zip(plain.outputs, run.outputs, strict=True)
         )
 
     def kind_of(self, arm: Arm, prompts: Collection[int]) -> tuple[float, float]:

@@ -63,7 +63,7 @@ def _keep_all(name: str, stream: LayerStream, budget: Budget) -> None:
     """
     num_bytes = stream.num_layers * stream.buffer_bytes
     try:
-        budget.spare(num_bytes, budget.cache_bytes, f"{name}, two layers of the target, and the cache")
+        budget.spare(num_bytes, what=f"{name}, two layers of the target, and the cache")
         stream.settle(num_bytes)
         for layer in range(stream.num_layers):
             stream.acquire(layer)

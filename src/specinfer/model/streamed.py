@@ -52,7 +52,7 @@ def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> 
         raise ValueError('offload: the target runs on the CPU, whose memory "cpu" stands for; use offload="disk"')
     budget = Budget(job.offload.budget_bytes, job.device)
     with open_checkpoint(job, progress, stays_open=True) as checkpoint:
-        budget.spare(checkpoint.least_bytes(), budget.cache_bytes, "two layers, the cache, embeddings and head")
+        budget.spare(checkpoint.least_bytes())
         weights = checkpoint.weights(lambda layer: layer is None and job.shard.is_whole)
         definition = ShardDefinition.make(job, weights)
         if job.quantization is not None and job.is_direct:

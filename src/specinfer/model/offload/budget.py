@@ -58,16 +58,19 @@ class Budget:
         """Bytes for keys and values, unless the caller sets another number."""
         return int(CACHE_SHARE * self.num_bytes)
 
-    def spare(self, planned: int, cache_bytes: int, what: str = _ALL) -> int:
-        """Return the bytes that are left after those in use, `planned` more, and the cache.
+    def spare(self, planned: int, cache_bytes: int | None = None, what: str = _ALL) -> int:
+        """Return the bytes that are left after those in use, `planned` more, and the caches.
+
+        Args:
+            cache_bytes: Bytes of the caches, or None if they are not known yet: few requests may need little.
 
         Raises:
             ValueError: The budget is too small; the message names one that suffices.
         """
-        least = used_bytes(self.device) + planned
-        if least + cache_bytes > self.num_bytes:
-            self.refuse(least, cache_bytes if cache_bytes < 0.99 * self.cache_bytes else None, what)
-        return self.num_bytes - least - cache_bytes
+        least, caches = used_bytes(self.device) + planned, cache_bytes or 0
+        if least + caches > self.num_bytes:
+            self.refuse(least, None if caches >= 0.99 * self.cache_bytes else cache_bytes, what)
+        return self.num_bytes - least - caches
 
     def refuse(self, least: int, cache_bytes: int | None = None, what: str = _ALL) -> NoReturn:
         """Raise an error that names a sufficient budget.

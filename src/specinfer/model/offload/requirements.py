@@ -39,11 +39,10 @@ def check_budget(
         vocab = max((one.shape[0] for one in outside if len(one.shape) > 1), default=1)
     finally:
         checkpoint.close()
-    cache = budget.cache_bytes if cache_bytes is None else cache_bytes
     used = used_bytes(budget.device)
-    if used + loading + cache <= budget.num_bytes:
+    if used + loading + (cache_bytes or 0) <= budget.num_bytes:
         return
-    larger = used + 2 * loading + cache  # a share of it is for guesses
+    larger = used + 2 * loading + (cache_bytes or budget.cache_bytes)  # a share of it is for guesses
     in_pass = PassCapacity.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
     of_drafters = sum(
         file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors")
