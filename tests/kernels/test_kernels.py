@@ -159,6 +159,18 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
     torch.testing.assert_close(many(x, torch.empty(9, 96)), LinearCall(panels)(x), rtol=2e-2, atol=8e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [31, 64, 150])
+def test_weights_are_unpacked_for_pytorch_in_turn(isa: str, dtype: torch.dtype, outputs: int) -> None:
+    weight = _random((outputs, 41), dtype)
+    panels = Panels.of(weight)
+    for num_bytes in (1, 64 * 41 * dtype.itemsize, 2**20):
+        parts = [(first, part.clone()) for first, part in panels.unpack_in_turn(num_bytes)]
+        assert len(parts) == {1: -(-outputs // 32), 2**20: 1}.get(num_bytes, -(-outputs // 64))
+        assert all(torch.equal(part, weight[first : first + len(part)]) for first, part in parts)
+        assert sum(len(part) for _, part in parts) == outputs
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("ending", Ending)
 def test_float32_numbers_that_bfloat16_represents_are_multiplied_as_float32(
@@ -296,7 +308,7 @@ def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     faster: set[int] = set()
     monkeypatch.delenv("SPECINFER_NATIVE")
     monkeypatch.setattr(linear, "has_dots", lambda kind: False)
-    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows: faster.issuperset(each_rows))
+    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows, **_: faster.issuperset(each_rows))
     for faster, wanted in (  # noqa: B007 the measurement reads it
         ({1, 4, 16, 64, 256}, linear.ANY_ROWS),
         ({1, 4, 16, 64}, 64),
@@ -315,7 +327,7 @@ def test_one_slow_moment_does_not_make_pytorch_multiply_many_rows(monkeypatch: p
     looks = iter([True, False, True, True])  # few rows, 64 rows in a slow moment and again, 256 rows
     monkeypatch.delenv("SPECINFER_NATIVE")
     monkeypatch.setattr(linear, "has_dots", lambda kind: False)
-    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows: next(looks))
+    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows, **_: next(looks))
     linear.choose.cache_clear()
     assert linear.choose(torch.float32) == (linear.ANY_ROWS, False)
     linear.choose.cache_clear()

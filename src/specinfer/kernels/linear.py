@@ -17,7 +17,7 @@ from specinfer.kernels.panels import TYPES, Panels, has_dots
 _SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
 _NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache
 _FEW, _MANY = (1, 4, 16), (64, 256)  # measured numbers of rows
-_NUM_OF_MANY = 2  # layers measured with many rows, where the product takes longer than reading the weights
+_LARGE = 2048, 4096  # outputs and inputs of the layer measured with many rows; small ones are unpacked within a cache
 _ROUNDS = 4
 _LOOKS = 2  # measurements that must agree that PyTorch is faster with many rows
 _CLEARLY = 0.8  # the default is kept unless the other way is clearly faster
@@ -97,18 +97,23 @@ def choose(dtype: torch.dtype) -> Choice:
     plain = [lambda x, weight=weight: functional.linear(x.to(dtype), weight) for weight in weights]
     if not is_faster(calls[dots], plain, _FEW):
         return Choice(0, dots)
-    unpacked = [lambda x, one=one: functional.linear(x.to(dtype), one.unpack()) for one in panels]
+    large = Panels.of(torch.ones(_LARGE, dtype=dtype))
+    native, by_torch = (LinearCall(large, dots=dots, max_rows=most) for most in (ANY_ROWS, 0))
     best = _FEW[-1]
     for rows in _MANY:
         # Where PyTorch multiplies, a token's logits depend on the pass, so one slow moment must not decide.
-        if not any(is_faster(calls[dots][:_NUM_OF_MANY], unpacked[:_NUM_OF_MANY], (rows,)) for _ in range(_LOOKS)):
+        if not any(is_faster([native], [by_torch], (rows,), inputs=_LARGE[1]) for _ in range(_LOOKS)):
             return Choice(best, dots)
         best = rows
     return Choice(ANY_ROWS, dots)
 
 
 def is_faster(
-    one: Sequence[Callable[..., object]], other: Sequence[Callable[..., object]], each_rows: Sequence[int]
+    one: Sequence[Callable[..., object]],
+    other: Sequence[Callable[..., object]],
+    each_rows: Sequence[int],
+    *,
+    inputs: int = _SIZE,
 ) -> bool:
     """Return whether the layers of `one` are faster than those of `other`, or not clearly slower.
 
@@ -117,7 +122,7 @@ def is_faster(
     """
     seconds = [0.0, 0.0]
     for rows in each_rows:
-        x, best = torch.ones((rows, _SIZE)), [float("inf")] * 2  # minimum, because other load only adds time
+        x, best = torch.ones((rows, inputs)), [float("inf")] * 2  # minimum, because other load only adds time
         for _ in range(_ROUNDS):
             for place, layers in enumerate((one, other)):
                 before = time.perf_counter()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.kernels.low_rank import AdapterRuns
 
 ANY_ROWS = 2**62
+_UNPACKED_BYTES = 2**22  # of a weight at a time; more would not stay in a cache until it is multiplied
 
 
 class Ending(IntEnum):
@@ -162,8 +163,7 @@ class LinearCall:
         return result
 
     def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending, runs: "AdapterRuns | None") -> Tensor:
-        weight = self.panels.unpack().float() if self.widens else self.panels.unpack()
-        y = functional.linear(x.to(weight.dtype), weight).float()
+        y = self._multiply_by_torch(x)
         if self.panels.bias is not None:
             y += self.panels.bias[: self.panels.outputs]
         if runs is not None:
@@ -175,3 +175,11 @@ class LinearCall:
         if result is None:
             return y
         return result.add_(y) if ending == Ending.ADD else result.copy_(y)
+
+    def _multiply_by_torch(self, x: Tensor) -> Tensor:
+        """Return float32 [rows, outputs], the product with some outputs' weights after another."""
+        y = torch.empty((x.shape[0], self.panels.outputs))
+        for first, weight in self.panels.unpack_in_turn(_UNPACKED_BYTES):
+            weight = weight.float() if self.widens else weight
+            y[:, first : first + len(weight)] = functional.linear(x.to(weight.dtype), weight)
+        return y
