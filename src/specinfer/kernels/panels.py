@@ -123,7 +123,7 @@ class Panels:
         return weight
 
     def unpack_in_turn(self, num_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield an output's number and the [outputs, inputs] weights from it on, all in one buffer of about `num_bytes`."""
+        """Yield an output's number and the [outputs, inputs] weights from it on, in one buffer of about `num_bytes`."""
         assert self.scales is None
         row = self.inputs * self.packed.element_size()
         count = max(num_bytes // row // WIDTH, 1) * WIDTH
