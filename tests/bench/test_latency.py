@@ -65,6 +65,23 @@ def test_the_type_of_keys_and_values_is_measured_and_reported(folders: tuple[str
         make_config(folders, kv_cache_dtype="int8")
 
 
+def test_prompts_are_read_once_if_asked(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, cached = LLM.stream, list[int]()
+
+    def spy(self: LLM, *args: Any) -> Iterator[Any]:
+        for chunk in stream(self, *args):
+            if chunk.output is not None:
+                cached.append(chunk.output.num_cached_tokens)
+            yield chunk
+
+    monkeypatch.setattr(LLM, "stream", spy)
+    prompt = tuple(i % VOCAB for i in range(40))
+    for is_kept, expected in ((True, [0, 39, 39, 39]), (False, [0, 0, 0, 0])):
+        cached.clear()
+        run_latency(make_config(folders, trees=TREES[:1], repeats=1, prompts=(prompt,), enable_prefix_caching=is_kept))
+        assert cached == expected, "two runs of each arm, one to warm up"
+
+
 def refuse_to_load(*_: object, **__: object) -> None:
     raise AssertionError("the long work began")
 
@@ -227,6 +244,7 @@ def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monke
         ({"trees": ("off",)}, "trees: plain decoding is always measured"),
         ({"trees": ("0",)}, "tree: a level of '0' has no children"),
         ({"drafters": ()}, "drafters: empty"),
+        ({"drafters": ("suffix",), "enable_prefix_caching": True}, "enable_prefix_caching: .* name other drafters"),
         ({"prompts": ()}, "prompts: one is empty, or there are none"),
         ({"prompts": ("text",)}, "prompts: .* has no tokenizer"),
         ({"prompts": ((1, VOCAB),)}, "prompts: token id 96 is not in the vocabulary"),

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from specinfer.bench.options import KINDS, AnyPrompt
-from specinfer.bench.prompts import fresh_salt, token_prompts
+from specinfer.bench.prompts import run_salt, token_prompts
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.inputs.chat.template import ChatTemplate
@@ -52,7 +52,7 @@ class PromptSet:
         if not self.kinds:
             return list(params)
         llm.engine.policy = FixedPolicy()
-        prompts = [{"prompt_token_ids": ids, "cache_salt": fresh_salt()} for ids in self.token_ids]
+        prompts = [{"prompt_token_ids": ids, "cache_salt": run_salt(llm)} for ids in self.token_ids]
         asked = [replace(one, ignore_eos=False) for one in params]
         ended = []
         for number, output in enumerate(llm.generate(prompts, asked, use_tqdm=False)):

@@ -105,6 +105,11 @@ def open_session(config: CompareConfig, console: Console | None) -> Iterator[Ses
     check_files(config.json, config.plot)
     device = find_device(config.device)  # growing is slow, so a missing device is reported before
     models = find_models(config.model, config.drafters)
+    if config.enable_prefix_caching and "suffix" in models.drafters:
+        raise ValueError(
+            "enable_prefix_caching: all runs then share what they generate, and suffix would find another's output; "
+            "name other drafters"
+        )
     prompts = find_prompts(
         models.target,
         config.max_tokens,
@@ -148,7 +153,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         max_model_len=longest,
         max_num_seqs=math.ceil(num_slots / (longest + SLOTS_OF_DRAFTS)) + config.largest,
         max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ) if config.largest > 1 else None,
-        enable_prefix_caching=False,  # every arm runs its own prefill
+        enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
     )
     if llm.target.cache.num_slots < num_slots:

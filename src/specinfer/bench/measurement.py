@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specinfer.bench.clock import now
-from specinfer.bench.prompts import fresh_salt
+from specinfer.bench.prompts import run_salt
 from specinfer.bench.results import Answer, Run
 from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import StageSample
@@ -46,7 +46,7 @@ def measure_request(
     engine, device = llm.engine, llm.target.loaded.device
     engine.policy = FixedPolicy()
     start = now(device)
-    stream = llm.stream({"prompt_token_ids": list(prompt), "cache_salt": fresh_salt()}, params)
+    stream = llm.stream({"prompt_token_ids": list(prompt), "cache_salt": run_salt(llm)}, params)
     chunk = next(stream)
     token_ids, steps = chunk.token_ids, []
     first = now(device)
@@ -94,7 +94,7 @@ def measure_batch(
         llm.engine.timer = timer
         when_read()
 
-    salt = fresh_salt()
+    salt = run_salt(llm)
     watch = _Watch(policy, size, device, begin)
     llm.engine.policy = watch
     start = now(device)

@@ -47,6 +47,8 @@ class CompareConfig:
         verification: Verification rule of the arms with trees.
         scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
+        enable_prefix_caching: Whether the prefix cache keeps prompts from run to run, instead of each reading its own.
+            The times with prompts then say nothing.
         num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
             larger than this uses as many prompts as the batch holds.
         max_tokens: Tokens generated for each prompt. The end-of-text token does not end them, but answers to chat
@@ -79,6 +81,7 @@ class CompareConfig:
     device: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    enable_prefix_caching: bool = False
     num_prompts: int = 8
     max_tokens: int = 128
     temperature: float = 0.0

@@ -6,14 +6,18 @@ from pathlib import Path
 
 from specinfer.bench.options import AnyPrompt
 from specinfer.demo.corpus import heldout_prompts
+from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
 
 _SALTS = itertools.count()
 
 
-def fresh_salt() -> str:
-    """Return a new cache salt, so that no arm can look up what another arm generated for the same prompt."""
-    return f"turn-{next(_SALTS)}"
+def run_salt(llm: LLM) -> str:
+    """Return the cache salt of a run, a new one, so that no arm can look up what another generated for the same prompt.
+
+    It is the same for all runs if prompts are read once.
+    """
+    return "prompts" if llm.target.cache.keeps_prefixes else f"turn-{next(_SALTS)}"
 
 
 def token_prompts(

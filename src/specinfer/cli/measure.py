@@ -134,6 +134,14 @@ class CompareOptions:
     select: SELECT = None
     tree: TREES = None
     verification: VERIFICATION = "coupled"
+    enable_prefix_caching: Annotated[
+        bool,
+        flag(
+            "Sampling",
+            "Read each prompt once and not in each run, to compare decoding after long prompts in less time.",
+            "--enable-prefix-caching",
+        ),
+    ] = False
     kind: KIND = None
     num_prompts: Annotated[
         int, flag("Sampling", "Number of held-out texts, or of chat prompts of all kinds; at least the batch size.")
@@ -148,7 +156,8 @@ class CompareOptions:
             ValueError: Options cannot be used together.
         """
         name = measured(argument, self.model)
-        same = ("device", "tensor_parallel_size", "pipeline_parallel_size", "verification", "num_prompts", "repeats")
+        same = ("device", "tensor_parallel_size", "pipeline_parallel_size", "verification", "enable_prefix_caching",
+                "num_prompts", "repeats")  # fmt: skip
         return {field: getattr(self, field) for field in same} | {
             "model": name,
             "trees": tuple(self.tree or ["auto"]),
