@@ -297,4 +297,4 @@ def test_a_servers_model_generates_what_it_does_in_process() -> None:
             assert remote.stdout == local.stdout  # with the same colours in the same places
             counted = [ANSI.sub("", result.stderr).split(" \u00b7 ")[:2] for result in (local, remote)]
             assert counted[0][-1] == counted[1][-1]
-        assert "max_tokens" in run("complete", *there, "-q", "the", "--max-tokens", "9999", code=2).stderr
+        assert "--max-tokens:" in run("complete", *there, "-q", "the", "--max-tokens", "9999", code=2).stderr
