@@ -6,6 +6,7 @@ paths share are computed once for each of them. Results are those of the tree.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -42,7 +43,7 @@ class SequenceRunner:
         return getattr(self._target, name)
 
     def begin(self, pieces: Sequence[Piece]) -> DeferredPass:
-        return DeferredPass(self, pieces)
+        return DeferredPass(partial(self.forward, pieces))
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the logits of the pieces, as the target does."""

@@ -78,6 +78,8 @@ class AsyncLLM:
         self.llm.engine.scheduler.waiting.max_running = {
             tenant: most for tenant, most in limits.items() if most is not None
         }
+        if len(quotas.limits) > 1:
+            self._thread.interrupt_passes()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

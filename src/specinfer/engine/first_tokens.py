@@ -1,4 +1,8 @@
-"""First tokens of some tenants among outputs of others: passes that hurry for them."""
+"""First tokens of some tenants among outputs of others: passes that hurry for them.
+
+Where a pass over the first tokens alone is much shorter than that of the others, it need not wait for theirs either: it
+goes between two of the layers of a pass under way.
+"""
 
 from specinfer.core.request import Request
 from specinfer.policy.slo_planner import SLOPlanner
@@ -30,27 +34,47 @@ class FirstTokens:
             planner: Knows what passes cost, or None if nothing does; then no request waits for another.
         """
         self._num_passes += 1
-        firsts = [request for request in group if not request.num_output]
-        if firsts:
-            tenants = {request.tenant for request in group}
-            start = self._num_passes - UNHURRIED * len(tenants)
-            self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > start}
-            firsts = [request for request in firsts if request.tenant not in self._turns]
-        self.is_hurried = bool(firsts) and len(tenants) > 1
+        firsts = self._in_turn(group)
+        self.is_hurried = bool(firsts)
         if not self.is_hurried:
             return group
-        self._turns |= {request.tenant: self._num_passes for request in firsts}
-        return group if planner is None else _alone(firsts, group, planner) or group
+        self._note_turns(firsts)
+        num_tokens = sum(request.num_unread for request in group)
+        return group if planner is None else _alone(firsts, num_tokens, planner) or group
+
+    def choose_amid(
+        self, arrived: list[Request], group: list[Request], num_tokens: int, planner: SLOPlanner | None
+    ) -> list[Request]:
+        """Return those of the requests that arrived which have a pass amid that of a group, of this many tokens."""
+        if planner is None:
+            return []
+        firsts = [request for request in self._in_turn([*group, *arrived]) if request in arrived]
+        chosen = _alone(firsts, num_tokens, planner)
+        self._note_turns(chosen)
+        return chosen
+
+    def _in_turn(self, group: list[Request]) -> list[Request]:
+        """Return those that wait for their first token and whose tenants have not hurried past others lately."""
+        firsts = [request for request in group if not request.num_output]
+        tenants = {request.tenant for request in group} if firsts else set()
+        if len(tenants) < 2:
+            return []
+        start = self._num_passes - UNHURRIED * len(tenants)
+        self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > start}
+        return [request for request in firsts if request.tenant not in self._turns]
+
+    def _note_turns(self, hurried: list[Request]) -> None:
+        self._turns |= {request.tenant: self._num_passes for request in hurried}
 
 
-def _alone(firsts: list[Request], group: list[Request], planner: SLOPlanner) -> list[Request]:
-    """Return those of the first requests, the shortest first, whose pass is much shorter than one of the group."""
-    most = _ALONE * planner.pass_seconds(sum(request.num_unread for request in group))
+def _alone(firsts: list[Request], num_tokens: int, planner: SLOPlanner) -> list[Request]:
+    """Return those of the first requests, the shortest first, whose pass is much shorter than one of these tokens."""
+    most = _ALONE * planner.pass_seconds(num_tokens)
     chosen: list[Request] = []
-    num_tokens = 0
+    num_chosen = 0
     for request in sorted(firsts, key=lambda request: request.num_unread):
-        num_tokens += request.num_unread
-        if planner.pass_seconds(num_tokens) > most:
+        num_chosen += request.num_unread
+        if planner.pass_seconds(num_chosen) > most:
             break
         chosen.append(request)
     return chosen

@@ -57,6 +57,7 @@ class HostExecutor:
         self._drafter, self._scheduler, self._verification = drafter, scheduler, verification
         self._metrics, self._endings, self._rules = metrics, endings, rules
         self.take_arrivals: Callable[[], None] = lambda: None  # adds the requests that arrived since the step began
+        self._commit_now: Callable[[StepResult], None] | None = None  # stores a step amid another; None: there are none
         self._steps: deque[InFlightStep] = deque()  # oldest first
         self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
         self._last_pass_end = 0.0  # by `time.perf_counter`
@@ -77,6 +78,15 @@ class HostExecutor:
         """Spans of all steps in flight."""
         return [span for step in self._steps for span in step.spans]
 
+    def allow_interruptions(self, commit: Callable[[StepResult], None] | None) -> None:
+        """Let first tokens have steps of their own amid those of other tenants, stored by this function; None: no more.
+
+        A pass within a memory plan, one of streamed weights, and one on several ranks are not interrupted.
+        """
+        target = self.target
+        can = isinstance(target, ModelRunner) and target.capacity is None and target.loaded.stream is None
+        self._commit_now = commit if can else None
+
     def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> InFlightStep | None:
         if len(self._steps) >= self.target.max_in_flight:
             return None
@@ -88,21 +98,34 @@ class HostExecutor:
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans, learners.policy)
         clock.lap("draft")
-        arrived = self._arrived(spans, trees)
-        spans, trees = [*spans, *arrived], [*trees, *(span.tree() for span in arrived)]
         waited = self.target.loaded.seconds_waiting
-        return InFlightStep(spans, trees, num_read, num_budgeted, clock, waited, num_programs)
+        step = InFlightStep(spans, trees, num_read, num_budgeted, clock, waited, num_programs)
+        self._take_arrivals(step)
+        return step
 
     def begin(self, batch: InFlightStep) -> None:
         self._steps.append(batch)
+        self._begin(batch, may_pause=self._commit_now is not None)
+
+    def _begin(self, batch: InFlightStep, *, may_pause: bool = False) -> None:
         self._scheduler.mark_in_flight(batch.spans)
         try:
-            batch.target_pass = self.target.begin(self._pieces(batch))
+            pieces = self._pieces(batch)
+            if may_pause and isinstance(self.target, ModelRunner):
+                batch.target_pass = self.target.begin(pieces, self._pause)
+            else:
+                batch.target_pass = self.target.begin(pieces)
         except Exception as error:  # in the result of this step, since those before it come first
             batch.error = error
 
     def finish(self) -> StepResult:
         step = self._steps[0]
+        result = self._finish(step)
+        self._finished = step.spans
+        self._steps.popleft()
+        return result
+
+    def _finish(self, step: InFlightStep) -> StepResult:
         clock = step.clock
         clock.skip_to(self._last_pass_end)
         try:
@@ -114,14 +137,11 @@ class HostExecutor:
             outcomes = self._outcomes(step.spans, step.trees, logits)
             clock.lap("verify")
             is_first = self._num_programs > step.num_programs
-            result = StepResult(
+            return StepResult(
                 step.spans, clock, outcomes, step.num_read, step.num_budgeted, waited, is_first_of_size=is_first
             )
         except Exception as error:
-            result = StepResult(step.spans, clock, error=error)
-        self._finished = step.spans
-        self._steps.popleft()
-        return result
+            return StepResult(step.spans, clock, error=error)
 
     def run_alone(self, span: Span) -> StepResult:
         """Run a step of one request without draft tokens, while no other is in flight."""
@@ -157,18 +177,48 @@ class HostExecutor:
             if self._rules is not None:
                 self._rules.start(request)
 
-    def _arrived(self, spans: Sequence[Span], trees: Sequence[TokenTree | None]) -> list[Span]:
-        """Return spans of requests that arrived while trees were drafted: they need not wait for the end of the pass.
+    def _take_arrivals(self, step: InFlightStep) -> None:
+        """Take requests that arrived while trees were drafted: they need not wait for the end of the pass.
 
         A pass within a memory plan, and one of several groups, keeps its size.
         """
-        num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
-        if not num_guessed or self.target.capacity is not None or self.target.max_in_flight > 1:
-            return []
+        if not step.num_guessed or self.target.capacity is not None or self.target.max_in_flight > 1:
+            return
         self.take_arrivals()
-        arrived = self._scheduler.schedule_arrivals(spans, num_guessed)
+        arrived, now = self._scheduler.schedule_arrivals(
+            step.spans, step.num_guessed, interrupts=self._commit_now is not None
+        )
+        self._run_now(now, step)
         self._note_start(arrived)
-        return arrived
+        step.add(arrived)
+
+    def _pause(self) -> None:
+        """Compute first tokens that should not wait for the pass under way; called between its layers."""
+        num_waiting = len(self._scheduler.waiting)
+        self.take_arrivals()
+        if len(self._scheduler.waiting) > num_waiting:
+            step = self._steps[0]
+            _, now = self._scheduler.schedule_arrivals(step.spans, step.num_guessed, joins=False, interrupts=True)
+            self._run_now(now, step)
+
+    def _run_now(self, spans: Sequence[Span], amid: InFlightStep) -> None:
+        """Run a whole step amid another, which does not count its time; after a failure it is tried again later."""
+        if not spans:
+            return
+        assert self._commit_now is not None
+        start = time.perf_counter()
+        self._note_start(spans)
+        step = InFlightStep(spans, [span.tree() for span in spans], 0, 0, StageClock(), num_programs=self._num_programs)
+        try:
+            self._begin(step)
+            self._commit_now(self._finish(step))
+        except BaseException as error:
+            self.drop(spans)
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("a step amid another failed; its requests are tried again")
+        finally:
+            amid.clock.leave_out(time.perf_counter() - start)
 
     def _draft(self, spans: Sequence[Span], policy: SpeculationPolicy) -> tuple[list[TokenTree | None], int, int]:
         """Draft a tree for each span.

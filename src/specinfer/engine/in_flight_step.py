@@ -42,6 +42,16 @@ class InFlightStep:
     def __post_init__(self) -> None:
         self.reads_prompt = [reads_prompt(span) for span in self.spans]
 
+    def add(self, spans: Sequence[Span]) -> None:
+        """Add spans without draft tokens to a step that has not begun."""
+        self.spans, self.trees = [*self.spans, *spans], [*self.trees, *(span.tree() for span in spans)]
+        self.reads_prompt = [*self.reads_prompt, *map(reads_prompt, spans)]
+
+    @property
+    def num_guessed(self) -> int:
+        """Number of nodes of all trees."""
+        return sum(tree.num_guessed for tree in self.trees if tree is not None)
+
     def wait(self) -> Tensor:
         """Wait for the pass and return its logits: [rows, vocab].
 

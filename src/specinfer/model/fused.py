@@ -79,20 +79,30 @@ class FusedDecoder(nn.Module):
         # A tied embedding is read from the packed head, unless the head is rounded, which loses the original.
         self.embedding = None if is_tied and packing.bits is None else embedding.weight.detach()
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor | None = None,
+        watch: Watch | None = None,
+        pause: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
 
         Args:
             hidden: [tokens, width] float32 output of the previous stage, modified in place.
             watch: Callback after the embedding and after each layer, see `Watch`.
+            pause: Callback now and then between layers, which may run other passes; ignored where `watch` is given.
         """
         assert (hidden is None) == self.is_first
-        hidden = self._computed(batch, self._first_hidden(batch.token_ids) if hidden is None else hidden, watch)
+        hidden = self._first_hidden(batch.token_ids) if hidden is None else hidden
+        hidden = self._computed(batch, hidden, watch, pause)
         if self.head is None:
             return hidden
         return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
 
-    def _computed(self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None) -> Tensor:
+    def _computed(
+        self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None, pause: Callable[[], None] | None
+    ) -> Tensor:
         """Run the layers on `hidden` in place, and return it: [tokens, width]."""
         pieces = batch.native
         assert pieces is not None
@@ -106,7 +116,7 @@ class FusedDecoder(nn.Module):
         if known is not None:
             scratch = torch.empty(hidden.shape[0] * known + pieces.num_scanned * self._scan_floats)
         if scratch is not None and watch is None and self.stream is None:
-            self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters)
+            self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters, pause)
             self._wrote(scan)
             return hidden
         if watch is not None:

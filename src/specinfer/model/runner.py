@@ -1,8 +1,9 @@
 """ModelRunner: one model and its cache, on one device."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -69,12 +70,6 @@ class TargetRunner(Protocol):
     def keep_taps(self, layers: Collection[int]) -> None:
         """Store hidden states after no other layers from now on."""
         ...
-
-
-class ForwardRunner(Protocol):
-    """The part of a runner that computes a whole pass at once."""
-
-    def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
 
 
 class ModelRunner:
@@ -165,37 +160,46 @@ class ModelRunner:
     def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
         return self.tensors.read_taps(layers, self.cache.slots(request_id)[start:end])
 
-    def begin(self, pieces: Sequence[Piece]) -> Pass:
+    def begin(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Pass:
         """Return a pass that is computed in `wait`; one process has nothing else to do in the meantime."""
-        return DeferredPass(self, pieces)
+        given = {} if pause is None else {"pause": pause}
+        return DeferredPass(partial(self.forward, pieces, **given))
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Tensor:
         """Return [rows, vocab] float32 logits, piece by piece, for the last `num_logits` tokens of each.
 
         The next pass of this runner may overwrite the result: copy it to keep it longer.
+
+        Args:
+            pause: Callback now and then between fused layers, which may run other passes.
         """
         with on_device(self.loaded.device):
             if self.padded is not None:
                 return self.padded.forward(pieces)
-            return compute(self.loaded, self.tensors, pieces)
+            return compute(self.loaded, self.tensors, pieces, pause=pause)
 
 
-def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
+def compute(
+    loaded: LoadedModel,
+    tensors: KVTensors,
+    pieces: Sequence[Piece],
+    hidden: Tensor | None = None,
+    pause: Callable[[], None] | None = None,
+) -> Tensor:
     """Run one pass over these pieces, and return what `forward` returns for the model or for this rank's stage."""
     # The shape of a pass changes the last bit of PyTorch's attention sums. Where activations are then rounded to 8
     # bits, one bit may become a whole step. Sums in double, rounded to the model's type, do not differ.
     in_double = loaded.is_quantized and loaded.device.type == "cpu"
     batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
-    return forward(loaded.model, batch, hidden)
+    return forward(loaded.model, batch, hidden, pause=pause)
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredPass:
     """A pass in this process, computed when it is waited for."""
 
-    runner: ForwardRunner
-    pieces: Sequence[Piece]
+    compute: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        return self.runner.forward(self.pieces)
+        return self.compute()
