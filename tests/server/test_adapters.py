@@ -153,6 +153,41 @@ def test_adapters_are_changed_only_where_the_operator_allows_it_and_by_keys_for_
     assert found == [401, 403, 200]
 
 
+def test_of_two_loads_of_one_name_at_once_the_second_is_refused(llm: LLM, adapters: list[Path]) -> None:
+    async def run() -> None:
+        async with served(llm, lora_modules=modules(adapters), **UPDATING) as (client, _):
+            bodies = [{"lora_name": "both", "lora_path": str(adapters[i])} for i in (0, 1)]
+            first, second = await asyncio.gather(*(client.post(LOAD, json=body) for body in bodies))
+            assert (first.status_code, second.status_code) == (200, 400)
+            assert "lora_name: 'both' is being loaded" in second.text
+            assert (await client.get("/v1/models/both")).json()["root"] == str(adapters[0])
+            assert (await client.post(UNLOAD, json={"lora_name": "both"})).status_code == 200
+            failing = {"lora_name": "both", "lora_path": str(adapters[0] / "no")}
+            assert (await client.post(LOAD, json=failing)).status_code == 400
+            assert (await client.post(LOAD, json=bodies[1])).status_code == 200, "a failure leaves the name free"
+            assert (await client.post(UNLOAD, json={"lora_name": "both"})).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_paths_of_this_machine_are_shown_to_keys_with_the_role_admin_only(llm: LLM, adapters: list[Path]) -> None:
+    keys = {"user-key-1": KeySettings(roles=["generate"]), "admin-key": KeySettings(roles=["generate", "admin"])}
+
+    async def run(key: str, **config: Any) -> list[str]:
+        async with served(llm, lora_modules=modules(adapters), **config) as (client, _):
+            headers = {"Authorization": f"Bearer {key}"}
+            listed = (await client.get("/v1/models", headers=headers)).json()["data"]
+            shown = [(await client.get(f"/v1/models/{one['id']}", headers=headers)).json() for one in listed]
+            assert shown == listed
+            return [one["root"] for one in listed[1:]]
+
+    with_keys = {"api_keys": tuple(keys), "key_settings": keys}
+    assert asyncio.run(run("user-key-1", **with_keys)) == ["one", "two"]
+    paths = [str(folder) for folder in adapters[:2]]
+    assert asyncio.run(run("admin-key", **with_keys)) == paths
+    assert asyncio.run(run("none")) == paths
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

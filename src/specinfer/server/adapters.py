@@ -38,11 +38,17 @@ async def load_adapter(fields: LoadFields, request: Request) -> PlainTextRespons
     if fields.lora_name in state.model_names:
         message = f"lora_name: {fields.lora_name!r:.80} is served already; unload it first, or choose another name"
         raise ApiError(400, message, param="lora_name")
+    if fields.lora_name in state.loading_adapters:
+        message = f"lora_name: {fields.lora_name!r:.80} is being loaded already; wait for it, or choose another name"
+        raise ApiError(400, message, param="lora_name")
+    state.loading_adapters.add(fields.lora_name)
     try:
         adapter = LoRARequest(fields.lora_name, next(state.adapter_ids), fields.lora_path)
         await state.engine.read(lambda: _registry(state).find(adapter))
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+    finally:
+        state.loading_adapters.discard(fields.lora_name)
     state.adapters[fields.lora_name] = adapter
     return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 

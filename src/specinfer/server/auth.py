@@ -129,6 +129,12 @@ def tenant_of(request: Request) -> str:
     return str(getattr(request.state, "tenant", ""))
 
 
+def has_role(request: Request, config: ServerConfig, role: str) -> bool:
+    """Return whether the key that the request came with has a role; without keys everybody has all."""
+    tenant = tenant_of(request)
+    return not tenant or role in config.tenants[tenant].roles
+
+
 def body_size_of(request: Request) -> int:
     """Return the bytes of the request's body."""
     return int(getattr(request.state, "body_size", 0))

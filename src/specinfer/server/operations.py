@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 import specinfer
+from specinfer.server.auth import has_role
 from specinfer.server.errors import ApiError
 from specinfer.server.state import ServerState, state_of
 
@@ -16,7 +17,7 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     """List the names that the model is served under, and its adapters."""
     state = state_of(request)
-    return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
+    return {"object": "list", "data": [_model(request, state, name) for name in state.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -24,17 +25,18 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
     """Describe the model by one of its names."""
     state = state_of(request)
     state.check_model(name)
-    return _model(state, name)
+    return _model(request, state, name)
 
 
-def _model(state: ServerState, name: str) -> dict[str, Any]:
+def _model(request: Request, state: ServerState, name: str) -> dict[str, Any]:
     adapter = state.adapters.get(name)
+    root = state.root if adapter is None else adapter.lora_path
     return {
         "id": name,
         "object": "model",
         "created": int(state.started),
         "owned_by": "specinfer",
-        "root": state.root if adapter is None else adapter.lora_path,
+        "root": root if has_role(request, state.config, "admin") else name,  # it may be a path of this machine
         "parent": None if adapter is None else state.names[0],
         "max_model_len": state.engine.llm.max_model_len,
     }

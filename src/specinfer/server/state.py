@@ -39,6 +39,7 @@ class ServerState:
     Attributes:
         adapters: LoRA adapters by the names of models that clients choose them by.
         adapter_ids: Numbers for further adapters.
+        loading_adapters: Names of adapters that are being loaded.
         is_stopping: True when the server is shutting down and takes no new work.
         scrape: Returns the metrics in Prometheus format; None if metrics are not served.
         count_refusal: Called with the error code of every refused request.
@@ -57,6 +58,7 @@ class ServerState:
         self._last_end, self._ready_at = last_end, ready_at
         self.adapters = dict(config.lora_modules)
         self.adapter_ids = itertools.count(len(self.adapters) + 1)
+        self.loading_adapters: set[str] = set()
         self._engine: AsyncLLM | None = None
         if engine is not None:
             self.put_engine(engine)
