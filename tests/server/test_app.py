@@ -56,6 +56,7 @@ def post(
         (b"[" * 100_000 + b"]" * 100_000, "nested deeper"),
         (b'{"prompt":[' + b"[1]," * 100_000 + b"[1]]}", "more than 100000 lists and objects"),
         (b'{"prompt":"' + b'[\\"' * 1_000_000, "no JSON"),  # quadratic time would be hours
+        (b'{"tokens":[' + b"5," * 1_000_000 + b"5]}", "more than 262144 values"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested deeper"),
         (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "64 bits"),
@@ -80,6 +81,8 @@ def test_a_body_that_is_no_sound_object_is_refused(llm: LLM, content: bytes, par
 
 def test_brackets_in_a_text_are_no_lists() -> None:
     check_body(b'{"prompt":"' + b'[{\\"' * 100_000 + b'"}')
+    check_body(b'{"prompt":"' + b"a," * 1_000_000 + b'"}')
+    check_body(b'{"prompt":[' + b"5," * 200_000 + b"5]}")
 
 
 def test_a_sound_body_passes(llm: LLM) -> None:

@@ -15,6 +15,7 @@ from specinfer.server.errors import ApiError
 MAX_DEPTH = 100
 MAX_NAMES = 20_000  # of one object: each unknown one may become an error of its own
 MAX_HOLDERS = 100_000  # lists and objects: Python's parser would keep all threads waiting for seconds for a million
+MAX_VALUES = 1 << 18  # numbers, texts and the like: a million keep all threads waiting for 0.2 s
 _STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -26,8 +27,8 @@ def check_body(body: bytes) -> None:
     Raises:
         ApiError: The body is not; the message says what to change.
     """
-    if _num_holders(body) > MAX_HOLDERS and _num_holders(_STRING.sub(b"", body)) > MAX_HOLDERS:
-        raise _refused(f"more than {MAX_HOLDERS} lists and objects; send fewer")
+    if _excess(body) and (wrong := _excess(_STRING.sub(b"", body))):
+        raise _refused(f"more than {wrong}; send fewer")
     try:
         value = _parse(body)
     except UnicodeDecodeError:
@@ -94,8 +95,11 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def _num_holders(text: bytes) -> int:
-    return text.count(b"[") + text.count(b"{")
+def _excess(text: bytes) -> str | None:
+    """Return what there is too much of in a text without strings, which have no meaning here, or None."""
+    if text.count(b"[") + text.count(b"{") > MAX_HOLDERS:
+        return f"{MAX_HOLDERS} lists and objects"
+    return f"{MAX_VALUES} values" if text.count(b",") >= MAX_VALUES else None
 
 
 def _is_deep(value: Any) -> bool:

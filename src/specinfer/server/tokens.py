@@ -11,6 +11,7 @@ from specinfer.core.errors import RequestError
 from specinfer.server.auth import body_size_of, tenant_of
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.json_body import MAX_VALUES
 from specinfer.server.state import ServerState, state_of
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: StrictStr | None = None
-    tokens: Annotated[list[Token], Field(max_length=1_000_000, fail_fast=True)]
+    tokens: Annotated[list[Token], Field(max_length=MAX_VALUES, fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):
