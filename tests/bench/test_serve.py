@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 from fake_server import FakeServer, serving
 from specinfer.bench.serve import run_serve
 from specinfer.bench.serve_load import send_all, send_alone
-from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, schedule
+from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, at_rate, schedule
 from specinfer.bench.serve_process import running_server
 from specinfer.bench.serve_report import Overhead, RateResult, RequestRun, Round, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
+from specinfer.bench.serve_search import highest_rate, next_rate
 from specinfer.bench.serve_table import arm_lines, overhead_line, print_serve
 from specinfer.cli.app import app
 from specinfer.client import open_async_client
@@ -55,6 +56,39 @@ def make_config(server: FakeServer, **changes: Any) -> ServeConfig:
 # ------------------------------------------------------------------------------------ the plan
 
 
+def search(first: float, limits: dict[str, float]) -> dict[float, dict[str, bool]]:
+    """Return the rates that a search measures, and which arms met them, if each meets all rates up to its limit."""
+    met: dict[float, dict[str, bool]] = {}
+    while (rate := next_rate(first, met)) is not None:
+        met[rate] = {arm: rate <= limit for arm, limit in limits.items()}
+    return met
+
+
+@pytest.mark.parametrize("first", [0.5, 3.0, 40.0])
+def test_a_search_finds_the_highest_rate_of_each_arm(first: float) -> None:
+    limits = {"off": 3.1, "auto": 7.7}
+    met = search(first, limits)
+    assert len(met) <= 16
+    for arm, limit in limits.items():
+        found = highest_rate(arm, met)
+        assert found is not None
+        assert limit / 1.12 <= found <= limit
+
+
+def test_a_search_ends_if_no_rate_is_met_or_missed() -> None:
+    missed = search(1.0, {"off": 0.0, "auto": 3.0})
+    assert min(missed) == 1 / 16
+    assert highest_rate("off", missed) is None
+    assert highest_rate("auto", missed) == pytest.approx(2.83, abs=0.01)
+    assert highest_rate("off", search(1.0, {"off": INF})) == 2.0**15
+
+
+def test_a_rate_above_one_that_was_missed_does_not_count() -> None:
+    met = {1.0: {"off": True}, 2.0: {"off": False}, 2.5: {"off": True}}
+    assert highest_rate("off", met) == 1.0
+    assert next_rate(1.0, met) == pytest.approx(math.sqrt(2))
+
+
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, INF])
 def test_arrivals_keep_the_rate(burstiness: float) -> None:
     times = arrivals(200, 50.0, burstiness, 1)
@@ -71,8 +105,14 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
     assert arrivals(3, INF, 1.0, 0) == [0.0] * 3
 
 
+def test_times_of_a_trace_are_scaled_to_a_rate() -> None:
+    assert at_rate([0.0, 1.0, 4.0], INF) == [0.0, 1.0, 4.0]
+    assert at_rate([0.0, 1.0, 4.0], 1.5) == [0.0, 0.5, 2.0]
+    assert at_rate([0.0, 0.0], 1.5) == [0.0, 0.0]
+
+
 def test_arms_and_rates_take_turns(server: FakeServer) -> None:
-    turns = list(schedule(make_config(server, request_rates=(1.0, INF), trees=("off", "1,1"))))
+    turns = list(schedule(make_config(server, trees=("off", "1,1")), (1.0, INF)))
     assert [(turn.rate, turn.repeat) for turn in turns] == [(1.0, 0), (INF, 0), (1.0, 1), (INF, 1)]
     assert [turn.arms[0] for turn in turns] == ["off", "1,1", "1,1", "off"]
     assert all(sorted(turn.arms) == ["1,1", "off"] for turn in turns)
@@ -142,7 +182,9 @@ def test_random_prompts_are_the_seeds_own(server: FakeServer) -> None:
         ({"request_rates": (0.0,)}, "request_rates"),
         ({"request_rates": (math.nan,)}, "request_rates"),
         ({"burstiness": 0.0}, "burstiness must be above 0"),
-        ({"self_timed": True, "request_rates": (1.0,)}, "self_timed"),
+        ({"find_rate": 90.0}, "find_rate: the search begins with one finite rate"),
+        ({"find_rate": 90.0, "request_rates": (1.0, 2.0)}, "find_rate: the search begins with one finite rate"),
+        ({"find_rate": 101.0, "request_rates": (1.0,)}, "find_rate must be a percentage"),
         ({"temperature": -1.0}, "temperature"),
         ({"num_prompts": 0}, "num_prompts"),
         ({"max_concurrency": 0}, "max_concurrency"),
@@ -351,6 +393,27 @@ def test_a_trace_is_replayed_at_its_times_with_its_targets(server: FakeServer, t
     assert sorted(body["max_tokens"] for body in server.asked) == [2, 3, 4]
     assert [body.get("slo") for body in server.asked] == [{"ttft": 9e4} if sends_slo else None] * 3
     assert arm.num_good({}) == 3
+
+
+def test_the_highest_rate_is_searched_for_and_shown(server: FakeServer, tmp_path: Path) -> None:
+    config = make_config(
+        server, find_rate=90.0, request_rates=(100.0,), goodput={"ttft": 9e4}, repeats=1, trees=("auto", "off"),
+        json=tmp_path / "report.json",
+    )  # fmt: skip
+    report = run_serve(config)
+    rates = [result.rate for result in report.results]
+    assert rates == [100.0 * 2**i for i in range(16)]
+    assert report.highest_rates == {"auto": rates[-1], "off": rates[-1]}
+    assert json.loads((tmp_path / "report.json").read_text())["highest_rates"] == report.highest_rates
+    output = io.StringIO()
+    print_serve(report, Console(file=output, width=100))
+    assert "Requests a second that met their targets" in output.getvalue()
+    assert "Highest rate at which 90 % met their targets: auto 3.28e+06, off 3.28e+06" in output.getvalue()
+
+
+def test_a_search_without_targets_is_refused(server: FakeServer) -> None:
+    with pytest.raises(ValueError, match="find_rate: the requests have no targets"):
+        run_serve(make_config(server, find_rate=90.0, request_rates=(1.0,)))
 
 
 def test_the_screen_shows_failures_and_how_arms_compare(server: FakeServer) -> None:

@@ -6,12 +6,12 @@ run. Requests have a cache salt, so that no arm benefits from prompts that the s
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -20,10 +20,11 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import PLAIN, precision_of
 from specinfer.bench.serve_load import PATHS, send_all, send_alone, send_one
-from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, schedule
+from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, at_rate, schedule
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
+from specinfer.bench.serve_search import highest_rate, in_order, next_rate, targets_met
 from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url
 from specinfer.core.config import MAX_TREE_NODES
@@ -31,8 +32,11 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar, stage_bar
 from specinfer.reporting.spread import Spread
+
+if TYPE_CHECKING:
+    import httpx
 
 
 def run_serve(config: ServeConfig, console: Console | None = None) -> ServeReport:
@@ -45,27 +49,28 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
     """
     check_files(config.json, config.plot)
     requests = load_requests(config)
+    if config.find_rate is not None and not config.goodput and not any(request.slo for request in requests):
+        raise ValueError("find_rate: the requests have no targets; give goodput, or a trace whose lines have slo")
     with stage_bar(console) as progress, ExitStack() as stack:
         progress.stage("starting the server")
         models, dtype = _models(config)
         address = stack.enter_context(_server(config, models, dtype))
         name, version = _look(address, config.model if config.base_url else None)
-        total = config.repeats * len(config.request_rates) * len(config.trees) * len(requests)
-        progress.stage("requests", total)
-        rounds = asyncio.run(_measure(config, address, name, requests, lambda: progress.advance()))
+        load = _Load(config, address, name, requests, progress)
+        results = asyncio.run(load.measure())
         overhead = None
         if config.measures_overhead:
             assert models is not None
             progress.stage("the same in this process")
             prompts = [request.prompt for request in requests]
             overhead = _measure_overhead(config, address, name, prompts, str(models.target), dtype)
-    results = tuple(
-        RateResult(rate, tuple(ServeArm(tree, tuple(rounds[rate, tree])) for tree in config.trees))
-        for rate in config.request_rates
-    )
     options = {key: value for key, value in options_of(config).items() if key != "api_key"}
     environment = surroundings() | {"served_model": name, "server_version": version}
-    report = ServeReport(results, options, environment, overhead)
+    highest = None
+    if config.find_rate is not None:
+        met = targets_met(results, config.goodput, config.find_rate)
+        highest = {tree: highest_rate(tree, met) for tree in config.trees}
+    report = ServeReport(results, options, environment, overhead, highest)
     _check_served(report)
     write_files(report, config.json, config.plot, plot_serve)
     return report
@@ -123,26 +128,60 @@ def _look(address: ServerAddress, name: str | None) -> tuple[str, str | None]:
 # --------------------------------------------------------------------------------------- the load
 
 
-async def _measure(
-    config: ServeConfig, address: ServerAddress, name: str, requests: Sequence[LoadRequest], advance: Callable[[], None]
-) -> dict[tuple[float, str], list[Round]]:
-    """Measure and return the rounds of each (rate, arm)."""
-    rounds: dict[tuple[float, str], list[Round]] = {}
-    path = PATHS[config.endpoint]
-    async with open_async_client(address.url, address.api_key) as client:
-        for tree in config.trees:
-            for number in range(config.warmups):
-                body = _body(config, name, tree, requests[number % len(requests)], f"warmup-{number}-{tree}")
-                await send_one(client, path, body, 0, time.perf_counter())
-        for turn in schedule(config):
-            times = arrivals(len(requests), turn.rate, config.burstiness, config.seed + turn.repeat)
+class _Load:
+    """The load of a run: the same requests for all arms, at each rate.
+
+    Args:
+        name: Name of the model in requests.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        address: ServerAddress,
+        name: str,
+        requests: Sequence[LoadRequest],
+        progress: StageBar,
+    ) -> None:
+        self._config, self._address, self._name = config, address, name
+        self._requests, self._progress = requests, progress
+        self._path = PATHS[config.endpoint]
+
+    async def measure(self) -> tuple[RateResult, ...]:
+        """Measure the rates of the options, or those of a search."""
+        config = self._config
+        async with open_async_client(self._address.url, self._address.api_key) as client:
+            for tree in config.trees:
+                for number in range(config.warmups):
+                    request = self._requests[number % len(self._requests)]
+                    body = _body(config, self._name, tree, request, f"warmup-{number}-{tree}")
+                    await send_one(client, self._path, body, 0, time.perf_counter())
+            if config.find_rate is None:
+                return await self._at_rates(client, config.request_rates)
+            found = list[RateResult]()
+            while rate := next_rate(config.request_rates[0], targets_met(found, config.goodput, config.find_rate)):
+                found += await self._at_rates(client, (rate,))
+            return in_order(found)
+
+    async def _at_rates(self, client: "httpx.AsyncClient", rates: Sequence[float]) -> tuple[RateResult, ...]:
+        """Measure all arms at these rates."""
+        config, requests = self._config, self._requests
+        total = config.repeats * len(rates) * len(config.trees) * len(requests)
+        self._progress.stage("requests" if len(rates) > 1 else f"requests, {rates[0]:.3g} a second", total)
+        rounds: dict[tuple[float, str], list[Round]] = {}
+        for turn in schedule(config, rates):
             if config.self_timed:
-                times = [request.time or 0.0 for request in requests]
+                times = at_rate([request.time or 0.0 for request in requests], turn.rate)
+            else:
+                times = arrivals(len(requests), turn.rate, config.burstiness, config.seed + turn.repeat)
             for tree in turn.arms:
-                bodies = [_body(config, name, tree, request, _salt(turn, tree)) for request in requests]
-                made = await send_all(client, path, bodies, times, config.max_concurrency, advance)
+                bodies = [_body(config, self._name, tree, request, _salt(turn, tree)) for request in requests]
+                made = await send_all(client, self._path, bodies, times, config.max_concurrency, self._progress.advance)
                 rounds.setdefault((turn.rate, tree), []).append(_with_classes(made, requests))
-    return rounds
+        return tuple(
+            RateResult(rate, tuple(ServeArm(tree, tuple(rounds[rate, tree])) for tree in config.trees))
+            for rate in rates
+        )
 
 
 def _salt(turn: Turn, tree: str) -> str:

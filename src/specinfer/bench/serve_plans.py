@@ -1,7 +1,7 @@
 """Configuration of a serving run: the load, the arms, and the arrival times of requests."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,9 @@ class ServeConfig:
         request_rates: Requests per second, each measured separately. Infinity sends all at once.
         burstiness: 1 is a Poisson process. Lower values give bursts, higher ones more even arrivals, and infinity gives
             fixed intervals.
-        self_timed: Send requests at the times of the dataset.
+        find_rate: Percentage of requests that must meet their targets in a search for the highest rate, which begins
+            with the only one of `request_rates`; None measures the rates given.
+        self_timed: Send requests at the times of the dataset, at a finite rate scaled to it.
         sends_slo: Send the latency targets of requests to the server.
         max_concurrency: Most concurrent requests, or None for no limit.
         max_tokens: Tokens generated for each request. The end-of-text token does not end the output.
@@ -57,6 +59,7 @@ class ServeConfig:
     max_tokens: int = 64
     temperature: float = 0.0
     request_rates: tuple[float, ...] = (math.inf,)
+    find_rate: float | None = None
     burstiness: float = 1.0
     self_timed: bool = False
     sends_slo: bool = True
@@ -111,8 +114,11 @@ class ServeConfig:
         rates = self.request_rates
         if not rates or len(set(rates)) < len(rates) or not all(rate > 0 for rate in rates):
             raise ValueError(f"request_rates must be numbers above 0 or inf, at least one, none twice, not {rates}")
-        if self.self_timed and rates != (math.inf,):
-            raise ValueError("self_timed: requests have the times of the dataset; leave request_rate out")
+        if self.find_rate is not None:
+            if not 0 < self.find_rate <= 100:
+                raise ValueError(f"find_rate must be a percentage above 0 and at most 100, not {self.find_rate:g}")
+            if len(rates) > 1 or math.isinf(rates[0]):
+                raise ValueError("find_rate: the search begins with one finite rate; give one request_rate")
         if not self.burstiness > 0:
             raise ValueError(f"burstiness must be above 0, not {self.burstiness:g}")
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
@@ -132,7 +138,8 @@ class ServeConfig:
     @property
     def sends_again(self) -> bool:
         """True if a prompt is sent more than once, so that requests need a cache salt against prefix caching."""
-        return len(self.trees) * self.repeats * len(self.request_rates) + self.warmups > 1
+        num_rounds = len(self.trees) * self.repeats * len(self.request_rates)
+        return num_rounds + self.warmups > 1 or self.find_rate is not None
 
     def fields_of(self, arm: str, prompt: str) -> dict[str, Any]:
         """Return the body of a request without its model and cache salt."""
@@ -163,10 +170,10 @@ class Turn(NamedTuple):
     arms: tuple[str, ...]
 
 
-def schedule(config: ServeConfig) -> Iterator[Turn]:
+def schedule(config: ServeConfig, rates: Sequence[float]) -> Iterator[Turn]:
     """Yield all rates in each repeat, so that a slower machine affects all of them alike."""
     for repeat in range(config.repeats):
-        for place, rate in enumerate(config.request_rates):
+        for place, rate in enumerate(rates):
             yield Turn(rate, repeat, rotated(config.trees, repeat + place))
 
 
@@ -178,6 +185,14 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
         gaps = np.full(count, 1 / rate)
     else:
         gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
-    times = np.cumsum(gaps)
-    # Scaled as in vLLM's benchmark, since the actual rate would otherwise be random.
-    return list(map(float, times * (count / rate / times[-1])))
+    return at_rate(np.cumsum(gaps).tolist(), rate)
+
+
+def at_rate(times: Sequence[float], rate: float) -> list[float]:
+    """Return ascending times scaled so that their mean rate is this one; as they are if it is infinite.
+
+    vLLM's benchmark does so with random times, since the actual rate would otherwise be random.
+    """
+    if math.isinf(rate) or not times[-1]:
+        return list(times)
+    return [time * (len(times) / rate / times[-1]) for time in times]

@@ -119,6 +119,10 @@ class ServeArm:
         """Return the number of served requests within these limits in milliseconds, or their own ones."""
         return sum(run.is_good(limits) for run in self.served)
 
+    def share_good(self, limits: Mapping[str, float]) -> float:
+        """Return the percentage of all requests that were served within these limits, or their own ones."""
+        return 100 * self.num_good(limits) / len(self.runs)
+
     def by_class(self, limits: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Return the goodput of each class of requests, if there are classes, and how many met their targets."""
         found = {}
@@ -159,6 +163,7 @@ class ServeArm:
             "total_output_tokens": num_output,
             "request_throughput": len(served) / duration,
             "request_goodput": self.num_good(limits) / duration if has_limits else None,
+            "met_targets_rate": self.share_good(limits) if has_limits else None,
             "output_throughput": num_output / duration,
             "total_token_throughput": (num_input + num_output) / duration,
             "max_concurrent_requests": max(each.most_at_once for each in self.rounds),
@@ -259,18 +264,25 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """Results of all rates, in the requested order."""
+    """Results of all rates, in the requested order.
+
+    Attributes:
+        highest_rates: For each arm, the highest rate at which the wanted share of requests met their targets, or None
+            if it missed them at all rates; None if no such rate was wanted.
+    """
 
     results: tuple[RateResult, ...]
     options: Mapping[str, object]
     environment: Mapping[str, object]
     overhead: Overhead | None = None
+    highest_rates: Mapping[str, float | None] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return the report in a form ready for JSON."""
         return {
             "rates": [self._rate_dict(result) for result in self.results],
             "overhead": None if self.overhead is None else self.overhead.as_dict(),
+            "highest_rates": None if self.highest_rates is None else dict(self.highest_rates),
             "options": {name: _plain(value) for name, value in self.options.items()},
             "environment": dict(self.environment),
         }

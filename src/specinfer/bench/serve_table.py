@@ -28,6 +28,7 @@ def print_serve(report: ServeReport, console: Console) -> None:
             for line in arm_lines(result.rate, arm, report.options):
                 console.print(line, markup=False, highlight=False)
             _print_errors(arm, console)
+    _print_goodput(report, console)
     _print_ratios(report, console)
     if report.overhead is not None:
         console.print(f"\n{overhead_line(report.overhead)}", highlight=False)
@@ -51,6 +52,7 @@ def arm_lines(rate: float, arm: ServeArm, options: Mapping[str, object]) -> Iter
     yield _line("Request throughput (req/s):", numbers["request_throughput"])
     if numbers["request_goodput"] is not None:
         yield _line("Request goodput (req/s):", numbers["request_goodput"])
+        yield _line("Requests that met their targets (%):", numbers["met_targets_rate"])
     for kind, found in arm.by_class(goodput_of(options)).items():
         yield _line(f"  of {kind:.20} (req/s):", found["request_goodput"])
         yield _line(f"  of {kind:.20} (met):", f"{found['good']:.0f} of {found['requests']:.0f}")
@@ -84,6 +86,23 @@ def _print_errors(arm: ServeArm, console: Console) -> None:
         console.print(f"tree {arm.name}: {errors.count(error)} requests failed: {error}", markup=False, highlight=False)
 
 
+def _print_goodput(report: ServeReport, console: Console) -> None:
+    """Print goodput by rate, and the highest rates of a search."""
+    rows = [(result.rate, arm, arm.numbers(report.options)) for result in report.results for arm in result.arms]
+    if len(rows) > 1 and rows[0][2]["request_goodput"] is not None:
+        columns = (
+            Column[tuple[float, ServeArm, dict[str, object]]]("rate", lambda row: f"{row[0]:.3g}", label=True),
+            Column("tree", lambda row: row[1].name, label=True),
+            Column("goodput", lambda row: f"{row[2]['request_goodput']:.2f}"),
+            Column("met, %", lambda row: f"{row[2]['met_targets_rate']:.1f}"),
+        )
+        print_rows(console, "Requests a second that met their targets, and their share", columns, rows)
+    if report.highest_rates is not None:
+        rates = (f"{name} {'none' if rate is None else f'{rate:.3g}'}" for name, rate in report.highest_rates.items())
+        share = report.options["find_rate"]
+        console.print(f"Highest rate at which {share:g} % met their targets: {', '.join(rates)}", highlight=False)
+
+
 def _print_ratios(report: ServeReport, console: Console) -> None:
     rows = [
         (result, arm)
@@ -107,7 +126,7 @@ def _print_ratios(report: ServeReport, console: Console) -> None:
 
     metrics = {"tokens/s": "output_throughput", "TTFT": "ttft", "TPOT": "tpot", "E2EL": "e2el"}
     columns = (
-        Column("rate", lambda row: f"{row[0].rate:g}", label=True),
+        Column("rate", lambda row: f"{row[0].rate:.3g}", label=True),
         Column("tree", lambda row: row[1].name, label=True),
         *(ratio(heading, name) for heading, name in metrics.items()),
         Column("other texts", other_texts),
@@ -131,7 +150,7 @@ def plot_serve(report: ServeReport, path: str | Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
     """
-    rates = ["all at once" if math.isinf(result.rate) else f"{result.rate:g}" for result in report.results]
+    rates = ["all at once" if math.isinf(result.rate) else f"{result.rate:.3g}" for result in report.results]
 
     def panel(label: str, spread: Callable[[ServeArm], Spread]) -> Panel:
         series = [

@@ -59,6 +59,15 @@ def serve(
     request_rate: Annotated[
         list[float] | None, flag("Load", "Requests per second. May be repeated. (default: inf, all at once)")
     ] = None,
+    find_rate: Annotated[
+        float | None,
+        flag(
+            "Load",
+            "Search for the highest rate at which this percentage of requests meets its targets, for each tree; begins "
+            "with --request-rate.",
+            metavar="PERCENT",
+        ),
+    ] = None,
     burstiness: Annotated[
         float,
         flag(
@@ -68,7 +77,12 @@ def serve(
         ),
     ] = 1.0,
     self_timed: Annotated[
-        bool, flag("Load", "Send requests at the times of the dataset, which is a trace.", "--self-timed")
+        bool,
+        flag(
+            "Load",
+            "Send requests at the times of the dataset, which is a trace; scaled if --request-rate is given.",
+            "--self-timed",
+        ),
     ] = False,
     send_slo: Annotated[
         bool, flag("Load", "Send the latency targets of a trace to the server.", "--send-slo/--no-send-slo")
@@ -111,6 +125,7 @@ def serve(
             max_tokens=max_tokens,
             temperature=temperature,
             request_rates=tuple(request_rate or (float("inf"),)),
+            find_rate=find_rate,
             burstiness=burstiness,
             self_timed=self_timed,
             sends_slo=send_slo,
