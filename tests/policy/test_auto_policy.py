@@ -145,6 +145,22 @@ def test_a_first_token_waits_for_no_drafting_unless_a_pass_reads_its_weights_fro
     assert all(budget.max_nodes for budget in AutoPolicy(streamed).budgets(spans))
 
 
+def _steps_with_trees(length: int, waited: float) -> tuple[bool, bool]:
+    """Return whether requests get trees where another's first token is next, after so long, and with no such one."""
+    policy = AutoPolicy(make_costs(GROWING))
+    policy.planner.clock = lambda: waited
+    others, first = [make_span() for _ in range(2)], make_span(num_output=0, length=length)
+    first.request.arrival_time = 0.0
+    with_first = policy.budgets([*others, Span(first.request, 0, length)])
+    assert not with_first[-1].max_nodes
+    return with_first[0].max_nodes > 0, policy.budgets(others)[0].max_nodes > 0
+
+
+def test_trees_delay_no_first_token_of_others_noticeably() -> None:
+    assert _steps_with_trees(100, 0.0) == (False, True)
+    assert _steps_with_trees(100, 1000.0) == (True, True), "it has waited so long that trees make no difference"
+
+
 def test_steps_that_read_prompts_do_not_change_the_costs() -> None:
     """Their passes are large for another reason, but the acceptance of their trees counts."""
     policy = AutoPolicy(make_costs())

@@ -39,6 +39,7 @@ class AutoPolicy:
     CHECK, CHECKS = 64, 2  # steps with trees after which steps without show what they cost, and the number of these
     CLEAR = 1.25  # gain from which that could not change the choice
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
+    DELAY = 0.03  # share of the time to a first token by which trees of others may delay it
 
     def __init__(self, costs: CostModel, lookups: Collection[str] = (), *, has_self: bool = False) -> None:
         self.costs = costs
@@ -83,7 +84,7 @@ class AutoPolicy:
             ]
             if any(pays):
                 self._num_plain, self._plain_seconds = 0, 0.0
-                if self._must_check(len(spans)):
+                if self._delays_first_token(spans) or self._must_check(len(spans)):
                     return [OFF] * len(spans)
                 return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
@@ -108,6 +109,24 @@ class AutoPolicy:
         is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_RETRY
         return is_cheap and self.optimizer.could_pay(len(spans))
 
+    def _delays_first_token(self, spans: Sequence[Span]) -> bool:
+        """Return whether trees in this step would delay a first token noticeably.
+
+        Passes that read prompts are bound by computing, so that nodes cost most there and the step loses little.
+        """
+        firsts = [span.request for span in spans if not self._may_delay(span.request)]
+        if not firsts:
+            return False
+        others = [span.request for span in spans if span.request.num_output]
+        num_nodes, num_levels, _ = self.optimizer.usual()
+        num_nodes *= len(others)
+        num_rows = sum(span.end - span.start for span in spans)
+        plain, grown = self.costs.target([num_rows, num_rows + num_nodes]).tolist()
+        reading = self.costs.read_token * sum(map(num_to_read, others))
+        added = grown - plain + float(self.costs.draft(num_nodes, num_levels)) + reading
+        waited = self.planner.clock() - max(request.arrival_time for request in firsts)
+        return added > self.DELAY * (waited + plain)
+
     def _may_delay(self, request: Request) -> bool:
         """Return whether drafting may delay the next token of a request.
 
@@ -124,6 +143,7 @@ class AutoPolicy:
         seconds = step.draft_time + step.target_time + step.rest_time
         self._num_steps += 1
         self._pause -= seconds
+        self.planner.observe(step)
         self._plain_seconds += seconds
         reads_prompt = step.num_rows != len(outcomes) + step.num_guessed
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture

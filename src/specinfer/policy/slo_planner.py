@@ -16,12 +16,14 @@ import numpy.typing as npt
 
 from specinfer.core.request import Request, Span
 from specinfer.core.slo import SLO
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 from specinfer.policy.streamed_costs import Floats
 
 _HORIZON = 8  # steps in which a request that is late, or early, returns to its target
+_MEMORY = 0.95  # weight of the steps before in the pace of tokens, for each further step
 _MARGIN = 0.9  # share of a target that a larger batch may take, because prompts are read between
 _NUM_CHUNKS = 7  # sizes of chunks to choose from, each half of the one before
 
@@ -37,6 +39,13 @@ class SLOPlanner:
     def __init__(self, costs: CostModel, optimizer: TreeOptimizer) -> None:
         self._costs, self._optimizer = costs, optimizer
         self.clock = time.time
+        self._paced_seconds = self._paced_tokens = 0.0  # of the last steps, and the tokens that a request got in them
+
+    def observe(self, step: StepRecord) -> None:
+        """Learn from a step at which pace tokens come, the time included in which prompts are read."""
+        seconds = step.draft_time + step.target_time + step.rest_time
+        self._paced_seconds = _MEMORY * self._paced_seconds + seconds
+        self._paced_tokens = _MEMORY * self._paced_tokens + step.num_generated / step.num_requests
 
     # ------------------------------------------------------------------------------------- trees
 
@@ -109,22 +118,25 @@ class SLOPlanner:
         if not any(_has_target(request) for request in running):
             return True
         tpots = self._tpots(running, self.clock(), len(running))
-        tpots = tpots[np.isfinite(tpots)] * _MARGIN
-        if 2 * len(tpots) < len(running):
+        has_target = np.isfinite(tpots)
+        if 2 * int(has_target.sum()) < len(running):
             return True
-        return self._num_kept(tpots, len(running) + 1) >= self._num_kept(tpots, len(running))
+        has_trees = np.asarray([_has_trees(request) for request in running])[has_target]
+        tpots = tpots[has_target] * _MARGIN
+        return self._num_kept(tpots, has_trees, len(running) + 1) >= self._num_kept(tpots, has_trees, len(running))
 
-    def _num_kept(self, tpots: Floats, num_requests: int) -> int:
-        """Return how many of these targets a batch keeps, with trees for those that need them."""
+    def _num_kept(self, tpots: Floats, has_trees: npt.NDArray[np.bool_], num_requests: int) -> int:
+        """Return how many of these targets a batch keeps, with trees for those that need them and may have them."""
         sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
-        is_tight = tpots < float(self._seconds(num_requests, 0, 0))
+        is_tight = has_trees & (tpots < float(self._seconds(num_requests, 0, 0)))
         seconds = self._seconds(num_requests, int(is_tight.sum()) * sizes.num_nodes, sizes.num_levels)
         return int((seconds <= tpots[:, None] * np.where(is_tight[:, None], expected, 1.0)).sum(axis=0).max())
 
     def max_tokens(self, decoding: Sequence[Request], reading: Mapping[Request, int], most: int) -> int:
         """Return how many tokens of prompts a step may read, at most `most`.
 
-        They are as many as no decoding request is late for, or more if first tokens would otherwise be late.
+        They are as many as no decoding request is late for, or more if first tokens would otherwise be late. A request
+        is late if the tokens that follow, at their usual pace, do not bring it back to its target.
 
         Args:
             decoding: Requests that emit tokens in the step.
@@ -135,13 +147,22 @@ class SLOPlanner:
             return most
         now, num_requests = self.clock(), len(decoding)
         tpots = self._tpots(decoding, now, num_requests)
-        dues = [request.due for request, tpot in zip(decoding, tpots, strict=True) if np.isfinite(tpot)]
+        nodes, levels, expected = self._optimizer.usual()
+        num_nodes = nodes * sum(map(_has_trees, decoding))
+        step = float(self._seconds(num_requests, num_nodes, levels if num_nodes else 0))
+        paced = self._paced_seconds / max(self._paced_tokens, 1e-9)
+        dues = []
+        for request, tpot in zip(decoding, tpots, strict=True):
+            if np.isfinite(tpot):
+                pace = max(step / (expected if _has_trees(request) else 1.0), paced)
+                dues.append(request.due + min(request.max_new_tokens - 1, _HORIZON) * max(tpot - pace, 0.0))
         if not dues:
             return most
-        nodes, levels, _ = self._optimizer.usual()
         chunks = np.maximum(most >> np.arange(_NUM_CHUNKS), 1)  # descending
-        drafting = self._costs.draft(num_requests * nodes, levels)
-        seconds = drafting + self._costs.target(num_requests * (1 + nodes) + chunks) + self._costs.rest
+        # A step that ends in a first token mostly has no trees.
+        num_nodes_each = np.where(chunks < sum(reading.values()), num_nodes, 0)
+        drafting = self._costs.draft(num_nodes_each, np.where(num_nodes_each, levels, 0))
+        seconds = drafting + self._costs.target(num_requests + num_nodes_each + chunks) + self._costs.rest
         in_time = chunks[seconds <= min(dues) - now].max(initial=chunks[-1])
         rates = chunks / seconds
         fast = chunks[rates >= _reading_rate(reading, now, float(rates.max()))].min(initial=most)
@@ -157,8 +178,8 @@ class SLOPlanner:
         """Return the seconds that each token of a request may take, or infinity without a target that can be met."""
         sizes = self._optimizer.sizes
         alone = self._seconds(num_requests, sizes.num_nodes, sizes.num_levels)  # with a tree for one request
-        fastest = float((alone / self._optimizer.expected_tokens()).min())
-        return np.asarray([_tpot(request, now, fastest) for request in requests])
+        fastest, plain = float((alone / self._optimizer.expected_tokens()).min()), float(alone[0])  # the first is none
+        return np.asarray([_tpot(one, now, fastest if _has_trees(one) else plain) for one in requests])
 
     def _seconds(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of a step with this many nodes in all."""
@@ -169,6 +190,11 @@ class SLOPlanner:
 
 def _has_target(request: Request) -> bool:
     return isinstance(request.params.slo, SLO) and request.params.slo.tpot is not None
+
+
+def _has_trees(request: Request) -> bool:
+    """Return whether the policy chooses trees for a request."""
+    return request.params.tree in (None, "auto")
 
 
 def _reading_rate(reading: Mapping[Request, int], now: float, most: float) -> float:
@@ -189,7 +215,7 @@ def _tpot(request: Request, now: float, fastest: float) -> float:
     """Return the seconds that each token of a request may take, or infinity without a target that can be met.
 
     Args:
-        fastest: Seconds of a token if the request alone has a tree.
+        fastest: Least seconds of a token: with a tree for the request alone, if it may have one.
     """
     slo = request.params.slo
     if not isinstance(slo, SLO) or slo.tpot is None:
