@@ -16,8 +16,9 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
-from specinfer.drafters.growth.draft_sampling import Candidates, Node, chooses_for, draw
+from specinfer.drafters.growth.draft_sampling import Candidates, chooses_for, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
+from specinfer.drafters.growth.wanted import Node
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import Block, FeatureHead
 from specinfer.model.kv_cache import Slots

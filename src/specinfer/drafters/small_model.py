@@ -15,8 +15,9 @@ from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.draft_loop import DraftLoop, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
-from specinfer.drafters.growth.draft_sampling import Candidates, Node, draw
+from specinfer.drafters.growth.draft_sampling import Candidates, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
+from specinfer.drafters.growth.wanted import Node
 from specinfer.drafters.merge.scoring import Losses, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece

@@ -17,9 +17,10 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget, expansion_nodes
 from specinfer.drafters.growth import expansion
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
-from specinfer.drafters.growth.draft_sampling import Candidates, Node
+from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, SubtreeSize, bins_of
+from specinfer.drafters.growth.wanted import Node
 from tiny import make_request, paths_of
 
 Path = tuple[int, ...]
@@ -381,4 +382,4 @@ def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
         (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH, drafter="x")),
         (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12, drafter="x")),
     ):
-        assert TreeBatch([GrowingTree(request, budget, "x")], Known()).wanted() == [node]
+        assert list(TreeBatch([GrowingTree(request, budget, "x")], Known()).wanted()) == [node]

@@ -12,7 +12,7 @@ addition to the best tokens ("hybrid"), Hu et al. (arXiv 2502.18779).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
+from specinfer.drafters.growth.wanted import Node, Wanted
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
 from specinfer.kernels.toss import sources_at
@@ -39,20 +40,6 @@ def sampling_of(draft_sampling: str, request: Request) -> str:
 def chooses_for(draft_sampling: str, request: Request) -> bool:
     """Return whether all candidates for a request are chosen, so that none has a distribution."""
     return request.params.is_greedy or sampling_of(draft_sampling, request) in CHOSEN
-
-
-class Node(NamedTuple):
-    """A node that needs candidates: `path` leads to it from the root, and at most `width` candidates are wanted.
-
-    Of the first `group` candidates, hybrid draft sampling takes one from the tail of the distribution and the best
-    tokens for the others. Each `drafter` draws with its own noise.
-    """
-
-    request: Request
-    path: tuple[int, ...]
-    width: int
-    group: int = 1
-    drafter: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,22 +94,24 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
         logits: [nodes, vocab] float32; the nodes of one request are adjacent.
         token_map: The target tokens of the columns of the logits, or None for all of them.
     """
-    if token_map is not None and any(is_adjusted(request) for request, *_ in _groups(nodes)):
+    wanted = Wanted.of(nodes)
+    requests = [run.request for run in wanted.runs]
+    if token_map is not None and any(map(is_adjusted, requests)):
         logits, token_map = token_map.expand(logits), None  # adjustments find tokens by their ids
-    width = max(node.width for node in nodes)
+    width = max(run.width for run in wanted.runs)
     size = min(logits.shape[-1], max(SUPPORT, width))
-    values, ids = most_probable(_adjusted(logits, nodes), size)
+    values, ids = most_probable(_adjusted(logits, wanted), size)
     if token_map is not None:
         ids = token_map.ids[ids]
-    scores = _tempered(values, nodes)
-    kinds = {sampling_of(draft_sampling, request) for request, *_ in _groups(nodes)} if draft_sampling == AUTO else ()
+    scores = _tempered(values, wanted)
+    kinds = {sampling_of(draft_sampling, request) for request in requests} if draft_sampling == AUTO else ()
     if len(kinds) > 1:
         chosen, drawn = (
-            _candidates(kind, scores, ids, nodes, width) for kind in sorted(kinds, key=lambda kind: kind not in CHOSEN)
+            _candidates(kind, scores, ids, wanted, width) for kind in sorted(kinds, key=lambda kind: kind not in CHOSEN)
         )
-        is_chosen = np.asarray([[chooses_for(draft_sampling, node.request)] for node in nodes])
+        is_chosen = np.asarray(wanted.each(lambda run: [chooses_for(draft_sampling, run.request)]))
         return _by_row(is_chosen, chosen, drawn)
-    return _candidates(next(iter(kinds), draft_sampling), scores, ids, nodes, width)
+    return _candidates(next(iter(kinds), draft_sampling), scores, ids, wanted, width)
 
 
 def _by_row(is_chosen: npt.NDArray[np.bool_], chosen: Candidates, drawn: Candidates) -> Candidates:
@@ -135,16 +124,16 @@ def _by_row(is_chosen: npt.NDArray[np.bool_], chosen: Candidates, drawn: Candida
     )
 
 
-def _candidates(draft_sampling: str, scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> Candidates:
+def _candidates(draft_sampling: str, scores: Tensor, ids: Tensor, wanted: Wanted, width: int) -> Candidates:
     """Return candidates from `scores` [nodes, support], descending before noise, of the tokens `ids`."""
-    is_sampled = [not node.request.params.is_greedy for node in nodes]
+    is_sampled = wanted.each(lambda run: not run.request.params.is_greedy)
     if draft_sampling in CHOSEN or not any(is_sampled):
         is_noisy = draft_sampling == "shared-noise" and any(is_sampled)
         if is_noisy:
-            noisy = scores + _shared_noise(nodes, ids)
+            noisy = scores + _shared_noise(wanted, ids)
             scores = noisy if all(is_sampled) else torch.where(_column(is_sampled, scores), noisy, scores)
         return _chosen(scores, ids, width, descend=not is_noisy)
-    return _drawn(draft_sampling, scores, ids, _column(is_sampled, scores), nodes, width)
+    return _drawn(draft_sampling, scores, ids, _column(is_sampled, scores), wanted, width)
 
 
 def _column(values: Sequence[bool], like: Tensor) -> Tensor:
@@ -152,44 +141,46 @@ def _column(values: Sequence[bool], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device).unsqueeze(1)
 
 
-def _groups(nodes: Sequence[Node]) -> list[tuple[Request, int, int]]:
-    """Return (request, start, end) of each run of nodes of one request."""
-    starts = [i for i, node in enumerate(nodes) if i == 0 or node.request is not nodes[i - 1].request]
-    return [(nodes[a].request, a, b) for a, b in zip(starts, [*starts[1:], len(nodes)], strict=True)]
+def _parts(wanted: Wanted, rows: Tensor) -> list[Tensor]:
+    """Return the rows of each run."""
+    return [rows[a:b] for a, b in pairwise(wanted.starts)]
 
 
-def _adjusted(logits: Tensor, nodes: Sequence[Node]) -> Tensor:
-    parts = [adjust(logits[a:b], request, [node.path for node in nodes[a:b]]) for request, a, b in _groups(nodes)]
+def _adjusted(logits: Tensor, wanted: Wanted) -> Tensor:
+    if not any(is_adjusted(run.request) for run in wanted.runs):
+        return logits
+    parts = [
+        adjust(part, run.request, [run.path_of(i) for i in range(len(part))])
+        for part, run in zip(_parts(wanted, logits), wanted.runs, strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _tempered(values: Tensor, nodes: Sequence[Node]) -> Tensor:
-    params = [node.request.params for node in nodes]
+def _tempered(values: Tensor, wanted: Wanted) -> Tensor:
+    params = [run.request.params for run in wanted.runs]
     if all(p.is_greedy or (p.temperature == 1.0 and not p.truncates) for p in params):
         return values
-    parts = [truncate(values[a:b], request.params) for request, a, b in _groups(nodes)]
+    parts = [truncate(part, own) for part, own in zip(_parts(wanted, values), params, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _shared_noise(nodes: Sequence[Node], ids: Tensor) -> Tensor:
+def _shared_noise(wanted: Wanted, ids: Tensor) -> Tensor:
     """Return the noise that the target adds to these tokens at the position after each node."""
-    seeds = [node.request.seed for node in nodes]
-    return noise_for(seeds, [len(node.request.token_ids) + len(node.path) for node in nodes], ids)
+    positions = [len(run.request.token_ids) + depth for run in wanted.runs for depth in run.depths]
+    return noise_for(wanted.each(lambda run: run.request.seed), positions, ids)
 
 
-def _own_noise(nodes: Sequence[Node], ids: Tensor, *, draws: int = 1) -> Tensor:
+def _own_noise(wanted: Wanted, ids: Tensor, *, draws: int = 1) -> Tensor:
     """Return noise that nothing else uses, [nodes, draws, support]."""
-    numbers: list[int] = []
-    streams: dict[tuple[str, str], int] = {}
-    for request, *_, drafter in nodes:
-        if (request.request_id, drafter) not in streams:
-            streams[request.request_id, drafter] = derive_seed(request.seed, draws_of(drafter))
-        first = request.num_draws.get(drafter, 0)
-        request.num_draws[drafter] = first + draws
-        numbers += range(first, first + draws)
-    seeds = [streams[node.request.request_id, node.drafter] for node in nodes for _ in range(draws)]
+    numbers, seeds = list[int](), list[int]()
+    for run in wanted.runs:
+        request, count = run.request, draws * len(run.depths)
+        first = request.num_draws.get(run.drafter, 0)
+        request.num_draws[run.drafter] = first + count
+        numbers += range(first, first + count)
+        seeds += [derive_seed(request.seed, draws_of(run.drafter))] * count
     noise = noise_for(seeds, numbers, ids if draws == 1 else ids.repeat_interleave(draws, dim=0))
-    return noise.view(len(nodes), draws, -1)
+    return noise.view(len(wanted), draws, -1)
 
 
 def _chosen(scores: Tensor, ids: Tensor, width: int, *, descend: bool) -> Candidates:
@@ -212,21 +203,19 @@ def _chosen(scores: Tensor, ids: Tensor, width: int, *, descend: bool) -> Candid
     return Candidates(tokens, confidence.astype(np.float32), none, none.astype(np.float64), np.full(tokens.shape, -1))
 
 
-def _drawn(
-    draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, nodes: Sequence[Node], width: int
-) -> Candidates:
+def _drawn(draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, wanted: Wanted, width: int) -> Candidates:
     """Return drawn candidates from `scores` [nodes, support], descending before noise, and `sampled` [nodes, 1]."""
     whole = distributions = scores.double().softmax(dim=-1).nan_to_num(0.0)
     width = min(width, scores.shape[-1])
-    ranks = torch.arange(width, device=ids.device).expand(len(nodes), -1)  # indices of the best tokens
+    ranks = torch.arange(width, device=ids.device).expand(len(wanted), -1)  # indices of the best tokens
     if draft_sampling == "iid":
-        places = (scores.unsqueeze(1) + _own_noise(nodes, ids, draws=width)).argmax(dim=-1)
+        places = (scores.unsqueeze(1) + _own_noise(wanted, ids, draws=width)).argmax(dim=-1)
         drawn = torch.ones_like(places, dtype=torch.bool)
     elif draft_sampling == "without-replacement":
-        places = (scores + _own_noise(nodes, ids)[:, 0]).topk(width, dim=-1).indices
+        places = (scores + _own_noise(wanted, ids)[:, 0]).topk(width, dim=-1).indices
         drawn = torch.ones_like(places, dtype=torch.bool)
     else:
-        places, drawn, distributions = _hybrid(scores, ids, nodes, width)
+        places, drawn, distributions = _hybrid(scores, ids, wanted, width)
     places = torch.where(sampled, places, ranks)
     drawn &= sampled
     possible = whole.gather(1, places) > 0
@@ -245,19 +234,19 @@ def _drawn(
     )
 
 
-def _hybrid(scores: Tensor, ids: Tensor, nodes: Sequence[Node], width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _hybrid(scores: Tensor, ids: Tensor, wanted: Wanted, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token from the distribution without the group-1 best ones, then choose those, then the next best.
 
     Returns:
         Indices [nodes, width], whether each was drawn [nodes, width], and distributions [nodes, support] without the
             best tokens.
     """
-    best = torch.tensor([node.group - 1 for node in nodes], device=ids.device).unsqueeze(1)
+    best = torch.tensor(wanted.each(lambda run: run.group - 1), device=ids.device).unsqueeze(1)
     order = torch.arange(scores.shape[-1], device=ids.device).unsqueeze(0)
     tail = scores.masked_fill(order < best, -torch.inf)
     # If the distribution has no tail, the first token is drawn from all of it.
     tail = torch.where((tail > -torch.inf).any(dim=-1, keepdim=True), tail, scores)
-    first = (tail + _own_noise(nodes, ids)[:, 0]).argmax(dim=-1, keepdim=True)
+    first = (tail + _own_noise(wanted, ids)[:, 0]).argmax(dim=-1, keepdim=True)
     others = torch.where(order == first, scores.shape[-1], order.expand_as(scores)).sort(dim=-1).values
     places = torch.cat([first, others[:, : width - 1]], dim=1)
     drawn = torch.zeros_like(places, dtype=torch.bool)

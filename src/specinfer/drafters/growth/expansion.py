@@ -30,10 +30,11 @@ from specinfer.core.draws import Floats
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget
 from specinfer.drafters.growth.calibration import MIDDLE, Calibration, places, source
-from specinfer.drafters.growth.draft_sampling import Candidates, Node
+from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.guesses import Guesses
 from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
 from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, bins_of, count_bins, floors, subtree_size_of
+from specinfer.drafters.growth.wanted import Run, Wanted
 from specinfer.kernels import library
 from specinfer.kernels.growth import GrowthCall
 
@@ -55,7 +56,6 @@ class GrowingTree:
     depths: Ints = field(init=False)
     path_prob: Floats = field(init=False)
     ancestry: Bools = field(init=False)  # [nodes, nodes] row a, column b: b is a, or an ancestor
-    paths: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     frontier: range = range(1)  # nodes whose candidates come next
     computed: list[int] = field(default_factory=list)  # nodes with keys and values in the cache, except the root
     num_levels: int = 0  # grown so far
@@ -77,14 +77,21 @@ class GrowingTree:
 
     def advance(self) -> None:
         """Finish a level: its nodes become the frontier, unless no node may be added below them."""
-        first, end = len(self.paths), self.size
+        first, end = self.frontier.stop, self.size  # the nodes of a level follow those of the one before
         self.num_levels += 1
         growing = end <= self.budget.max_nodes and self.levels_to_come > 0
         self.frontier = range(first, end) if growing else range(0)
-        if not growing:
-            return
-        parents, tokens = self.parents[first:end].tolist(), self.tokens[first:end].tolist()
-        self.paths += [(*self.paths[node], token) for node, token in zip(parents, tokens, strict=True)]
+
+    def wanted(self) -> Run:
+        """Return the nodes of the frontier."""
+        first, width = self.frontier.start, self.width
+        group = width if self.budget.widths else 1
+        depths = self.depths[first : self.frontier.stop].tolist()
+        return Run(self.request, depths, lambda i: self.path(first + i), width, group, self.drafter)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Return the tokens from the root (left out) down to a node."""
+        return tuple(self.tokens[1 : node + 1][self.ancestry[node, 1 : node + 1]].tolist())
 
     def children(self) -> dict[tuple[int, int], int]:
         """Return the child of each node and token, by (node, token)."""
@@ -118,15 +125,9 @@ class TreeBatch:
             tree.tree_batch, tree.index = self, i
             tree.tokens, tree.parents, tree.depths, tree.path_prob, tree.ancestry = self.nodes.of(i)
 
-    def wanted(self) -> list[Node]:
+    def wanted(self) -> Wanted:
         """Return the nodes that need candidates next, tree by tree; none when all trees are grown."""
-        wanted = []
-        for tree in self.growing_trees:
-            if tree.frontier:
-                width = tree.width
-                group = width if tree.budget.widths else 1
-                wanted += [Node(tree.request, tree.paths[node], width, group, tree.drafter) for node in tree.frontier]
-        return wanted
+        return Wanted([tree.wanted() for tree in self.growing_trees if tree.frontier])
 
     def extend(self, candidates: Candidates) -> None:
         """Take guesses from these candidates, whose rows are the wanted nodes, and from those left from before."""
