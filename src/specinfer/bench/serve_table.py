@@ -88,13 +88,14 @@ def _print_errors(arm: ServeArm, console: Console) -> None:
 
 def _print_goodput(report: ServeReport, console: Console) -> None:
     """Print goodput by rate, and the highest rates of a search."""
-    rows = [(result.rate, arm, arm.numbers(report.options)) for result in report.results for arm in result.arms]
-    if len(rows) > 1 and rows[0][2]["request_goodput"] is not None:
-        columns = (
-            Column[tuple[float, ServeArm, dict[str, object]]]("rate", lambda row: f"{row[0]:.3g}", label=True),
+    limits = goodput_of(report.options)
+    rows = [(result.rate, arm) for result in report.results for arm in result.arms]
+    if len(rows) > 1 and (limits or any(run.limits for run in rows[0][1].runs)):
+        columns: tuple[Column[tuple[float, ServeArm]], ...] = (
+            Column("rate", lambda row: f"{row[0]:.3g}", label=True),
             Column("tree", lambda row: row[1].name, label=True),
-            Column("goodput", lambda row: f"{row[2]['request_goodput']:.2f}"),
-            Column("met, %", lambda row: f"{row[2]['met_targets_rate']:.1f}"),
+            Column("goodput", lambda row: f"{row[1].num_good(limits) / row[1].duration:.2f}"),
+            Column("met, %", lambda row: f"{row[1].share_good(limits):.1f}"),
         )
         print_rows(console, "Requests a second that met their targets, and their share", columns, rows)
     if report.highest_rates is not None:

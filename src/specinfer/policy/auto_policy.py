@@ -125,7 +125,7 @@ class AutoPolicy:
         reading = self.costs.read_token * sum(map(num_to_read, others))
         added = grown - plain + float(self.costs.draft(num_nodes, num_levels)) + reading
         waited = self.planner.clock() - max(request.arrival_time for request in firsts)
-        return added > self.DELAY * (waited + plain)
+        return bool(added > self.DELAY * (waited + plain))
 
     def _may_delay(self, request: Request) -> bool:
         """Return whether drafting may delay the next token of a request.

@@ -68,8 +68,8 @@ class Wanted(Sequence[Node]):
         for _, adjacent in groupby(nodes, key=lambda node: (id(node.request), *node[2:])):
             group = list(adjacent)
             paths = [node.path for node in group]
-            request, _, *shared = group[0]
-            runs.append(Run(request, [len(path) for path in paths], paths.__getitem__, *shared))
+            first, depths = group[0], [len(path) for path in paths]
+            runs.append(Run(first.request, depths, paths.__getitem__, first.width, first.group, first.drafter))
         return cls(runs)
 
     def __len__(self) -> int:
