@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
@@ -211,5 +213,48 @@ def test_tenants_that_always_begin_interrupt_others_in_their_turns_only() -> Non
     for _ in range(100):
         first_tokens.choose(list(busy), costs)  # type: ignore[arg-type]
         greedy = make_request("greedy", [1], tenant="greedy")
-        chosen += len(first_tokens.choose_amid([greedy], busy, 12, costs))  # type: ignore[arg-type]
+        chosen += len(first_tokens.choose_amid([greedy], [*busy, greedy], 12, costs))  # type: ignore[arg-type]
     assert chosen == 100 // (UNHURRIED * 4) + 1
+
+
+def test_tenants_that_do_not_run_in_the_pass_under_way_have_their_turns_too() -> None:
+    first_tokens, costs = FirstTokens(), _Costs()
+    tenants, busy, chosen = "abcdef", make_request("busy", [1, 2], tenant="busy"), 0
+    busy.token_ids.append(1)
+    for i in range(140):
+        beginning = [make_request(name, [1], tenant=name) for name in tenants]
+        first_tokens.choose([busy], costs)  # type: ignore[arg-type]
+        arrived = [beginning[i % len(tenants)]]
+        chosen += len(first_tokens.choose_amid(arrived, [busy, *beginning], 12, costs))  # type: ignore[arg-type]
+    assert chosen <= 140 // UNHURRIED + len(tenants)
+
+
+def test_learners_can_keep_what_they_compute_amid_a_pass(serving: Callable[..., Engine]) -> None:
+    engine, requests, modes = serving(), _requests()[:2], list[bool]()
+    engine.add(requests[0])
+    engine.step()
+    _arriving(engine, requests[1:])
+    commit = engine.host._commit_now
+
+    def noted(result: StepResult) -> None:
+        modes.append(torch.is_inference_mode_enabled())
+        assert commit is not None
+        commit(result)
+
+    engine.host._commit_now = noted
+    while engine.has_work:
+        engine.step()
+    assert modes == [False]
+
+
+def test_a_request_of_one_token_ends_amid_a_pass(serving: Callable[..., Engine], plain: list[list[int]]) -> None:
+    engine, requests = serving(), _requests()[:2]
+    requests[1] = make_request("1", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1), tenant="new")
+    engine.add(requests[0])
+    engine.step()
+    delivered = _arriving(engine, requests[1:], at_call=4)
+    while engine.has_work:
+        engine.step()
+    assert delivered == [requests[1:]]
+    assert [request.output_ids for request in requests] == [plain[0], plain[1][:1]]
+    assert not engine.target.cache.num_owned

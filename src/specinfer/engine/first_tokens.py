@@ -43,12 +43,18 @@ class FirstTokens:
         return group if planner is None else _alone(firsts, num_tokens, planner) or group
 
     def choose_amid(
-        self, arrived: list[Request], group: list[Request], num_tokens: int, planner: SLOPlanner | None
+        self, arrived: list[Request], running: list[Request], num_tokens: int, planner: SLOPlanner | None
     ) -> list[Request]:
-        """Return those of the requests that arrived which have a pass amid that of a group, of this many tokens."""
+        """Return those of the requests that arrived which have a pass of their own amid another.
+
+        Args:
+            running: All running requests, these among them.
+            num_tokens: Tokens of the pass under way.
+            planner: As in `choose`.
+        """
         if planner is None:
             return []
-        firsts = [request for request in self._in_turn([*group, *arrived]) if request in arrived]
+        firsts = [request for request in self._in_turn(running) if request in arrived]
         chosen = _alone(firsts, num_tokens, planner)
         self._note_turns(chosen)
         return chosen

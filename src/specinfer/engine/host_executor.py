@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specinfer.core.request import Span
@@ -199,7 +200,8 @@ class HostExecutor:
         if len(self._scheduler.waiting) > num_waiting:
             step = self._steps[0]
             _, now = self._scheduler.schedule_arrivals(step.spans, step.num_guessed, joins=False, interrupts=True)
-            self._run_now(now, step)
+            with torch.inference_mode(mode=False):  # learners may keep what they compute from logits
+                self._run_now(now, step)
 
     def _run_now(self, spans: Sequence[Span], amid: InFlightStep) -> None:
         """Run a whole step amid another, which does not count its time; after a failure it is tried again later."""

@@ -118,7 +118,8 @@ class Scheduler:
         group, num_known = [span.request for span in spans], sum(span.end - span.start for span in spans)
         now = []
         if interrupts:
-            now = self.first_tokens.choose_amid(arrived, group, num_known + num_guessed, self.planner)
+            num_tokens = num_known + num_guessed
+            now = self.first_tokens.choose_amid(arrived, self.running, num_tokens, self.planner)
         joining = [request for request in arrived if request not in now] if joins else []
         shares = self._shares([*group, *joining])[len(group) :]
         tokens_left = self._max_num_batched_tokens - num_known
