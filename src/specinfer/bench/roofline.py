@@ -15,6 +15,7 @@ from specinfer.model.definition import load_config
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.kv_cache import bytes_per_slot
 from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.layers import is_recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class PassWork:
 
     Attributes:
         weight_bytes: Bytes of weights that every pass reads.
-        token_bytes: Bytes of the keys and values of one token in all layers.
+        token_bytes: Bytes of the keys and values of one token in all layers with attention.
         row_flops: Operations of one row's products with the weights.
         pair_flops: Operations of attention for one row and one token that it attends to.
     """
@@ -46,12 +47,14 @@ class PassWork:
             return None
         is_tied = getattr(config, "tie_word_embeddings", True)
         embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product
-        widths = (shape.key_dim + shape.value_dim for shape in loaded.layer_shapes)
+        others = {module.layer_idx for module in loaded.model.modules() if is_recurrent(module)}  # these read states
+        attending = [shape for place, shape in enumerate(loaded.layer_shapes) if place not in others]
+        widths = sum(shape.key_dim + shape.value_dim for shape in attending)
         return cls(
             weight_bytes=read_bytes(loaded),
-            token_bytes=bytes_per_slot(loaded.layer_shapes, loaded.dtype, kv_dtype=loaded.kv_dtype),
+            token_bytes=bytes_per_slot(attending, loaded.dtype, kv_dtype=loaded.kv_dtype),
             row_flops=2.0 * (loaded.num_parameters - embedding),
-            pair_flops=2.0 * config.num_attention_heads * sum(widths),
+            pair_flops=2.0 * config.num_attention_heads * widths if attending else 0.0,
         )
 
     def seconds(self, ceilings: Ceilings, num_rows: float, num_context: float, num_requests: int) -> float:
