@@ -1,0 +1,76 @@
+"""Models with layers without attention, each family through the server, its page and `bench latency`."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from browser import Browser
+from page_api import NEEDS_CHROMIUM, send, settle, texts
+from reference import greedy
+from serving import served, served_on_port
+from specinfer import LLM
+from specinfer.bench.latency import run_latency
+from specinfer.bench.options import LatencyConfig
+from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_model, quick
+
+Folders = Callable[..., Path]
+PROMPT = [5, 17, 3, 60, 22, 9, 41]
+FAMILIES = quick(HYBRIDS, *KINDS_OF_HYBRIDS)
+
+
+def _loaded(family: str, model_folder: Folders) -> LLM:
+    drafter = str(model_folder(family, noise=0.15, tokenizer=True))
+    return LLM(model_folder(family, tokenizer=True), drafters=[drafter], tree="2,1", dtype="float32")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_server_answers_with_the_tokens_of_transformers(family: str, model_folder: Folders) -> None:
+    """Two requests at a time, the text of one streamed, and the page with them."""
+    llm = _loaded(family, model_folder)
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+    async def ask() -> list[httpx.Response]:
+        async with served(llm) as (client, _):
+            posts = [client.post("/v1/completions", json=body | more) for more in ({}, {"stream": True})]
+            answers = await asyncio.gather(*posts)
+            return [*answers, await client.get("/")]
+
+    answer, stream, front = asyncio.run(ask())
+    wanted = llm.tokenizer.decode(greedy(make_model(family), PROMPT, 12), skip_special_tokens=True)
+    assert answer.json()["choices"][0]["text"] == wanted
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert "<!doctype html>" in front.text.lower()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bench_latency_measures_trees_that_change_no_token(family: str, model_folder: Folders) -> None:
+    folders = [str(model_folder(family, noise=noise, tokenizer=True)) for noise in (0.0, 0.15)]
+    report = run_latency(
+        LatencyConfig(
+            model=folders[0], drafters=(folders[1],), trees=("2,1",), device="cpu", prompts=(tuple(PROMPT),),
+            max_tokens=12, repeats=2, dtype="float32",
+        )
+    )  # fmt: skip
+    (arm,) = report.result.trees
+    assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.result.plain.runs]
+    assert report.result.partings(arm) == []
+    assert list(arm.runs[0].token_ids) == greedy(make_model(family), PROMPT, 12)
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_page_shows_an_answer(family: str, chromium: Browser, model_folder: Folders) -> None:
+    chromium.complaints.clear()
+    with served_on_port(_loaded(family, model_folder)) as url:
+        chromium.go(url)
+        chromium.wait("document.title === 'tiny · SpecInfer'")
+        chromium.run("document.getElementById('max_tokens').value = 7")
+        send(chromium, "the")
+        chromium.wait("document.getElementById('status').textContent.startsWith('Done: ')")
+        settle(chromium)
+        assert texts(chromium, "[data-number=tokens]")[0].isdecimal()
+        assert chromium.complaints == []
