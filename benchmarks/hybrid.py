@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _WIDE | _HEADS | {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
     "bamba": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4},
     "lfm2": _WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": _EXPERTS | {"num_experts": 32, "moe_intermediate_size": 512, "num_dense_layers": 1},
     "mamba": {"hidden_size": 2048, "vocab_size": 65536, "tie_word_embeddings": True},
     "mamba2": _WIDE | {"num_heads": 64, "head_dim": 64, "n_groups": 1},
     "falcon_h1": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4, "mamba_d_ssm": 4096},
@@ -68,7 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_EXPERTS,
     "qwen3_5_moe_text": _DELTA_EXPERTS,
 }
-_OTHERS = {"lfm2": "conv", "granitemoehybrid": "mamba"}  # layers without attention, by the name that families give them
+# Layers without attention, by the name that families give them.
+_OTHERS = {"lfm2": "conv", "lfm2_moe": "conv", "granitemoehybrid": "mamba"}
 _ALIKE = ("mamba", "mamba2", "falcon_h1")  # families whose layers are all of one kind
 _NUM_REQUESTS, _NODES = 8, 16  # of the memory that is reported
 

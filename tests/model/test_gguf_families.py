@@ -10,7 +10,8 @@ from torch import nn
 
 from hybrid_gguf import is_known, write_hybrid
 from specinfer import LLM, ModelError, SamplingParams
-from specinfer.kernels import QuantizedLinear
+from specinfer.kernels import ExpertsCall, PartCall, QuantizedLinear
+from specinfer.kernels.panels import TYPES
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import find_folder
@@ -144,11 +145,13 @@ def _check_experts(found: Any, module: Any) -> None:
 
 
 def _is_fused(arch: str, changes: dict[str, Any]) -> bool:
-    """Experts that are stored as codes are not."""
-    if arch in ("granite", "granitehybrid") and changes.get("num_local_experts") == 0:
+    if changes.get("family") == "granitemoehybrid":
         return True
-    fused = ("qwen35", "lfm2", "mamba2", "falcon-h1", "nemotron_h")
-    return arch in fused and changes.get("linear_value_head_dim") != 8
+    fused = (
+        "qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "mamba2", "falcon-h1", "nemotron_h",
+        "nemotron_h_moe",
+    )  # fmt: skip
+    return arch in fused and changes.get("linear_value_head_dim") != 8 and changes.get("moe_latent_size") is None
 
 
 def _check_fused(found: FusedDecoder, exact: Any) -> None:
@@ -158,6 +161,21 @@ def _check_fused(found: FusedDecoder, exact: Any) -> None:
             rows = [call.rows(torch.arange(call.panels.outputs)) for call in origin.call.chain]
             wanted = together(weights, interleaved=origin.interleaved)
             assert torch.equal(torch.cat(rows).to(wanted.dtype), wanted)
+        for part, call in zip(layer.kinds, layer.call.parts, strict=True):
+            if call.experts is not None:
+                _check_fused_experts(call, exact.get_submodule(f"{found.layers_name}.{i}.{part.second}"))
+
+
+def _check_fused_experts(part: PartCall, exact: Any) -> None:
+    assert isinstance(part.between, ExpertsCall)
+    if hasattr(exact, "gate_up_proj"):
+        first = [together(one.chunk(2), interleaved=True) for one in exact.gate_up_proj]
+    else:
+        first = list(exact.up_proj)
+    wanted = [weight for pair in zip(first, exact.down_proj, strict=True) for weight in pair]
+    for call, weight in zip(part.between.calls, wanted, strict=True):
+        assert call.panels.type not in TYPES.values()
+        assert torch.equal(call.rows(torch.arange(call.panels.outputs)).to(weight.dtype), weight)
 
 
 @cases

@@ -89,6 +89,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba with a group of keys": ("bamba", {"mamba_n_groups": 1}),
     "lfm2": ("lfm2", {}),
     "lfm2 biased": ("lfm2", {"conv_bias": True, "conv_L_cache": 4}),
+    "lfm2 with experts": ("lfm2_moe", {"routed_scaling_factor": 1.5}),
+    "lfm2 with experts of no bias": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
     "qwen3-next": ("qwen3_next", {}),
     "qwen3-next without normalized weights": ("qwen3_next", {"norm_topk_prob": False}),
     "qwen3-next with a dense layer": ("qwen3_next", {"mlp_only_layers": [1]}),
@@ -292,6 +294,7 @@ PART_MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
     "weights by a softmax over all": ("granitemoehybrid", lambda it: _routed(it, scores=0)),
     "weights without a factor": ("granitemoehybrid", lambda it: _routed(it, factor=1.0)),
     "experts without a bias of their choice": ("nemotron_h", lambda it: _routed(it, bias=None)),
+    "experts of lfm2 without a bias of their choice": ("lfm2_moe", lambda it: _routed(it, bias=None)),
     "a shared expert without a gate": (
         "qwen3_next", lambda it: _with(next(one for one in it.layers[0].call.parts if one.gate)._structure, gate=None),
     ),
@@ -312,11 +315,12 @@ def _changed_order(decoder: FusedDecoder) -> None:
 @pytest.mark.parametrize("name", PART_MUTATIONS)
 def test_a_part_of_a_layer_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     family, mutate = PART_MUTATIONS[name]
-    changes = {"granitemoehybrid": _GRANITE, "nemotron_h": {"n_routed_experts": 8}}.get(family, {})
+    many = {"nemotron_h": {"n_routed_experts": 8}, "lfm2_moe": {"num_experts": 8}}  # a choice that a bias changes
+    changes = ({"granitemoehybrid": _GRANITE} | many).get(family, {})
     model = make(family, **changes)
     with torch.no_grad():
         for name_, buffer in model.named_buffers():
-            if name_.endswith("e_score_correction_bias"):
+            if name_.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer += torch.randn_like(buffer)
     wanted = reference.last_logits(model, PROMPT)
     runner = load(saved(model, tmp_path))

@@ -26,21 +26,28 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT = "{layer}.{number}.{kind}_proj.weight"
 _Weight = QuantizedWeight | Tensor
 _Gated = Callable[[Tensor], Tensor]  # from inputs to the inputs of the output matrix
+# Of an expert its gated values, the calls that compute these, the call of its output matrix, and the ending of the
+# first call with which fused layers compute the same, or None.
+_Expert = tuple[_Gated, Sequence[LinearCall], LinearCall, Ending | None]
 _LANES = 16  # gates and values alternate in blocks of so many
 
 
 class QuantizedExperts(nn.Module):
     """A replacement for transformers' stacked experts, with a native call for each matrix; only routed ones are read.
 
-    Args:
-        experts: Of each expert its gated values, the calls that compute these, and the call of its output matrix.
+    Attributes:
+        pairs: The first and the last call of each expert.
+        ending: The ending of the first calls, of which each expert has one, or None. STORE: values have no gates.
     """
 
-    def __init__(self, experts: Iterable[tuple[_Gated, Sequence[LinearCall], LinearCall]]) -> None:
+    def __init__(self, experts: Iterable[_Expert]) -> None:
         super().__init__()
         parts = list(experts)
-        self._gated, self._down = [gated for gated, _, _ in parts], [down for _, _, down in parts]
-        self.calls = [call for _, calls, down in parts for call in (*calls, down)]
+        self._gated, self._down = [gated for gated, _, _, _ in parts], [down for _, _, down, _ in parts]
+        self.calls = [call for _, calls, down, _ in parts for call in (*calls, down)]
+        self.pairs = [(calls[0], down) for _, calls, down, _ in parts]
+        endings = {ending for _, _, _, ending in parts}
+        self.ending = endings.pop() if len(endings) == 1 else None
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +128,7 @@ def _call(weight: _Weight, bias: Tensor | None = None) -> LinearCall:
     return LinearCall(Panels.of(weight, bias) if isinstance(weight, Tensor) else Panels.of_codes(weight, bias))
 
 
-def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated, list[LinearCall], LinearCall]]:
+def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[_Expert]:
     """Yield the parts of experts whose gates, values and output matrices are stored apart."""
     cut_rows, cut_inputs = (getattr(one, "cut", None) for one in (experts.gate_up_proj, experts.down_proj))
     rows = None if cut_rows is None else Cut(0, cut_rows.ranges[:1])  # those of gates come before those of values
@@ -132,7 +139,7 @@ def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gate
         yield _parts(experts, gate, up, read.matrix(of(kind="down"), inputs))
 
 
-def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> tuple[_Gated, list[LinearCall], LinearCall]:
+def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> _Expert:
     """Return the parts of an expert with gates."""
     assert experts.is_concatenated
     assert not experts.is_transposed
@@ -144,9 +151,9 @@ def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> tuple[_Ga
         and gate.out_features % _LANES == 0
     ):
         both = _call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
-        return partial(_gated_at_once, both, ending), [both], _call(down)
+        return partial(_gated_at_once, both, ending), [both], _call(down), ending
     gates, values = _call(gate), _call(up)
-    return partial(_gated, gates, values, experts.act_fn), [gates, values], _call(down)
+    return partial(_gated, gates, values, experts.act_fn), [gates, values], _call(down), None
 
 
 def _gated_at_once(both: LinearCall, ending: Ending, x: Tensor) -> Tensor:
@@ -157,13 +164,13 @@ def _gated(gates: LinearCall, values: LinearCall, act_fn: Callable[[Tensor], Ten
     return act_fn(gates(x)) * values(x)
 
 
-def _of_stacks(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated, list[LinearCall], LinearCall]]:
+def _of_stacks(name: str, experts: Any, read: _Reader) -> Iterator[_Expert]:
     """Yield the parts of experts whose matrices are stacks: with gates before values or beside them, or without."""
     for i in range(experts.num_experts):
         down = read.of_stack(experts, "down_proj", i)
         if not getattr(experts, "has_gate", True):
             values = _call(read.of_stack(experts, "up_proj", i))
-            yield partial(_activated, values, experts.act_fn), [values], _call(down)
+            yield partial(_activated, values, experts.act_fn), [values], _call(down), Ending.STORE
         elif not experts.is_transposed:
             both = read.of_stack(experts, "gate_up_proj", i)
             half = both.shape[0] // 2 if isinstance(both, Tensor) else both.out_features // 2
@@ -174,7 +181,7 @@ def _of_stacks(name: str, experts: Any, read: _Reader) -> Iterator[tuple[_Gated,
             assert experts.has_bias
             apply_gate = partial(type(experts)._apply_gate, SimpleNamespace(alpha=experts.alpha, limit=experts.limit))
             mixed = _call(read.of_stack(experts, "gate_up_proj", i), experts.gate_up_proj_bias[i])
-            yield partial(_gated_by, mixed, apply_gate), [mixed], _call(down, experts.down_proj_bias[i])
+            yield partial(_gated_by, mixed, apply_gate), [mixed], _call(down, experts.down_proj_bias[i]), None
 
 
 def _activated(values: LinearCall, act_fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

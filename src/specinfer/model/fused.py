@@ -65,7 +65,7 @@ class FusedDecoder(nn.Module):
             if kind.embedding_factor is not None:
                 self.embedding_scale = float(getattr(model.config, kind.embedding_factor))
         self.group: Group = Alone()  # the ranks with shards of the same layers
-        self._rotations = Rotations(getattr(trunk, "rotary_emb", None))
+        self._rotations = Rotations(getattr(trunk, kind.rotary, None))
         self._calls: WeakKeyDictionary[KVStore, LayersCall] = WeakKeyDictionary()
 
     def _take_embedding(self, embedding: Any, head: Any, packing: Packing) -> None:
@@ -94,6 +94,7 @@ class FusedDecoder(nn.Module):
             pause: Callback now and then between layers, which may run other passes; ignored where `watch` is given.
         """
         assert (hidden is None) == self.is_first
+        assert hidden is None or hidden.dtype == torch.float32
         hidden = self._first_hidden(batch.token_ids) if hidden is None else hidden
         hidden = self._computed(batch, hidden, watch, pause)
         if self.head is None:

@@ -1,4 +1,4 @@
-"""Routed experts of fused layers: stacks of matrices, of which each is packed for the native kernels."""
+"""Routed experts of fused layers: stacks of matrices, each packed for the native kernels, or their codes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.kernels import ExpertsCall, LinearCall, Opening, Panels, Routing, Scores, choose, packs_type
+from specinfer.kernels import Ending, ExpertsCall, LinearCall, Opening, Panels, Routing, Scores, choose, packs_type
+from specinfer.model.experts import QuantizedExperts
 from specinfer.model.layer_kind import PartKind, find
 
 # By the activation of gates, and of values that have none.
@@ -18,38 +19,46 @@ def _softmax(router: Any, *, normalizes: bool) -> Routing:
     return Routing(Scores.SOFTMAX, router.top_k, normalizes=normalizes)
 
 
-def _sigmoids(router: Any) -> Routing:
-    return Routing(
-        Scores.SIGMOIDS, router.top_k, router.norm_topk_prob, float(router.routed_scaling_factor),
-        router.e_score_correction_bias.detach().float().contiguous(), (router.num_group, router.topk_group),
-    )  # fmt: skip
+def _sigmoids(router: Any, bias: Tensor | None, groups: tuple[int, int] = (1, 1)) -> Routing:
+    bias = None if bias is None else bias.detach().float().contiguous()
+    factor = float(router.routed_scaling_factor)
+    return Routing(Scores.SIGMOIDS, router.top_k, router.norm_topk_prob, factor, bias, groups)
 
 
-# How the routers of transformers choose, by class name.
-_ROUTINGS: dict[str, Callable[[Any], Routing]] = {
-    "Qwen3NextTopKRouter": lambda router: _softmax(router, normalizes=router.norm_topk_prob),
-    "Qwen3_5MoeTopKRouter": lambda router: _softmax(router, normalizes=True),
-    "GraniteMoeHybridTopKRouter": lambda router: Routing(Scores.SOFTMAX_OF_CHOSEN, router.top_k),
-    "NemotronHTopkRouter": _sigmoids,
+# How the routers of transformers choose, by class name: functions of a router and the module that it is in.
+_ROUTINGS: dict[str, Callable[[Any, Any], Routing]] = {
+    "Qwen3NextTopKRouter": lambda router, _: _softmax(router, normalizes=router.norm_topk_prob),
+    "Qwen3_5MoeTopKRouter": lambda router, _: _softmax(router, normalizes=True),
+    "GraniteMoeHybridTopKRouter": lambda router, _: Routing(Scores.SOFTMAX_OF_CHOSEN, router.top_k),
+    "NemotronHTopkRouter": lambda router, _: _sigmoids(
+        router, router.e_score_correction_bias, (router.num_group, router.topk_group)
+    ),
+    # It adds 1e-6 to the sum of the scores before it divides by it: less than float32 shows, but for tiny scores.
+    "Lfm2MoeTopKRouter": lambda router, block: _sigmoids(router, block.expert_bias if router.use_expert_bias else None),
 }
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Return whether a model has routed experts of a known kind."""
-    return any(type(module).__name__ in _ROUTINGS for module in model.modules())
+def has_numbers(model: nn.Module) -> bool:
+    """Return whether a model has stacks of experts that are not stored as codes."""
+    return any(isinstance(module._parameters.get("down_proj"), nn.Parameter) for module in model.modules())
 
 
 def can_fuse_experts(layer: Any, part: PartKind, activation: str) -> bool:
-    """Return whether the experts of a layer are stacks of numbers that native kernels multiply."""
+    """Return whether the experts of a layer are stacks of numbers that native kernels multiply, or codes."""
     experts, block = find(layer, part.second), find(layer, part.module)
     is_latent = not isinstance(getattr(block, "fc1_latent_proj", nn.Identity()), nn.Identity)
     opening = _opening(experts, activation)
     weight = getattr(experts, "down_proj", None)
-    is_known = type(find(layer, part.first[0])).__name__ in _ROUTINGS and isinstance(weight, nn.Parameter)
-    return is_known and not is_latent and opening is not None and packs_type(weight.dtype)  # type: ignore[union-attr]
+    is_packed = isinstance(weight, nn.Parameter) and packs_type(weight.dtype)
+    is_known = type(find(layer, part.first[0])).__name__ in _ROUTINGS
+    return is_known and not is_latent and opening is not None and (is_packed or isinstance(experts, QuantizedExperts))
 
 
 def _opening(experts: Any, activation: str) -> Opening | None:
+    if isinstance(experts, QuantizedExperts):
+        if experts.ending is None:
+            return None
+        return UNGATED.get(activation) if experts.ending == Ending.STORE else Opening.IN_PANELS
     return (HALVES if hasattr(experts, "gate_up_proj") else UNGATED).get(activation)
 
 
@@ -59,12 +68,17 @@ def experts_of(layer: Any, part: PartKind, activation: str, factor: float) -> tu
     The router multiplies in float32: a small error would choose another expert.
     """
     router, experts = find(layer, part.first[0]), find(layer, part.second)
-    opening, routing = _opening(experts, activation), _ROUTINGS[type(router).__name__](router)
+    opening, routing = _opening(experts, activation), _ROUTINGS[type(router).__name__](router, find(layer, part.module))
     assert opening is not None
-    first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
-    pairs = [(_call(one), _call(other)) for one, other in zip(first, experts.down_proj, strict=True)]
     scaled = replace(routing, factor=routing.factor * factor)
-    return LinearCall(Panels.of(router.weight.detach(), None), dots=False), ExpertsCall(pairs, scaled, opening)
+    if isinstance(experts, QuantizedExperts):
+        assert experts.ending is not None
+        call = ExpertsCall(experts.pairs, scaled, opening, experts.ending)
+    else:
+        first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
+        pairs = [(_call(one), _call(other)) for one, other in zip(first, experts.down_proj, strict=True)]
+        call = ExpertsCall(pairs, scaled, opening)
+    return LinearCall(Panels.of(router.weight.detach(), None), dots=False), call
 
 
 def _call(weight: Tensor) -> LinearCall:

@@ -48,6 +48,7 @@ class Layer:
         recurrence: What it computes between its linear layers, or None.
         names, shapes: Names, and inputs and outputs, of the linear layers that each of its calls computes.
         origins: What each of these calls is made of.
+        routers: The same of routers of experts.
     """
 
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: Packing) -> None:
@@ -59,6 +60,7 @@ class Layer:
         self.names: list[tuple[str, ...]] = []
         self.shapes: list[list[tuple[int, int]]] = []
         self.origins: list[Origin] = []
+        self.routers: list[Origin] = []
         self.kinds = kind.parts_of(layer)
         self.call = LayerCall([self._part(layer, part, kind, packing) for part in self.kinds])
         self._mixers: WeakKeyDictionary[KVStore, list[Mixer]] = WeakKeyDictionary()
@@ -70,6 +72,8 @@ class Layer:
         columns, factor = factors_of(layer, part)
         if part.between == "experts":
             router, experts = experts_of(layer, part, self._activation, factor)
+            source = origin_of(layer.get_submodule(part.first[0])._parameters.get("weight"))
+            self.routers.append(Origin(router, (source,), interleaved=False))
             return PartCall([router], experts, norm, self.eps)
         between = self._between(layer, part, kind)
         calls = [self._linear(layer, part, names, packing) for names in part.linear_names]

@@ -55,8 +55,8 @@ class LayerKind:
         rotates_by_type: Whether each layer type (sliding and full attention) has its own rotation.
         head_norms: Norms of queries and keys in attention, which may have none.
         is_gated: Whether the outputs of `q_proj` alternate, head by head, with gates of the results.
-        trunk, embedding, last_norm: The module with the layers, and within it the embedding and the norm before the
-            head.
+        trunk, embedding, rotary, last_norm: The module with the layers, and within it the embedding, the rotary
+            embedding and the norm before the head.
         eps: The field of the configuration with the epsilon of norms.
         embedding_factor, head_factor, head_divisor: Fields with what embeddings and logits are multiplied by or divided
             by, or None.
@@ -69,6 +69,7 @@ class LayerKind:
     is_gated: bool = False
     trunk: str = "model"
     embedding: str = "embed_tokens"
+    rotary: str = "rotary_emb"
     last_norm: str = "norm"
     eps: str = "rms_norm_eps"
     embedding_factor: str | None = None
@@ -154,6 +155,11 @@ _LFM2 = LayerKind(
     last_norm="embedding_norm",
     eps="norm_eps",
 )
+_LFM2_MOE = replace(
+    _LFM2,
+    parts=(*_LFM2.parts, PartKind("experts", ("feed_forward.gate",), "feed_forward.experts", "ffn_norm")),
+    rotary="pos_emb",
+)
 _GRANITE = LayerKind(
     (
         _attention(),
@@ -193,7 +199,7 @@ _MAMBA2 = LayerKind(
 # Families whose layers have exactly this structure in all supported versions of transformers.
 FAMILIES = {
     "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gemma3_text": _GEMMA3, "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5, "qwen3_next": _QWEN3_NEXT, "bamba": _BAMBA, "lfm2": _LFM2,
+    "qwen3_5_moe_text": _QWEN3_5, "qwen3_next": _QWEN3_NEXT, "bamba": _BAMBA, "lfm2": _LFM2, "lfm2_moe": _LFM2_MOE,
     "granitemoehybrid": _GRANITE, "falcon_h1": _FALCON_H1, "nemotron_h": _NEMOTRON_H, "mamba2": _MAMBA2,
 }  # fmt: skip
 # Rotations that depend only on the position.

@@ -13,7 +13,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse
-from specinfer.model.fused_experts import has_experts
+from specinfer.model.fused_experts import has_numbers
 from specinfer.parallel.shard_spec import ShardSpec
 
 
@@ -77,10 +77,11 @@ class LoadConfig:
         return self.keeps_codes and (".experts." not in name or keeps_experts) and bool(source.has_codes)
 
     def fuses(self, definition: Any) -> bool:
-        """Return whether `FusedDecoder` can run the definition.
-
-        Of quantized weights it has integers only, and experts are not streamed.
-        """
-        if self.offload.offload is not None and has_experts(definition):
+        """Return whether `FusedDecoder` runs the definition. It streams only experts that are stored as codes."""
+        if self.offload.offload is not None and has_numbers(definition):
             return False
+        return self.may_fuse(definition)
+
+    def may_fuse(self, definition: Any) -> bool:
+        """Return the same before experts are replaced by their codes. Of quantized weights it has integers only."""
         return self.has_native_kernels and self.quantization in (None, *BITS) and can_fuse(definition)

@@ -14,6 +14,7 @@ from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.cut import Cut
 from specinfer.model.experts import QuantizedExperts
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.fused_layer import Layer
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import Budget
@@ -39,6 +40,7 @@ from specinfer.model.shard_definition import (
 )
 
 Entries = dict[str, LayoutEntry]  # what is streamed of one layer, by name
+_Origin = tuple[str, Cut | None] | None  # of a weight, if it is known
 
 
 def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> BuiltModel:
@@ -95,7 +97,7 @@ def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> tuple[Probe, 
     kinds = place_stored(model, checkpoint, is_placed=lambda layer: layer is None)
     model.eval().to(job.device)
     with checkpoint.filled_in_turn(model, job.device):
-        return probe(model, job.config, job.device, job.layers, records=job.fuses(model)), kinds
+        return probe(model, job.config, job.device, job.layers, records=job.may_fuse(model)), kinds
 
 
 def _layers(
@@ -162,20 +164,14 @@ def _convert(
     """Return the model that runs, and what is streamed of each layer; with weights if the definition has them."""
     sources = checkpoint.shards.sources
 
-    def found(origins: Sequence[tuple[str, Cut | None] | None]) -> list[Source] | None:
+    def found(origins: Sequence[_Origin]) -> list[Source] | None:
         parts = [None if origin is None else sources[origin[0]].parts(origin[1]) for origin in origins]
         known = [part for part in parts if part is not None]
         return [source for part in known for source in part] if len(known) == len(parts) else None
 
     if job.fuses(definition):
         model = FusedDecoder(definition, job.quantization)
-        return model, [
-            {
-                str(i): LinearEntry(one.call.chain, found(one.sources), interleaved=one.interleaved)
-                for i, one in enumerate(layer.origins)
-            }
-            for layer in model.layers
-        ]
+        return model, [_entries(layer, found) for layer in model.layers]
     make_linears_plain(definition)
     origins = {name: origin_of(tensor) for name, tensor in definition.named_parameters()}
     if job.quantization is not None:
@@ -199,6 +195,18 @@ def _convert(
             its_sources = found([origins.get(whole)]) or ()
             own[whole] = TensorEntry(module, kind, tensor, its_sources if len(its_sources) == 1 else None)
     return definition, entries
+
+
+def _entries(layer: Layer, found: Callable[[Sequence[_Origin]], list[Source] | None]) -> Entries:
+    """Return what is streamed of a fused layer; `found` returns the sources of a linear layer."""
+    origins = enumerate([*layer.origins, *layer.routers])
+    entries: Entries = {
+        str(i): LinearEntry(one.call.chain, found(one.sources), interleaved=one.interleaved) for i, one in origins
+    }
+    for part in layer.call.parts:
+        if part.experts is not None:
+            entries["experts"] = LinearEntry(part.experts.calls, None)
+    return entries
 
 
 def _read_layer(checkpoint: Checkpoint, job: LoadConfig, layer: int) -> Entries:
