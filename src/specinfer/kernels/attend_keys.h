@@ -105,6 +105,40 @@ static INLINE void blend_keys(float *sums, const float *weights, int64_t stride,
     }
 }
 
+#ifdef DOTS
+// weights [BLOCK] = pairs of bf16 [BLOCK / 2] in the same place.
+static INLINE void pair_in_place(float *weights) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512 first = _mm512_loadu_ps(weights), second = _mm512_loadu_ps(weights + LANES);
+    const __m512 earlier = _mm512_permutex2var_ps(first, even, second);
+    const __m512 later = _mm512_permutex2var_ps(first, _mm512_or_si512(even, _mm512_set1_epi32(1)), second);
+    write((uint32_t *)weights, pair_weights(earlier, later));
+}
+
+// The same as `blend_keys` with pairs: weights [ROWS][BLOCK / 2], values [BLOCK / 2][WIDE].
+template <int ROWS, int WIDE>
+static INLINE void blend_key_pairs(float *sums, const float *weights, int64_t stride, const uint32_t *values, int64_t dim) {
+    constexpr int VECTORS = WIDE < MOST_AT_ONCE * LANES ? WIDE / LANES : MOST_AT_ONCE;
+    for (int64_t d = 0; d < dim; d += VECTORS * LANES) {
+        __m512 part[ROWS * VECTORS];
+        const auto place = [&](int64_t i) ALWAYS { return sums + i / VECTORS * WIDE + d + i % VECTORS * LANES; };
+        each<ROWS * VECTORS>([&](auto i) ALWAYS { part[i] = _mm512_loadu_ps(place(i)); });
+        for (int64_t pair = 0; pair < BLOCK / 2; pair++) {
+            __m512i numbers[VECTORS];
+            each<VECTORS>([&](auto v) ALWAYS { numbers[v] = _mm512_loadu_si512(values + pair * WIDE + d + v * LANES); });
+            each<ROWS>([&](auto r) ALWAYS {
+                const __m512i both = _mm512_set1_epi32(((const int *)weights)[r * stride + pair]);
+                each<VECTORS>([&](auto v) ALWAYS {
+                    __m512 &sum = part[r * VECTORS + v];
+                    sum = _mm512_dpbf16_ps(sum, (__m512bh)both, (__m512bh)numbers[v]);
+                });
+            });
+        }
+        each<ROWS * VECTORS>([&](auto i) ALWAYS { _mm512_storeu_ps(place(i), part[i]); });
+    }
+}
+#endif
+
 // body(number of rows, first row) for a few of the rows at a time.
 template <class Body>
 static INLINE void by_rows(int64_t rows, const Body &body) {
@@ -203,7 +237,12 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
         if (!any_sees[b]) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any_sees[b], places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->values);
-        fetch_values<WIDE>(layer, places, any_sees[b], room.block);
+#ifdef DOTS
+        if (pairs)
+            fetch_value_pairs<WIDE>(layer, places, any_sees[b], (uint32_t *)room.block);
+        else
+#endif
+            fetch_values<WIDE>(layer, places, any_sees[b], room.block);
         float *weights = scores + b * BLOCK;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < BLOCK; i += REGISTER) {
@@ -216,7 +255,14 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
             for (int64_t i = 0; i < BLOCK; i++)
                 each<count>([&](auto j) ALWAYS { sums[j] += weights[(r + j) * length + i]; });
             each<count>([&](auto j) ALWAYS { total[r + j] = sums[j]; });
-            blend_keys<count, WIDE>(room.sums + r * WIDE, weights + r * length, length, room.block, dim);
+            float *mine = weights + r * length;
+#ifdef DOTS
+            if (pairs) {
+                each<count>([&](auto j) ALWAYS { pair_in_place(mine + j * length); });
+                blend_key_pairs<count, WIDE>(room.sums + r * WIDE, mine, length, (const uint32_t *)room.block, dim);
+            } else
+#endif
+                blend_keys<count, WIDE>(room.sums + r * WIDE, mine, length, room.block, dim);
         });
     }
     for (int64_t r = 0; r < rows; r++, partials += dim + 2) {

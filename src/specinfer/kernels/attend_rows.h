@@ -39,6 +39,23 @@ static INLINE void score_pairs(const uint32_t *queries, const uint32_t *keys, fl
 }
 #endif
 
+#ifdef DOTS
+// sums [WIDE] += values . weights, pairs of bf16: weights [BLOCK / 2], a vector of rows each, values [BLOCK / 2][WIDE].
+template <int WIDE>
+static INLINE void blend_pairs(Floats *sums, const Words *weights, const uint32_t *values) {
+    for (int64_t d = 0; d < WIDE; d += AT_ONCE, sums += AT_ONCE, values += AT_ONCE) {
+        __m512 part[AT_ONCE];
+        each<AT_ONCE>([&](auto i) ALWAYS { part[i] = (__m512)sums[i]; });
+        for (int64_t pair = 0; pair < BLOCK / 2; pair++)
+            each<AT_ONCE>([&](auto i) ALWAYS {
+                const __m512i both = _mm512_set1_epi32((int)values[pair * WIDE + i]);
+                part[i] = _mm512_dpbf16_ps(part[i], (__m512bh)(__m512i)weights[pair], (__m512bh)both);
+            });
+        each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = (Floats)part[i]; });
+    }
+}
+#endif
+
 // sums [WIDE] += values . weights [BLOCK], a vector of rows each.
 template <int WIDE>
 static INLINE void blend(Floats *sums, const Floats *weights, const float *values) {
@@ -138,7 +155,12 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
         if (!any_sees[b]) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any_sees[b], places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->values);
-        fetch_values<WIDE>(layer, places, any_sees[b], room.block);
+#ifdef DOTS
+        if (takes_pairs(layer))
+            fetch_value_pairs<WIDE>(layer, places, any_sees[b], (uint32_t *)room.block);
+        else
+#endif
+            fetch_values<WIDE>(layer, places, any_sees[b], room.block);
         for (int64_t v = 0; v < vectors; v++) {
             Rows<WIDE> &mine = room.rows[v];
             Floats *weights = scores + (b * vectors + v) * BLOCK;
@@ -150,7 +172,16 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
                 }
                 mine.total += weights[i];
             }
-            blend<WIDE>(mine.sums, weights, room.block);
+#ifdef DOTS
+            if (takes_pairs(layer)) {
+                Words pairs[BLOCK / 2];
+                each<BLOCK / 2>([&](auto i) ALWAYS {
+                    pairs[i] = pair_weights((__m512)weights[2 * i], (__m512)weights[2 * i + 1]);
+                });
+                blend_pairs<WIDE>(mine.sums, pairs, (const uint32_t *)room.block);
+            } else
+#endif
+                blend<WIDE>(mine.sums, weights, room.block);
         }
     }
     for (int64_t r = 0; r < rows; r++, partials += dim + 2) {

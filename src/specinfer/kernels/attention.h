@@ -144,6 +144,35 @@ static INLINE void fetch_values(const Attention *layer, const int64_t *places, u
     of_seen(any, one, [&](int64_t i) ALWAYS { memset(block + i * WIDE, 0, 4 * WIDE); });
 }
 
+#ifdef DOTS
+// Pairs of bf16, of two keys in turn. The instruction that multiplies pairs adds the upper product first, each sum
+// rounded: with the earlier key there, keys count in their order, and those that a row does not see change nothing.
+static INLINE Words pair_up(__m256i earlier, __m256i later) {
+    return (Words)_mm512_cvtepu16_epi32(earlier) << 16 | (Words)_mm512_cvtepu16_epi32(later);
+}
+
+static INLINE Words pair_weights(__m512 earlier, __m512 later) {
+    return pair_up((__m256i)_mm512_cvtneps_pbh(earlier), (__m256i)_mm512_cvtneps_pbh(later));
+}
+
+// The values of a block as pairs of bf16, two keys each: [BLOCK / 2][WIDE].
+template <int WIDE>
+static INLINE void fetch_value_pairs(const Attention *layer, const int64_t *places, uint32_t any, uint32_t *block) {
+    const uint16_t *values = (const uint16_t *)layer->values;
+    const int64_t dim = layer->dim;
+    for (int64_t i = 0; i < BLOCK; i += 2, block += WIDE) {
+        const bool first = any >> i & 1, second = any >> (i + 1) & 1;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            const __mmask16 inside = dim - d < LANES ? (1u << (dim - d)) - 1 : 0xffff;
+            const __m256i none = _mm256_setzero_si256();
+            const __m256i earlier = first ? _mm256_maskz_loadu_epi16(inside, values + places[i] + d) : none;
+            const __m256i later = second ? _mm256_maskz_loadu_epi16(inside, values + places[i + 1] + d) : none;
+            write(block + d, pair_up(earlier, later));
+        }
+    }
+}
+#endif
+
 #include "attend_rows.h"
 #include "attend_keys.h"
 
