@@ -48,17 +48,6 @@ static INLINE void turn(const uint32_t *const *keys, int64_t depth, uint32_t *tu
 #endif
 }
 
-#ifdef DOTS
-struct Pairs {
-    static INLINE Register add(Register sum, uint32_t query, Register keys) {
-        return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)query), (__m512bh)(__m512)keys);
-    }
-};
-#endif
-struct Singles {
-    static INLINE Register add(Register sum, uint32_t query, Register keys) { return sum + as_float(query) * keys; }
-};
-
 // scores [ROWS][BLOCK] = scale * queries [ROWS][columns] . turned [depth][BLOCK]; rows of scores are `stride` apart.
 template <int ROWS, class Product>
 static INLINE void score_keys(const uint32_t *queries, int64_t columns, const uint32_t *turned, int64_t depth,
@@ -85,59 +74,27 @@ static INLINE void score_keys(const uint32_t *queries, int64_t columns, const ui
     }
 }
 
-// sums [ROWS][WIDE] += weights [ROWS][BLOCK] . values [BLOCK][WIDE]; rows of weights are `stride` apart.
-template <int ROWS, int WIDE>
-static INLINE void blend_keys(float *sums, const float *weights, int64_t stride, const float *values, int64_t dim) {
+// sums [ROWS][WIDE] += weights [ROWS][words] . values [words][WIDE], with `Product`; rows of weights are `stride` apart.
+template <int ROWS, int WIDE, class Product>
+static INLINE void blend_keys(float *sums, const uint32_t *weights, int64_t stride, const uint32_t *values, int64_t dim) {
     constexpr int VECTORS = WIDE < MOST_AT_ONCE * REGISTER ? WIDE / REGISTER : MOST_AT_ONCE;
     for (int64_t d = 0; d < dim; d += VECTORS * REGISTER) {
         Register part[ROWS * VECTORS];
         const auto place = [&](int64_t i) ALWAYS { return sums + i / VECTORS * WIDE + d + i % VECTORS * REGISTER; };
         each<ROWS * VECTORS>([&](auto i) ALWAYS { part[i] = read<Register>(place(i)); });
-        for (int64_t key = 0; key < BLOCK; key++) {
+        for (int64_t key = 0; key < BLOCK / Product::IN_WORD; key++) {
             Register numbers[VECTORS];
             each<VECTORS>([&](auto v) ALWAYS { numbers[v] = read<Register>(values + key * WIDE + d + v * REGISTER); });
             each<ROWS>([&](auto r) ALWAYS {
-                const float weight = weights[r * stride + key];
-                each<VECTORS>([&](auto v) ALWAYS { part[r * VECTORS + v] += weight * numbers[v]; });
+                const uint32_t weight = weights[r * stride + key];
+                each<VECTORS>([&](auto v) ALWAYS {
+                    part[r * VECTORS + v] = Product::add(part[r * VECTORS + v], weight, numbers[v]);
+                });
             });
         }
         each<ROWS * VECTORS>([&](auto i) ALWAYS { write(place(i), part[i]); });
     }
 }
-
-#ifdef DOTS
-// weights [BLOCK] = pairs of bf16 [BLOCK / 2] in the same place.
-static INLINE void pair_in_place(float *weights) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512 first = _mm512_loadu_ps(weights), second = _mm512_loadu_ps(weights + LANES);
-    const __m512 earlier = _mm512_permutex2var_ps(first, even, second);
-    const __m512 later = _mm512_permutex2var_ps(first, _mm512_or_si512(even, _mm512_set1_epi32(1)), second);
-    write((uint32_t *)weights, pair_weights(earlier, later));
-}
-
-// The same as `blend_keys` with pairs: weights [ROWS][BLOCK / 2], values [BLOCK / 2][WIDE].
-template <int ROWS, int WIDE>
-static INLINE void blend_key_pairs(float *sums, const float *weights, int64_t stride, const uint32_t *values, int64_t dim) {
-    constexpr int VECTORS = WIDE < MOST_AT_ONCE * LANES ? WIDE / LANES : MOST_AT_ONCE;
-    for (int64_t d = 0; d < dim; d += VECTORS * LANES) {
-        __m512 part[ROWS * VECTORS];
-        const auto place = [&](int64_t i) ALWAYS { return sums + i / VECTORS * WIDE + d + i % VECTORS * LANES; };
-        each<ROWS * VECTORS>([&](auto i) ALWAYS { part[i] = _mm512_loadu_ps(place(i)); });
-        for (int64_t pair = 0; pair < BLOCK / 2; pair++) {
-            __m512i numbers[VECTORS];
-            each<VECTORS>([&](auto v) ALWAYS { numbers[v] = _mm512_loadu_si512(values + pair * WIDE + d + v * LANES); });
-            each<ROWS>([&](auto r) ALWAYS {
-                const __m512i both = _mm512_set1_epi32(((const int *)weights)[r * stride + pair]);
-                each<VECTORS>([&](auto v) ALWAYS {
-                    __m512 &sum = part[r * VECTORS + v];
-                    sum = _mm512_dpbf16_ps(sum, (__m512bh)both, (__m512bh)numbers[v]);
-                });
-            });
-        }
-        each<ROWS * VECTORS>([&](auto i) ALWAYS { _mm512_storeu_ps(place(i), part[i]); });
-    }
-}
-#endif
 
 // body(number of rows, first row) for a few of the rows at a time.
 template <class Body>
@@ -211,12 +168,9 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
         }
         turn(words, depth, room.turned);
         float *here = scores + b * BLOCK;
-#ifdef DOTS
-        if (pairs)
-            score_block<Pairs>(room, rows, depth, layer->scale, here, length);
-        else
-#endif
-            score_block<Singles>(room, rows, depth, layer->scale, here, length);
+        with_product(layer, [&](auto product) ALWAYS {
+            score_block<decltype(product)>(room, rows, depth, layer->scale, here, length);
+        });
         for (int64_t r = 0; r < rows; r++, here += length) {
             for (int64_t i = 0; all != ~0u && i < BLOCK; i++)
                 if (!(masks[r / item.heads] >> i & 1)) here[i] = -INFINITY;
@@ -237,12 +191,7 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
         if (!any_sees[b]) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any_sees[b], places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->values);
-#ifdef DOTS
-        if (pairs)
-            fetch_value_pairs<WIDE>(layer, places, any_sees[b], (uint32_t *)room.block);
-        else
-#endif
-            fetch_values<WIDE>(layer, places, any_sees[b], room.block);
+        fetch_values<WIDE>(layer, places, any_sees[b], room.block);
         float *weights = scores + b * BLOCK;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < BLOCK; i += REGISTER) {
@@ -255,14 +204,12 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
             for (int64_t i = 0; i < BLOCK; i++)
                 each<count>([&](auto j) ALWAYS { sums[j] += weights[(r + j) * length + i]; });
             each<count>([&](auto j) ALWAYS { total[r + j] = sums[j]; });
-            float *mine = weights + r * length;
-#ifdef DOTS
-            if (pairs) {
-                each<count>([&](auto j) ALWAYS { pair_in_place(mine + j * length); });
-                blend_key_pairs<count, WIDE>(room.sums + r * WIDE, mine, length, (const uint32_t *)room.block, dim);
-            } else
-#endif
-                blend_keys<count, WIDE>(room.sums + r * WIDE, mine, length, room.block, dim);
+            with_product(layer, [&](auto product) ALWAYS {
+                float *mine = weights + r * length;
+                each<count>([&](auto j) ALWAYS { product.take_keys(mine + j * length); });
+                blend_keys<count, WIDE, decltype(product)>(room.sums + r * WIDE, (const uint32_t *)mine, length,
+                                                           (const uint32_t *)room.block, dim);
+            });
         });
     }
     for (int64_t r = 0; r < rows; r++, partials += dim + 2) {

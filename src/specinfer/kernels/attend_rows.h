@@ -5,67 +5,33 @@
 
 static const int64_t AT_ONCE = WIDE_REGISTERS ? 16 : 8;  // sums that are kept in registers
 
-// scores [BLOCK] = scale * queries [WIDE] . keys, a vector of rows each.
-template <int WIDE>
-static INLINE void score(const Floats *queries, const float *keys, float scale, Floats *scores) {
-    for (int64_t from = 0; from < BLOCK; from += AT_ONCE, keys += AT_ONCE * WIDE, scores += AT_ONCE)
+// scores [BLOCK] = scale * queries [words] . keys [BLOCK][words], with `Product`; queries and scores are vectors of rows.
+template <int WIDE, class Product>
+static INLINE void score(const Floats *queries, const uint32_t *keys, float scale, Floats *scores) {
+    constexpr int WORDS = WIDE / Product::IN_WORD;
+    for (int64_t from = 0; from < BLOCK; from += AT_ONCE, keys += AT_ONCE * WORDS, scores += AT_ONCE)
         for (int64_t rows = 0; rows < LANES; rows += REGISTER) {
             const float *place = (const float *)queries + rows;
             Register sums[AT_ONCE];
             each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = Register{}; });
-            for (int64_t d = 0; d < WIDE; d++) {
+            for (int64_t d = 0; d < WORDS; d++) {
                 const Register q = read<Register>(place + d * LANES);
-                each<AT_ONCE>([&](auto i) ALWAYS { sums[i] += q * keys[i * WIDE + d]; });
+                each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = Product::add(sums[i], keys[i * WORDS + d], q); });
             }
             each<AT_ONCE>([&](auto i) ALWAYS { write((float *)(scores + i) + rows, sums[i] * scale); });
         }
 }
 
-#ifdef DOTS
-// The same with pairs of bf16: queries [WIDE / 2], keys [BLOCK][WIDE / 2].
-template <int WIDE>
-static INLINE void score_pairs(const uint32_t *queries, const uint32_t *keys, float scale, Floats *scores) {
-    for (int64_t from = 0; from < BLOCK; from += AT_ONCE, keys += AT_ONCE * WIDE / 2, scores += AT_ONCE) {
-        __m512 sums[AT_ONCE];
-        each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = _mm512_setzero_ps(); });
-        for (int64_t d = 0; d < WIDE / 2; d++) {
-            const __m512bh q = (__m512bh)_mm512_loadu_si512(queries + d * LANES);
-            each<AT_ONCE>([&](auto i) ALWAYS {
-                sums[i] = _mm512_dpbf16_ps(sums[i], q, (__m512bh)_mm512_set1_epi32(keys[i * (WIDE / 2) + d]));
-            });
-        }
-        each<AT_ONCE>([&](auto i) ALWAYS { scores[i] = (Floats)sums[i] * scale; });
-    }
-}
-#endif
-
-#ifdef DOTS
-// sums [WIDE] += values . weights, pairs of bf16: weights [BLOCK / 2], a vector of rows each, values [BLOCK / 2][WIDE].
-template <int WIDE>
-static INLINE void blend_pairs(Floats *sums, const Words *weights, const uint32_t *values) {
-    for (int64_t d = 0; d < WIDE; d += AT_ONCE, sums += AT_ONCE, values += AT_ONCE) {
-        __m512 part[AT_ONCE];
-        each<AT_ONCE>([&](auto i) ALWAYS { part[i] = (__m512)sums[i]; });
-        for (int64_t pair = 0; pair < BLOCK / 2; pair++)
-            each<AT_ONCE>([&](auto i) ALWAYS {
-                const __m512i both = _mm512_set1_epi32((int)values[pair * WIDE + i]);
-                part[i] = _mm512_dpbf16_ps(part[i], (__m512bh)(__m512i)weights[pair], (__m512bh)both);
-            });
-        each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = (Floats)part[i]; });
-    }
-}
-#endif
-
-// sums [WIDE] += values . weights [BLOCK], a vector of rows each.
-template <int WIDE>
-static INLINE void blend(Floats *sums, const Floats *weights, const float *values) {
+// sums [WIDE] += values [words][WIDE] . weights [words], with `Product`; sums and weights are vectors of rows.
+template <int WIDE, class Product>
+static INLINE void blend(Floats *sums, const Floats *weights, const uint32_t *values) {
     for (int64_t d = 0; d < WIDE; d += AT_ONCE, sums += AT_ONCE, values += AT_ONCE)
         for (int64_t rows = 0; rows < LANES; rows += REGISTER) {
             Register part[AT_ONCE];
             each<AT_ONCE>([&](auto i) ALWAYS { part[i] = read<Register>((float *)(sums + i) + rows); });
-            for (int64_t key = 0; key < BLOCK; key++) {
+            for (int64_t key = 0; key < BLOCK / Product::IN_WORD; key++) {
                 const Register weight = read<Register>((const float *)(weights + key) + rows);
-                each<AT_ONCE>([&](auto i) ALWAYS { part[i] += weight * values[key * WIDE + i]; });
+                each<AT_ONCE>([&](auto i) ALWAYS { part[i] = Product::add(part[i], values[key * WIDE + i], weight); });
             }
             each<AT_ONCE>([&](auto i) ALWAYS { write((float *)(sums + i) + rows, part[i]); });
         }
@@ -138,12 +104,9 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
         for (int64_t v = 0; v < vectors; v++) {
             Rows<WIDE> &mine = room.rows[v];
             Floats *here = scores + (b * vectors + v) * BLOCK;
-#ifdef DOTS
-            if (takes_pairs(layer))
-                score_pairs<WIDE>((const uint32_t *)mine.queries, (const uint32_t *)room.block, layer->scale, here);
-            else
-#endif
-                score<WIDE>(mine.queries, room.block, layer->scale, here);
+            with_product(layer, [&](auto product) ALWAYS {
+                score<WIDE, decltype(product)>(mine.queries, (const uint32_t *)room.block, layer->scale, here);
+            });
             for (int64_t i = 0; i < BLOCK; i++) {
                 if (all != ~0u) here[i] = select((bits[v] >> (int32_t)i & 1) != 0, here[i], Floats{} - INFINITY);
                 mine.most = select(here[i] > mine.most, here[i], mine.most);
@@ -155,12 +118,7 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
         if (!any_sees[b]) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any_sees[b], places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->values);
-#ifdef DOTS
-        if (takes_pairs(layer))
-            fetch_value_pairs<WIDE>(layer, places, any_sees[b], (uint32_t *)room.block);
-        else
-#endif
-            fetch_values<WIDE>(layer, places, any_sees[b], room.block);
+        fetch_values<WIDE>(layer, places, any_sees[b], room.block);
         for (int64_t v = 0; v < vectors; v++) {
             Rows<WIDE> &mine = room.rows[v];
             Floats *weights = scores + (b * vectors + v) * BLOCK;
@@ -172,16 +130,10 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
                 }
                 mine.total += weights[i];
             }
-#ifdef DOTS
-            if (takes_pairs(layer)) {
-                Words pairs[BLOCK / 2];
-                each<BLOCK / 2>([&](auto i) ALWAYS {
-                    pairs[i] = pair_weights((__m512)weights[2 * i], (__m512)weights[2 * i + 1]);
-                });
-                blend_pairs<WIDE>(mine.sums, pairs, (const uint32_t *)room.block);
-            } else
-#endif
-                blend<WIDE>(mine.sums, weights, room.block);
+            with_product(layer, [&](auto product) ALWAYS {
+                product.take_rows(weights);
+                blend<WIDE, decltype(product)>(mine.sums, weights, (const uint32_t *)room.block);
+            });
         }
     }
     for (int64_t r = 0; r < rows; r++, partials += dim + 2) {

@@ -135,9 +135,56 @@ static INLINE void fetch_keys(const Attention *layer, const int64_t *places, uin
         of_seen(any, as_floats, [](int64_t) ALWAYS {});
 }
 
+// A word of what is multiplied holds one float, or two bf16 in turn. Weights of the keys of a block become such words in
+// place: those of one row [BLOCK], or vectors of rows [BLOCK].
+struct Singles {
+    static const int64_t IN_WORD = 1;
+    static INLINE Register add(Register sum, uint32_t number, Register numbers) { return sum + as_float(number) * numbers; }
+    static INLINE void take_keys(float *) {}
+    static INLINE void take_rows(Floats *) {}
+};
+
+#ifdef DOTS
+// The instruction that multiplies pairs adds the upper product first, each sum rounded: with the earlier of two keys
+// there, keys count in their order, and those that a row does not see change nothing.
+struct Pairs {
+    static const int64_t IN_WORD = 2;
+    static INLINE Register add(Register sum, uint32_t number, Register numbers) {
+        return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)number), (__m512bh)(__m512)numbers);
+    }
+    static INLINE Words of(__m256i earlier, __m256i later) {
+        return (Words)_mm512_cvtepu16_epi32(earlier) << 16 | (Words)_mm512_cvtepu16_epi32(later);
+    }
+    static INLINE Words rounded(__m512 earlier, __m512 later) {
+        return of((__m256i)_mm512_cvtneps_pbh(earlier), (__m256i)_mm512_cvtneps_pbh(later));
+    }
+    static INLINE void take_keys(float *weights) {
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512 first = _mm512_loadu_ps(weights), second = _mm512_loadu_ps(weights + LANES);
+        const __m512 earlier = _mm512_permutex2var_ps(first, even, second);
+        const __m512 later = _mm512_permutex2var_ps(first, _mm512_or_si512(even, _mm512_set1_epi32(1)), second);
+        write(weights, rounded(earlier, later));
+    }
+    static INLINE void take_rows(Floats *weights) {
+        each<BLOCK / 2>([&](auto i) ALWAYS {
+            weights[i] = (Floats)rounded((__m512)weights[2 * i], (__m512)weights[2 * i + 1]);
+        });
+    }
+};
+#endif
+
+// body(product) with the product of a layer's keys and values.
+template <class Body>
+static INLINE void with_product(const Attention *layer, const Body &body) {
+#ifdef DOTS
+    if (takes_pairs(layer)) return body(Pairs{});
+#endif
+    body(Singles{});
+}
+
 // What nobody sees may be anything; zero times what is not finite would not be zero.
 template <int WIDE>
-static INLINE void fetch_values(const Attention *layer, const int64_t *places, uint32_t any, float *block) {
+static INLINE void fetch_values(Singles, const Attention *layer, const int64_t *places, uint32_t any, float *block) {
     const auto one = [&](int64_t i) ALWAYS {
         fetch<WIDE>(layer->values, layer->type, places[i], layer->dim, block + i * WIDE);
     };
@@ -145,19 +192,8 @@ static INLINE void fetch_values(const Attention *layer, const int64_t *places, u
 }
 
 #ifdef DOTS
-// Pairs of bf16, of two keys in turn. The instruction that multiplies pairs adds the upper product first, each sum
-// rounded: with the earlier key there, keys count in their order, and those that a row does not see change nothing.
-static INLINE Words pair_up(__m256i earlier, __m256i later) {
-    return (Words)_mm512_cvtepu16_epi32(earlier) << 16 | (Words)_mm512_cvtepu16_epi32(later);
-}
-
-static INLINE Words pair_weights(__m512 earlier, __m512 later) {
-    return pair_up((__m256i)_mm512_cvtneps_pbh(earlier), (__m256i)_mm512_cvtneps_pbh(later));
-}
-
-// The values of a block as pairs of bf16, two keys each: [BLOCK / 2][WIDE].
 template <int WIDE>
-static INLINE void fetch_value_pairs(const Attention *layer, const int64_t *places, uint32_t any, uint32_t *block) {
+static INLINE void fetch_values(Pairs, const Attention *layer, const int64_t *places, uint32_t any, float *block) {
     const uint16_t *values = (const uint16_t *)layer->values;
     const int64_t dim = layer->dim;
     for (int64_t i = 0; i < BLOCK; i += 2, block += WIDE) {
@@ -167,11 +203,17 @@ static INLINE void fetch_value_pairs(const Attention *layer, const int64_t *plac
             const __m256i none = _mm256_setzero_si256();
             const __m256i earlier = first ? _mm256_maskz_loadu_epi16(inside, values + places[i] + d) : none;
             const __m256i later = second ? _mm256_maskz_loadu_epi16(inside, values + places[i + 1] + d) : none;
-            write(block + d, pair_up(earlier, later));
+            write(block + d, Pairs::of(earlier, later));
         }
     }
 }
 #endif
+
+// The values of a block as `block` [BLOCK][WIDE], or pairs of bf16, of two keys each, [BLOCK / 2][WIDE].
+template <int WIDE>
+static INLINE void fetch_values(const Attention *layer, const int64_t *places, uint32_t any, float *block) {
+    with_product(layer, [&](auto product) ALWAYS { fetch_values<WIDE>(product, layer, places, any, block); });
+}
 
 #include "attend_rows.h"
 #include "attend_keys.h"
