@@ -17,8 +17,9 @@ from specinfer.kernels.panels import TYPES, Panels, has_dots
 _SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
 _NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache
 _FEW, _MANY = (1, 4, 16), (64, 256)  # measured numbers of rows
-_LARGE = 2048, 4096  # outputs and inputs of the layer measured with many rows; small ones are unpacked within a cache
+_LARGE = 1024, 4096  # outputs and inputs of the layer measured with many rows, unpacked in more than one part
 _ROUNDS = 4
+_IN_ROW = 2  # runs of one way before the other's: in the first the other's threads may still spin on its cores
 _LOOKS = 2  # measurements that must agree that PyTorch is faster with many rows
 _CLEARLY = 0.8  # the default is kept unless the other way is clearly faster
 
@@ -125,9 +126,13 @@ def is_faster(
         x, best = torch.ones((rows, inputs)), [float("inf")] * 2  # minimum, because other load only adds time
         for _ in range(_ROUNDS):
             for place, layers in enumerate((one, other)):
-                before = time.perf_counter()
-                for layer in layers:
-                    layer(x)
-                best[place] = min(best[place], time.perf_counter() - before)
+                best[place] = min(best[place], *(_seconds(layers, x) for _ in range(_IN_ROW)))
         seconds = [total + added for total, added in zip(seconds, best, strict=True)]
     return seconds[1] / seconds[0] > _CLEARLY
+
+
+def _seconds(layers: Sequence[Callable[..., object]], x: Tensor) -> float:
+    start = time.perf_counter()
+    for layer in layers:
+        layer(x)
+    return time.perf_counter() - start

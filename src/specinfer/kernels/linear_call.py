@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.kernels.low_rank import AdapterRuns
 
 ANY_ROWS = 2**62
-_UNPACKED_BYTES = 2**22  # of a weight at a time; more would not stay in a cache until it is multiplied
+_UNPACKED_BYTES = 2**22  # of a weight at a time: what stays in a cache until it is multiplied
 
 
 class Ending(IntEnum):
