@@ -23,7 +23,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_cache import KVTensors

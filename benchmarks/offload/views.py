@@ -44,8 +44,8 @@ def print_offload(report: OffloadReport, console: Console) -> None:
     _print_setting(report, console)
     rows, source = [_Row(result, arm) for result in report.results for arm in result.arms], report.source
     tokens = f"{report.options['max_tokens']} tokens for each request"
-    if report.options.get("plain_tokens") is not None:
-        tokens += f", {report.options['plain_tokens']} by plain decoding"
+    if (plain := report.options.get("plain_tokens")) is not None:
+        tokens += f", {plain} by plain decoding"
     print_rows(console, f"Streamed through the {source}, {tokens}; medians of batches", (*_LABELS, *_SPEEDS), rows)
     console.print(
         "T: temperature; nodes, tokens: of a request in a pass; tokens/s: of all requests; ratio: over plain decoding"

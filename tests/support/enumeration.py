@@ -24,7 +24,7 @@ from specinfer.drafters.growth import draft_sampling
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.verify import Acceptance, Probs, RandomSource
 from tiny import make_request

@@ -39,7 +39,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth import expansion
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.verify import Acceptance, verify_coupled, verify_multi_step, verify_traversal

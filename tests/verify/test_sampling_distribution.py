@@ -21,7 +21,7 @@ import torch
 import reference
 from specinfer import LLM, SamplingParams
 from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.verify import Probs, SeededSource, batch, multi_step, traversal
 from tiny import make_model, make_request
 

@@ -24,7 +24,7 @@ from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, at_rate, sc
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
-from specinfer.bench.serve_search import highest_rate, in_order, next_rate, targets_met
+from specinfer.bench.serve_search import highest_rate, next_rate, targets_met
 from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url
 from specinfer.core.config import MAX_TREE_NODES
@@ -161,7 +161,7 @@ class _Load:
             found = list[RateResult]()
             while rate := next_rate(config.request_rates[0], targets_met(found, config.goodput, config.find_rate)):
                 found += await self._at_rates(client, (rate,))
-            return in_order(found)
+            return tuple(sorted(found, key=lambda result: result.rate))
 
     async def _at_rates(self, client: "httpx.AsyncClient", rates: Sequence[float]) -> tuple[RateResult, ...]:
         """Measure all arms at these rates."""

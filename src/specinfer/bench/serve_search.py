@@ -7,7 +7,7 @@ meets and misses are close together.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from specinfer.bench.serve_report import RateResult
 
@@ -60,8 +60,3 @@ def targets_met(
         share: Percentage of requests that must meet their targets.
     """
     return {result.rate: {arm.name: arm.share_good(limits) >= share for arm in result.arms} for result in results}
-
-
-def in_order(results: Sequence[RateResult]) -> tuple[RateResult, ...]:
-    """Return results in the order of their rates."""
-    return tuple(sorted(results, key=lambda result: result.rate))

@@ -18,7 +18,7 @@ from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.draft_sampling import Candidates, chooses_for, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted import Wanted
+from specinfer.drafters.growth.wanted_nodes import WantedNodes
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import Block, FeatureHead
 from specinfer.model.kv_cache import Slots
@@ -96,13 +96,13 @@ class BlockDrafter(FeatureDrafter):
         while nodes := tree_batch.wanted():
             self._extend(tree_batch, nodes, self._candidates(rows, growing_trees, nodes))
 
-    def _candidates(self, rows: _Rows, growing_trees: Sequence[GrowingTree], nodes: Wanted) -> Candidates:
+    def _candidates(self, rows: _Rows, growing_trees: Sequence[GrowingTree], nodes: WantedNodes) -> Candidates:
         """Return the candidates of the wanted nodes, tree by tree."""
         growing = [tree for tree in growing_trees if tree.frontier]
         counts = [len(tree.frontier) for tree in growing]
         places = [tree.index * self.max_depth + tree.num_levels for tree in growing]
         if not self._head.is_pairwise and all(self._is_free(tree.request) for tree in growing):
-            firsts = Wanted([run._replace(depths=run.depths[:1]) for run in nodes.runs])
+            firsts = WantedNodes([run._replace(depths=run.depths[:1]) for run in nodes.runs])
             alike = draw(self.draft_sampling, rows.logits[places], firsts, self.vocabulary.token_map)
             return _repeated(alike, counts)
         index = np.repeat(places, counts)

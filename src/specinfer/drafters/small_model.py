@@ -17,7 +17,7 @@ from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.merge.scoring import Losses, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece

@@ -15,7 +15,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.kernels.choice import SUPPORT
 from tiny import make_request

@@ -20,7 +20,7 @@ from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, SubtreeSize, bins_of
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from tiny import make_request, paths_of
 
 Path = tuple[int, ...]

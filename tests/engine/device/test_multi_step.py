@@ -15,7 +15,7 @@ from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.engine.engine import Engine
 from specinfer.kernels.drawn import draw_children
 from specinfer.kernels.plain_logits import Truncation

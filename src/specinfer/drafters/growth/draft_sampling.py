@@ -23,7 +23,7 @@ from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
-from specinfer.drafters.growth.wanted import Node, Wanted
+from specinfer.drafters.growth.wanted_nodes import Node, WantedNodes
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
 from specinfer.kernels.toss import sources_at
@@ -94,7 +94,7 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
         logits: [nodes, vocab] float32; the nodes of one request are adjacent.
         token_map: The target tokens of the columns of the logits, or None for all of them.
     """
-    wanted = Wanted.of(nodes)
+    wanted = WantedNodes.of(nodes)
     requests = [run.request for run in wanted.runs]
     if token_map is not None and any(map(is_adjusted, requests)):
         logits, token_map = token_map.expand(logits), None  # adjustments find tokens by their ids
@@ -124,7 +124,7 @@ def _by_row(is_chosen: npt.NDArray[np.bool_], chosen: Candidates, drawn: Candida
     )
 
 
-def _candidates(draft_sampling: str, scores: Tensor, ids: Tensor, wanted: Wanted, width: int) -> Candidates:
+def _candidates(draft_sampling: str, scores: Tensor, ids: Tensor, wanted: WantedNodes, width: int) -> Candidates:
     """Return candidates from `scores` [nodes, support], descending before noise, of the tokens `ids`."""
     is_sampled = wanted.each(lambda run: not run.request.params.is_greedy)
     if draft_sampling in CHOSEN or not any(is_sampled):
@@ -141,12 +141,12 @@ def _column(values: Sequence[bool], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device).unsqueeze(1)
 
 
-def _parts(wanted: Wanted, rows: Tensor) -> list[Tensor]:
+def _parts(wanted: WantedNodes, rows: Tensor) -> list[Tensor]:
     """Return the rows of each run."""
     return [rows[a:b] for a, b in pairwise(wanted.starts)]
 
 
-def _adjusted(logits: Tensor, wanted: Wanted) -> Tensor:
+def _adjusted(logits: Tensor, wanted: WantedNodes) -> Tensor:
     if not any(is_adjusted(run.request) for run in wanted.runs):
         return logits
     parts = [
@@ -156,7 +156,7 @@ def _adjusted(logits: Tensor, wanted: Wanted) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _tempered(values: Tensor, wanted: Wanted) -> Tensor:
+def _tempered(values: Tensor, wanted: WantedNodes) -> Tensor:
     params = [run.request.params for run in wanted.runs]
     if all(p.is_greedy or (p.temperature == 1.0 and not p.truncates) for p in params):
         return values
@@ -164,13 +164,13 @@ def _tempered(values: Tensor, wanted: Wanted) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _shared_noise(wanted: Wanted, ids: Tensor) -> Tensor:
+def _shared_noise(wanted: WantedNodes, ids: Tensor) -> Tensor:
     """Return the noise that the target adds to these tokens at the position after each node."""
     positions = [len(run.request.token_ids) + depth for run in wanted.runs for depth in run.depths]
     return noise_for(wanted.each(lambda run: run.request.seed), positions, ids)
 
 
-def _own_noise(wanted: Wanted, ids: Tensor, *, draws: int = 1) -> Tensor:
+def _own_noise(wanted: WantedNodes, ids: Tensor, *, draws: int = 1) -> Tensor:
     """Return noise that nothing else uses, [nodes, draws, support]."""
     numbers, seeds = list[int](), list[int]()
     for run in wanted.runs:
@@ -203,7 +203,9 @@ def _chosen(scores: Tensor, ids: Tensor, width: int, *, descend: bool) -> Candid
     return Candidates(tokens, confidence.astype(np.float32), none, none.astype(np.float64), np.full(tokens.shape, -1))
 
 
-def _drawn(draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, wanted: Wanted, width: int) -> Candidates:
+def _drawn(
+    draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, wanted: WantedNodes, width: int
+) -> Candidates:
     """Return drawn candidates from `scores` [nodes, support], descending before noise, and `sampled` [nodes, 1]."""
     whole = distributions = scores.double().softmax(dim=-1).nan_to_num(0.0)
     width = min(width, scores.shape[-1])
@@ -234,7 +236,7 @@ def _drawn(draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, wa
     )
 
 
-def _hybrid(scores: Tensor, ids: Tensor, wanted: Wanted, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _hybrid(scores: Tensor, ids: Tensor, wanted: WantedNodes, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token from the distribution without the group-1 best ones, then choose those, then the next best.
 
     Returns:

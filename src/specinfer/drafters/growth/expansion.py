@@ -34,7 +34,7 @@ from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.guesses import Guesses
 from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
 from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, bins_of, count_bins, floors, subtree_size_of
-from specinfer.drafters.growth.wanted import Run, Wanted
+from specinfer.drafters.growth.wanted_nodes import Run, WantedNodes
 from specinfer.kernels import library
 from specinfer.kernels.growth import GrowthCall
 
@@ -125,9 +125,9 @@ class TreeBatch:
             tree.tree_batch, tree.index = self, i
             tree.tokens, tree.parents, tree.depths, tree.path_prob, tree.ancestry = self.nodes.of(i)
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedNodes:
         """Return the nodes that need candidates next, tree by tree; none when all trees are grown."""
-        return Wanted([tree.wanted() for tree in self.growing_trees if tree.frontier])
+        return WantedNodes([tree.wanted() for tree in self.growing_trees if tree.frontier])
 
     def extend(self, candidates: Candidates) -> None:
         """Take guesses from these candidates, whose rows are the wanted nodes, and from those left from before."""

@@ -17,7 +17,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.draft_sampling import Candidates, chooses_for, draw
-from specinfer.drafters.growth.wanted import Node
+from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 
 MAX_SCORED = 64  # tokens scored at a time: older ones hardly count, and logits take memory

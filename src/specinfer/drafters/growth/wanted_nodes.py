@@ -48,7 +48,7 @@ class Run(NamedTuple):
             yield Node(self.request, self.path_of(i), self.width, self.group, self.drafter)
 
 
-class Wanted(Sequence[Node]):
+class WantedNodes(Sequence[Node]):
     """Nodes that need candidates, in runs.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wanted(Sequence[Node]):
         self.starts = list(accumulate((len(run.depths) for run in runs), initial=0))
 
     @classmethod
-    def of(cls, nodes: Sequence[Node]) -> "Wanted":
+    def of(cls, nodes: Sequence[Node]) -> "WantedNodes":
         """Return the nodes in runs."""
         if isinstance(nodes, cls):
             return nodes
