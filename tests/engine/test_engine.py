@@ -26,6 +26,7 @@ from specinfer.verify import Acceptance
 from tiny import (
     EOS,
     VOCAB,
+    arrive_in_turn,
     load_runner,
     make_engine,
     make_model,
@@ -116,14 +117,8 @@ def test_requests_that_arrive_while_trees_are_drafted_get_what_they_would_alone(
     limits: dict[str, int], runner_of: Runners, plain: list[list[int]]
 ) -> None:
     engine, requests = _engine(runner_of, **limits), _requests()
-    arriving = iter(requests[1:])
     engine.add(requests[0])
-
-    def take_arrivals() -> None:
-        if request := next(arriving, None):
-            engine.add(request)
-
-    engine.host.take_arrivals = take_arrivals
+    arrive_in_turn(engine, requests[1:])
     while engine.has_work:
         engine.step()
         record = engine.metrics.recent[-1]

@@ -14,7 +14,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.first_tokens import UNHURRIED, FirstTokens
 from specinfer.model.runner import ModelRunner
-from tiny import VOCAB, load_runner, make_engine, make_request, random_prompts, resized, run
+from tiny import VOCAB, arrive_in_turn, load_runner, make_engine, make_request, random_prompts, resized, run
 
 PROMPTS = random_prompts([12, 3, 2, 5, 9])
 TENANTS = ("busy", "new", "other", "new", "busy")
@@ -189,15 +189,9 @@ def test_requests_that_arrive_at_any_time_get_what_they_would_alone(
     serving: Callable[..., Engine], plain: list[list[int]], limits: dict[str, int]
 ) -> None:
     engine, requests = serving(**limits), _requests()
-    arriving = iter(requests[1:])
     engine.add(requests[0])
     engine.interrupt_passes(lambda _: None)
-
-    def take_arrivals() -> None:
-        if request := next(arriving, None):
-            engine.add(request)
-
-    engine.host.take_arrivals = take_arrivals
+    arrive_in_turn(engine, requests[1:])
     while engine.has_work:
         engine.step()
     assert [request.output_ids for request in requests] == plain

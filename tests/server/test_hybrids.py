@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from browser import Browser
-from page_api import NEEDS_CHROMIUM, send, settle, texts
+from page_api import NEEDS_CHROMIUM, ask_tiny
 from reference import greedy
 from serving import served, served_on_port
 from specinfer import LLM
@@ -64,13 +64,6 @@ def test_bench_latency_measures_trees_that_change_no_token(family: str, model_fo
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_the_page_shows_an_answer(family: str, chromium: Browser, model_folder: Folders) -> None:
-    chromium.complaints.clear()
     with served_on_port(_loaded(family, model_folder)) as url:
-        chromium.go(url)
-        chromium.wait("document.title === 'tiny · SpecInfer'")
-        chromium.run("document.getElementById('max_tokens').value = 7")
-        send(chromium, "the")
-        chromium.wait("document.getElementById('status').textContent.startsWith('Done: ')")
-        settle(chromium)
-        assert texts(chromium, "[data-number=tokens]")[0].isdecimal()
+        ask_tiny(chromium, url)
         assert chromium.complaints == []

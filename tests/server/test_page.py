@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from browser import Browser
-from page_api import NEEDS_CHROMIUM, send, settle, texts
+from page_api import NEEDS_CHROMIUM, ask_tiny
 from serving import served_on_port
 from specinfer import LLM
 from specinfer.server import page
@@ -145,14 +145,7 @@ def test_every_field_has_a_name() -> None:
 @NEEDS_CHROMIUM
 def test_the_page_of_a_server_generates_an_answer(chromium: Browser, model_folder: Callable[..., Path]) -> None:
     llm = LLM(model_folder("llama", tokenizer=True), drafters=["ngram"], tree="1,1")
-    chromium.complaints.clear()
     with served_on_port(llm) as url:
-        chromium.go(url)
-        chromium.wait("document.title === 'tiny · SpecInfer'")
-        chromium.run("document.getElementById('max_tokens').value = 7")
-        send(chromium, "the")
-        chromium.wait("document.getElementById('status').textContent.startsWith('Done: ')")
-        settle(chromium)
-        assert texts(chromium, "[data-number=tokens]")[0].isdecimal()
+        ask_tiny(chromium, url)
         assert chromium.run("document.querySelectorAll('.passes g').length") > 0
         assert chromium.complaints == []

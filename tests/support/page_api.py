@@ -176,6 +176,18 @@ def fill(browser: Browser, name: str, value: str) -> None:
     browser.run(f"document.getElementById({json.dumps(name)}).dispatchEvent(new Event('change', {{bubbles: true}}))")
 
 
+def ask_tiny(browser: Browser, url: str) -> None:
+    """Open the page of a server of the model `tiny`, and wait for an answer of 7 tokens."""
+    browser.complaints.clear()
+    browser.go(url)
+    browser.wait("document.title === 'tiny · SpecInfer'")
+    browser.run("document.getElementById('max_tokens').value = 7")
+    send(browser, "the")
+    browser.wait("document.getElementById('status').textContent.startsWith('Done: ')")
+    settle(browser)
+    assert texts(browser, "[data-number=tokens]")[0].isdecimal()
+
+
 def finish(browser: Browser, name: str = "6") -> None:
     browser.wait(f"document.querySelector('[data-number=tokens]').textContent === '{name}'")
     browser.wait("!document.body.classList.contains('running')")

@@ -353,6 +353,17 @@ def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> l
     return [request.output_ids for request in requests]
 
 
+def arrive_in_turn(engine: Engine, requests: Iterable[Request]) -> None:
+    """Let one of the requests arrive each time that the engine asks for those that arrived."""
+    arriving = iter(requests)
+
+    def take_arrivals() -> None:
+        if request := next(arriving, None):
+            engine.add(request)
+
+    engine.host.take_arrivals = take_arrivals
+
+
 def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
     """For each node the tokens that lead to it."""
     return [tree.path_tokens(node) for node in range(len(tree))]
