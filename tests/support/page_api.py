@@ -85,8 +85,8 @@ class Api:
 
 def app_of(api: Api) -> FastAPI:
     app = FastAPI()
-    llm = SimpleNamespace(max_model_len=512)
-    engine: Any = SimpleNamespace(llm=llm)
+    llm = SimpleNamespace(max_model_len=512, drafter_choice=None)
+    engine: Any = SimpleNamespace(llm=llm, put_quotas=lambda quotas: None)
     app.state.server = ServerState(engine, ServerConfig(), ("tiny",))
     app.include_router(page.router)
 
