@@ -14,21 +14,21 @@ from torch import Tensor
 from specinfer.core.noise import gumbel
 from specinfer.kernels import tree_ops
 from specinfer.kernels.choice import SUPPORT, most_probable
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
 from specinfer.kernels.plain_logits import Truncation
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The draws of trees, as `walk_multi_step` takes them; draw i made node i + 1."""
+    """The draws of trees, as `walk_multi_step` takes them; there is one for each candidate."""
 
-    nodes: Tensor  # [requests, nodes - 1] int32; -1 where there is no draw
-    tokens: Tensor  # [requests, nodes - 1, support] int32
-    probs: Tensor  # [requests, nodes - 1, support] float64
+    nodes: Tensor  # [requests, candidates] int32; -1 where nothing was drawn
+    tokens: Tensor  # [requests, candidates, support] int32
+    probs: Tensor  # [requests, candidates, support] float64
 
     @classmethod
-    def empty(cls, num_requests: int, num_nodes: int, vocab: int, device: torch.device) -> "Draws":
-        shape = num_requests, max(num_nodes - 1, 1)
+    def empty(cls, num_requests: int, num_candidates: int, vocab: int, device: torch.device) -> "Draws":
+        shape = num_requests, max(num_candidates, 1)
         return cls(
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.full((*shape, min(SUPPORT, vocab)), -1, dtype=torch.int32, device=device),
@@ -50,7 +50,6 @@ class Drawing:
     def __init__(self, is_drawn: Tensor, streams: Tensor, first: Tensor, truncation: Truncation, out: Draws) -> None:
         self._is_drawn, self._streams, self._number, self._truncation = is_drawn, streams, first, truncation
         self._out = out
-        self._levels: list[tuple[Tensor, Tensor]] = []  # supports and probabilities of the candidates of each level
 
     def add_candidates(
         self, logits: Tensor, frontier: Frontier, first: int, width: int, limits: Limits, candidates: Candidates
@@ -63,7 +62,9 @@ class Drawing:
         tokens, sure, support, probs = draw_children(
             logits, width, self._streams.repeat_interleave(nodes), numbers.flatten(), self._truncation
         )
-        self._levels.append((support.reshape(requests, nodes * width, -1), probs.reshape(requests, nodes * width, -1)))
+        for whole, of_candidates in ((self._out.tokens, support), (self._out.probs, probs)):
+            of_level = whole[:, first : first + nodes * width]
+            of_level.unflatten(1, (nodes, width)).copy_(of_candidates.unflatten(0, (requests, nodes)))
         tokens = tokens.view(requests, nodes, width)
         ranks = torch.arange(width, device=logits.device)
         usable = (tokens >= 0) & in_use.unsqueeze(2) & (ranks < limits.widths[:, frontier.level, None, None])
@@ -77,16 +78,15 @@ class Drawing:
             of_level = place[:, first : first + nodes * width]
             of_level.copy_(torch.where(is_drawn, values.flatten(1), of_level))
 
-    def finish(self, numbers: Tensor, trees: Grown) -> None:
-        """Note what the nodes of the trees were drawn from; `numbers` [requests, nodes] are those of candidates."""
-        support, probs = (torch.cat([level[i] for level in self._levels], dim=1) for i in range(2))
-        place = numbers[:, 1:].long().clamp(min=0)
-        nodes = torch.arange(1, 1 + place.shape[1], dtype=torch.int32, device=place.device)
-        is_draw = self._is_drawn.unsqueeze(1) & (nodes < trees.sizes.unsqueeze(1))
-        self._out.nodes.copy_(torch.where(is_draw, nodes, -1))
-        place = place.unsqueeze(2).expand(-1, -1, support.shape[2])
-        self._out.tokens.copy_(support.gather(1, place))
-        self._out.probs.copy_(probs.gather(1, place))
+    def finish(self, path_prob: Tensor) -> None:
+        """Note the nodes that candidates have become: a fixed expansion has all that could be drawn, in their order.
+
+        Args:
+            path_prob: [requests, candidates] of all levels.
+        """
+        is_node = path_prob >= 0
+        is_draw = self._is_drawn.unsqueeze(1) & is_node
+        self._out.nodes.copy_(torch.where(is_draw, is_node.cumsum(dim=1), -1))
 
 
 def draw_children(

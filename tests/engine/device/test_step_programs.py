@@ -303,7 +303,7 @@ def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
     assert kernels.calls["least_kept"] == 1 + (3 * 2 if budget else 0), (
         "of a level those of the target's kind, and of the draws"
     )
-    assert kernels.calls["best_tree"] == (2 if budget else 0)
+    assert kernels.calls["best_tree"] == (1 if budget else 0)
 
 
 # `specinfer plan` predicts with the same numbers, so lower them there when a step becomes leaner. These are the kernels

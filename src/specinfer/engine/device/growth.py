@@ -163,11 +163,7 @@ def grow(
     limits = limits if most is None else replace(limits, max_nodes=most)
     tree_ops.best_tree(candidates.path_prob, candidates, roots, has_two, limits, out)
     if drawing is not None:
-        numbers = torch.arange(shape.num_candidates, dtype=torch.float32, device=device).repeat(requests, 1)
-        by_number = replace(out, confidence=torch.empty_like(out.confidence))
-        numbered = replace(candidates, confidence=numbers)
-        tree_ops.best_tree(candidates.path_prob, numbered, roots, has_two, limits, by_number)
-        drawing.finish(by_number.confidence, out)
+        drawing.finish(candidates.path_prob)
     return candidates
 
 

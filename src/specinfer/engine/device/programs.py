@@ -167,8 +167,8 @@ class Programs:
         if adjustments is not None and size.processing >= Processing.ADJUSTMENT:
             self._adjustments = adjustments.first(size.num_rows)
         with torch.inference_mode(mode=False):
-            vocab = target.loaded.vocab_size
-            self._draws = Draws.empty(size.num_rows, size.num_nodes, vocab, device) if size.draws else None
+            count, vocab = size.shape.num_candidates if size.shape else 0, target.loaded.vocab_size
+            self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.draws else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))
         self._loops = [] if size.shape is None else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
