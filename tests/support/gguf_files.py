@@ -74,6 +74,8 @@ def write_model(
         if weight.ndim > 1 and not name.endswith("bias"):
             blocks = blocks_of(weight.detach().numpy(), stored)
             weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, stored)))
+            if stored.name == "NVFP4":
+                _write_factors(writer, stored_name.removesuffix("weight"), weight.data)
         given = weight.detach().clone() if blocks is None else torch.from_numpy(blocks)
         data = _as_stored(name, given, arch, model.config).numpy()
         writer.add_tensor(stored_name, data, raw_dtype=None if blocks is None else stored)
@@ -86,6 +88,14 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _write_factors(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
+    """Write a factor for a matrix, or for each of a stack, with another one for inputs; multiply the weights by it."""
+    factors = torch.linspace(0.75, 1.3, len(weight)) if weight.ndim == 3 else torch.tensor([0.9])
+    weight *= factors.view(-1, *[1] * (weight.ndim - 1))
+    writer.add_tensor(f"{name}scale", factors.numpy())
+    writer.add_tensor(f"{name}input_scale", (factors * 100).numpy())
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -223,9 +233,10 @@ def blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
     try:
         return gguf.quants.quantize(np.ascontiguousarray(weight), kind)
     except NotImplementedError:
-        rows = random_blocks(kind, len(weight), weight.shape[1] // gguf.GGML_QUANT_SIZES[kind][0])
+        num_rows = int(np.prod(weight.shape[:-1]))
+        rows = random_blocks(kind, num_rows, weight.shape[-1] // gguf.GGML_QUANT_SIZES[kind][0])
         size = np.abs(gguf.quants.dequantize(scaled(rows, kind, 1.0), kind)).std()
-        return scaled(rows, kind, float(weight.std() / size))
+        return scaled(rows, kind, float(weight.std() / size)).reshape(*weight.shape[:-1], -1)
 
 
 # Where a block has its float16 scales, and those of what is added or subtracted.
@@ -239,6 +250,8 @@ def scaled(rows: np.ndarray, kind: gguf.GGMLQuantizationType, scale: float) -> n
     factors = np.random.default_rng(1).uniform(0.5, 1.5, (2, *blocks.shape[:2]))
     if kind.name == "MXFP4":
         blocks[..., 0] = 127 + np.round(np.log2(scale * factors[0]))
+    if kind.name == "NVFP4":
+        blocks[..., :4] = gguf.quants.NVFP4.fp32_to_ue4m3(scale * factors[0])[..., None]
     for at, factor, more in zip(_SCALES.get(kind.name, ()), factors, (1, 10), strict=False):
         blocks[..., at : at + 2] = (scale * more * factor).astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(rows.shape)

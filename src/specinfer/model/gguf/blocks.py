@@ -155,8 +155,24 @@ def _mxfp4(b: _Blocks, width: int) -> QuantizedWeight:
     return QuantizedWeight(_nibbles(b[..., 1:]).flatten(1), scales, 4, width, levels=_levels(_FP4_LEVELS))
 
 
+def _nvfp4(b: _Blocks, width: int) -> QuantizedWeight:
+    codes = _nibbles(b[..., 4:].unflatten(-1, (4, 8)))
+    return QuantizedWeight(
+        codes.flatten(1), _E4M3_HALVES[b[..., :4].long()].flatten(1), 4, width, 16, levels=_levels(_FP4_LEVELS)
+    )  # fmt: skip
+
+
+def _e4m3_halves() -> Tensor:
+    """Return [256] halves of the numbers of FP8 without a sign, whose bit is ignored; NaN counts as 0."""
+    numbers = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 2
+    numbers[127] = 0.0
+    return torch.cat([numbers, numbers[:127], torch.tensor([240.0])])
+
+
+_E4M3_HALVES = _e4m3_halves()
 _DECODE: dict[str, Callable[[_Blocks, int], QuantizedWeight]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
 }  # fmt: skip

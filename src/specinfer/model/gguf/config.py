@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 
 from specinfer.model.gguf.families import FAMILIES
 from specinfer.model.gguf.families.plan_parts import Family
@@ -15,7 +16,7 @@ from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.rope import LLAMA3, LONGROPE
 from specinfer.model.gguf.stored import EXPERT, stack_name
-from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight
+from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight, read_tensor
 from specinfer.model.stacked_source import StackedSource
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -94,8 +95,9 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> _Sources:
     config = read_config(header)
     dtype = own_dtype(header) if dtype is None else dtype
     pieces: dict[str, list[GgufSource]] = defaultdict(list)
+    factors = _read_factors(header)
     for stored, one in _plan(header, config):
-        pieces[one.name].append(GgufSource(_place(header, stored, one), one, dtype))
+        pieces[one.name].append(GgufSource(_place(header, stored, one, factors.get(stored)), one, dtype))
     sources = {name: found[0] if len(found) == 1 else JoinedSource(found) for name, found in pieces.items()}
     family = _family(header)
     return _stacked(sources, is_transposed=family.transposes_experts) if family.stacks_experts else {**sources}
@@ -121,9 +123,27 @@ def _stacked(sources: Mapping[str, GgufSource | JoinedSource], *, is_transposed:
     return result
 
 
-def _place(header: GgufHeader, name: str, weight: Weight) -> TensorPlace:
+def _factor_names(header: GgufHeader, stored: str, *kinds: str) -> list[str]:
+    """Return the names of the tensors that have factors of another one: of NVFP4, one for each matrix."""
+    if header.tensors[stored].kind != GGMLQuantizationType.NVFP4 or not stored.endswith(".weight"):
+        return []
+    return [name for kind in kinds if (name := f"{stored.removesuffix('weight')}{kind}") in header.tensors]
+
+
+def _read_factors(header: GgufHeader) -> dict[str, list[float]]:
+    """Return the factors of matrices by the names of the tensors that have these."""
+    return {
+        stored: read_tensor(header.tensors[name], torch.float32).tolist()
+        for stored in header.tensors
+        for name in _factor_names(header, stored, "scale")
+    }
+
+
+def _place(header: GgufHeader, name: str, weight: Weight, factors: Sequence[float] | None) -> TensorPlace:
     """Return the place of a weight, which may be an expert's part of a tensor."""
     place = header.tensors[name]
+    if factors is not None:
+        place = replace(place, factor=factors[weight.expert or 0])
     if weight.expert is None:
         return place
     size = place.num_bytes // weight.num_experts
@@ -163,6 +183,11 @@ def _check_tensors(meta: Metadata, num_layers: int, plan: Iterable[tuple[str, We
                 f"the tensor {name!r} has the shape {list(shape)}, and the metadata ask for {list(wanted)}"
             )
         known.add(name)
+        # Factors of inputs are for engines that round activations to 4 bits, too.
+        for factor in _factor_names(meta.header, name, "scale", "input_scale"):
+            if (shape := tensors[factor].shape) != (weight.num_experts,):
+                raise meta.error(f"the tensor {factor!r} has the shape {list(shape)}, not [{weight.num_experts}]")
+            known.add(factor)
     # Further MTP layers come last, and are not read.
     if meta.get("nextn_predict_layers", int, 0):
         known |= {name for name in tensors if (found := _BLOCK.match(name)) and int(found[1]) >= num_layers}

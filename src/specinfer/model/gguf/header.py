@@ -26,8 +26,8 @@ _PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationTy
 _TYPES = _PLAIN | {
     GGMLQuantizationType[name]
     for name in (
-        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
-        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+        *("MXFP4", "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
     )
 }
 
@@ -51,6 +51,7 @@ class TensorPlace:
         shape: PyTorch's shape, outermost size first.
         offset: Bytes from the beginning of the file.
         file: The file, which may be another part of a split one.
+        factor: Number that all values are multiplied by; files have it as another tensor.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class TensorPlace:
     offset: int
     num_bytes: int
     file: Path
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A GGUF file's tensors as a model's weights, dequantized a few rows at a time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -59,7 +59,7 @@ def read_tensor(place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Te
     step = max(_AT_ONCE // columns, 1)
     for start in range(0, rows, step):
         # Plain numbers are decoded as blocks of one number. The copy makes the memory writable.
-        decoded = _decode(np.array(data[start : start + step]), place.kind)
+        decoded = _decode(np.array(data[start : start + step]), place.kind) * np.float32(place.factor)
         result[start : start + step] = torch.from_numpy(decoded) - less if less else torch.from_numpy(decoded)
     return result.view(place.shape)
 
@@ -140,6 +140,8 @@ class GgufSource:
 
     def _coded(self, rows: Tensor) -> tuple[str, QuantizedWeight]:
         weight = blocks.weight_of(rows, self.place.kind)
+        if self.place.factor != 1:
+            weight = replace(weight, scales=weight.scales * self.place.factor)
         return self.place.kind.name, weight.with_inputs(self.weight.inputs) if self.weight.inputs else weight
 
     def read_part(self, cut: Cut) -> Tensor:
