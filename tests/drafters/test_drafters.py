@@ -455,6 +455,16 @@ def test_shares_follow_what_was_accepted() -> None:
     assert budget_split.share(1000, [2, 0, 1]) > 900, "what changes is followed"
 
 
+def test_drafters_of_which_nothing_was_accepted_for_long_share_evenly() -> None:
+    """A drafter so poor that its share rounds to no node is asked alone once the others have had their nodes."""
+    budget_split, tree = BudgetSplit(["a", "b", "c"]), TokenTree.chain(0, [5], "a")
+    for _ in range(40_000):
+        budget_split.observe(tree, Acceptance((1,), 7))
+    assert budget_split.share(8, [0, 1, 2]) == 7
+    assert budget_split.share(8, [1, 2]) == 4
+    assert budget_split.share(8, [2]) == 8
+
+
 def test_a_drafter_without_guesses_costs_nothing() -> None:
     silent = Script("silent", lambda span, budget: TokenTree.root(span.request.token_ids[-1]))
     request = make_request("0", [5])

@@ -15,6 +15,7 @@ class BudgetSplit:
     """The number of accepted tokens of each drafter, and the shares of a budget that follow from it."""
 
     _MEMORY = 0.98  # factor per tree: about fifty trees are remembered
+    _LEAST_KEPT = 1e-6  # its square is a number still, however long nothing is accepted
     _LEAST = 0.1  # part of an equal share: without any nodes, a drafter could never show that it has become useful
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -30,7 +31,7 @@ class BudgetSplit:
             if node in kept:
                 makers.setdefault(node, set()).add(draws.names[maker])
         for name in self._kept:
-            self._kept[name] *= self._MEMORY
+            self._kept[name] = max(self._kept[name] * self._MEMORY, self._LEAST_KEPT)
         for names in makers.values():
             for name in names & self._kept.keys():
                 self._kept[name] += 1.0 / len(names)
