@@ -1,13 +1,15 @@
 """Strict parsing of request bodies: one JSON object that means the same to every parser.
 
 Python's parser accepts NaN, repeated names and lone surrogates, and fails on deep nesting and long numbers with errors
-of its own. Each of these is refused here with a clear message.
+of its own. Each of these is refused here with a clear message. A search of a whole body would keep all other threads
+waiting, so bodies are searched piece by piece.
 """
 
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from specinfer.server.errors import ApiError
@@ -16,8 +18,9 @@ MAX_DEPTH = 100
 MAX_NAMES = 20_000  # of one object: each unknown one may become an error of its own
 MAX_HOLDERS = 100_000  # lists and objects: Python's parser would keep all threads waiting for seconds for a million
 MAX_VALUES = 1 << 18  # numbers, texts and the like: a million keep all threads waiting for 0.2 s
-_STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
-_LONG_NUMBER = re.compile(rb"\d{19}")
+_PIECE_BYTES = 1 << 15
+_NUM_LONG = 19  # digits that may be too many for 64 bits
+_LONG_NUMBER = re.compile(rb"\d{%d}" % _NUM_LONG)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -27,10 +30,9 @@ def check_body(body: bytes) -> None:
     Raises:
         ApiError: The body is not; the message says what to change.
     """
-    if _excess(body) and (wrong := _excess(_STRING.sub(b"", body))):
-        raise _refused(f"more than {wrong}; send fewer")
+    has_long_number = _search(body)
     try:
-        value = _parse(body)
+        value = _parse(body, has_long_number)
     except UnicodeDecodeError:
         raise _refused("not UTF-8; encode it so") from None
     except RecursionError:
@@ -57,14 +59,47 @@ def read_generated(text: str) -> Any:
     return None if _is_deep(value) else value
 
 
-def _parse(body: bytes) -> Any:
+def outside_strings(body: bytes) -> Iterator[bytes]:
+    """Yield what is outside of strings in each piece of a body, as far as the body is JSON."""
+    start, is_inside = 0, False
+    while start < len(body):
+        piece = body[start : start + _PIECE_BYTES]
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        if num_backslashes % 2 and start + len(piece) < len(body):
+            piece = piece[:-1]  # an escape is in one piece
+        start += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(parts[is_inside::2])
+        is_inside ^= len(parts) % 2 == 0
+
+
+def _search(body: bytes) -> bool:
+    """Count what a body has outside of strings, and return whether there is a long number.
+
+    Raises:
+        ApiError: There are too many values.
+    """
+    num_holders = num_commas = 0
+    has_long_number, last = False, b""
+    for text in outside_strings(body):
+        num_holders += text.count(b"[") + text.count(b"{")
+        num_commas += text.count(b",")
+        if num_holders > MAX_HOLDERS:
+            raise _refused(f"more than {MAX_HOLDERS} lists and objects; send fewer")
+        if num_commas >= MAX_VALUES:
+            raise _refused(f"more than {MAX_VALUES} values; send fewer")
+        has_long_number = has_long_number or _LONG_NUMBER.search(last + text) is not None
+        last = (last + text)[1 - _NUM_LONG :]
+    return has_long_number
+
+
+def _parse(body: bytes, has_long_number: bool) -> Any:
     return json.loads(
         body.decode(),
         object_pairs_hook=_object,
         parse_constant=_refuse_constant,
         parse_float=_float,
-        # This is called for every number, so it is only used if the body has a long one.
-        parse_int=_int if _LONG_NUMBER.search(body) else None,
+        parse_int=_int if has_long_number else None,  # it is called for every number
     )
 
 
@@ -93,13 +128,6 @@ def _int(digits: str) -> int:
     if len(digits.lstrip("-")) > 19:
         raise ValueError(f"the number {digits:.20}... has more than 64 bits")
     return int(digits)
-
-
-def _excess(text: bytes) -> str | None:
-    """Return what there is too much of in a text without strings, which have no meaning here, or None."""
-    if text.count(b"[") + text.count(b"{") > MAX_HOLDERS:
-        return f"{MAX_HOLDERS} lists and objects"
-    return f"{MAX_VALUES} values" if text.count(b",") >= MAX_VALUES else None
 
 
 def _is_deep(value: Any) -> bool:
