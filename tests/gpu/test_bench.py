@@ -73,7 +73,7 @@ def test_stages_of_latency_and_throughput(temperature: float, folders: tuple[str
     together = run_throughput(
         ThroughputConfig(target, (drafter,), ("1,1",), max_tokens=80, batch_sizes=(2,), **options)
     )
-    for arm in (*alone.arms, *together.results[0].arms):
+    for arm in (*alone.result.arms, *together.results[0].arms):
         assert arm.stages.samples
         assert arm.stages.over_floor("target") > 1
         assert all(min(sample.seconds.values()) >= 0 for sample in arm.stages.samples)
@@ -90,7 +90,10 @@ def test_growth_on_the_gpu_computes_the_same(tmp_path: Path, monkeypatch: pytest
     assert {name: weight.shape for name, weight in one.items()} == {name: w.shape for name, w in other.items()}
     options: dict[str, Any] = {"prompts": PROMPTS, "max_tokens": 24, "repeats": 1, "warmup": 0, "dtype": "float32"}
     said = [
-        [run.token_ids for run in run_latency(LatencyConfig(str(folder), ("ngram",), ("1",), **options)).plain.runs]
+        [
+            run.token_ids
+            for run in run_latency(LatencyConfig(str(folder), ("ngram",), ("1",), **options)).result.plain.runs
+        ]
         for folder in (source, there.target, here)
     ]
     assert said[0] == said[1] == said[2]

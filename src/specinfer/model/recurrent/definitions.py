@@ -15,6 +15,29 @@ def adopt(module: nn.Module, layer: nn.Module) -> None:
             module.add_module(name, child)
 
 
+class Lfm2Layer(nn.Module):
+    """A loaded decoder layer of LFM2, with attention or a short convolution."""
+
+    operator_norm: nn.Module
+    feed_forward: nn.Module
+    ffn_norm: nn.Module
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        adopt(self, layer)
+        self.is_attention_layer: bool = layer.is_attention_layer
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **more: Any) -> Tensor:
+        normed = self.operator_norm(hidden_states)
+        if self.is_attention_layer:
+            mixed = self.self_attn(hidden_states=normed, forward_batch=forward_batch, **more)[0]
+        else:
+            mixed = self.conv(normed, forward_batch=forward_batch)
+        hidden = hidden_states + mixed
+        out: Tensor = hidden + self.feed_forward(self.ffn_norm(hidden))
+        return out
+
+
 class JambaMambaLayer(nn.Module):
     """A loaded decoder layer of Jamba without attention."""
 

@@ -12,6 +12,7 @@ from specinfer.model.recurrent.definitions import (
     FalconH1Layer,
     FalconH1Model,
     JambaMambaLayer,
+    Lfm2Layer,
     MambaLayer,
     MambaModel,
 )
@@ -48,6 +49,8 @@ _REPLACED: dict[str, type[nn.Module]] = {
 }
 # What is around them, where it does not hand keywords on.
 _AROUND: dict[str, type[nn.Module]] = {
+    "Lfm2DecoderLayer": Lfm2Layer,
+    "Lfm2MoeDecoderLayer": Lfm2Layer,
     "JambaMambaDecoderLayer": JambaMambaLayer,
     "FalconH1DecoderLayer": FalconH1Layer,
     "FalconH1ForCausalLM": FalconH1Model,
