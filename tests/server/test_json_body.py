@@ -6,15 +6,26 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import Request
 
-from specinfer.server import json_body
+from serving import serve
+from specinfer.llm import LLM
+from specinfer.server import json_body, limits
 from specinfer.server.errors import ApiError
-from specinfer.server.json_body import check_body, outside_strings
+from specinfer.server.json_body import outside_strings, read_body
+from specinfer.server.state import ServerState
 
 _STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Callable[..., Path]) -> LLM:
+    return LLM(model_folder(tokenizer=True), max_num_seqs=4)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 64])
@@ -33,9 +44,9 @@ def test_long_numbers_are_found_wherever_pieces_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(json_body, "_PIECE_BYTES", size)
     for start in range(size):
         body = b'{"%s": [1, "%s", %s]}'
-        check_body(body % (b"a" * start, b"9" * 40, b"9" * 19))
+        read_body(body % (b"a" * start, b"9" * 40, b"9" * 19))
         with pytest.raises(ApiError, match="64 bits"):
-            check_body(body % (b"a" * start, b"9" * 40, b"9" * 20))
+            read_body(body % (b"a" * start, b"9" * 40, b"9" * 20))
 
 
 def _longest_native_call(action: Callable[[], Any]) -> float:
@@ -61,5 +72,33 @@ def _longest_native_call(action: Callable[[], Any]) -> float:
 @pytest.mark.parametrize("text", ["a, b ", "12345 ", "[{", "漢字", "a" * 99 + "\n"], ids=range(5))
 def test_a_large_text_keeps_no_other_thread_waiting(text: str) -> None:
     body = json.dumps({"prompt": text * (4_000_000 // len(text.encode()))}, ensure_ascii=False).encode()
-    check_body(body)
-    assert _longest_native_call(lambda: check_body(body)) < 0.025
+    read_body(body)
+    assert _longest_native_call(lambda: read_body(body)) < 0.025
+
+
+def test_a_body_is_parsed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop would be busy for as long as the thread was that parsed it before."""
+    bodies = []
+    monkeypatch.setattr(limits, "read_body", lambda body: bodies.append(body) or read_body(body))
+    monkeypatch.setattr(Request, "json", lambda _: pytest.fail("a body was parsed again"))
+    asked: dict[str, dict[str, Any]] = {
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [5]},
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": []},
+        "/v1/responses": {"input": "a"},
+        "/v1/embeddings": {"input": "a"},
+        "/v1/messages": {"messages": []},
+        "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+        "/api/generate": {"prompt": "a"},
+        "/api/chat": {"messages": []},
+        "/api/show": {"model": "a"},
+    }
+
+    async def ask(client: httpx.AsyncClient, _: ServerState) -> list[int]:
+        return [(await client.post(path, json=body)).status_code for path, body in asked.items()]
+
+    statuses = serve(llm, ask)
+    assert len(bodies) == len(asked)
+    assert 500 not in statuses
+    assert statuses[:3] == [200, 200, 200]

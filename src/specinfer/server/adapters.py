@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict
 
 from specinfer.core.lora import LoRARequest
 from specinfer.server.errors import ApiError
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 class LoadFields(BaseModel):

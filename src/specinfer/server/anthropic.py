@@ -18,12 +18,13 @@ from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.generations import Call
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single, check_spelling
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 _REFUSED = {
     "container": "nothing is run here; leave it out",
     "logprobs": USE_CHAT,

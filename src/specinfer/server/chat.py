@@ -16,12 +16,13 @@ from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
 from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, tools_of_functions
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 @router.post("/v1/chat/completions", responses=RESPONSES)

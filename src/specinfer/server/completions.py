@@ -1,6 +1,7 @@
 """POST /v1/completions: takes text or token ids and returns the outputs of each prompt, whole or as a stream."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from specinfer.server.completion_prompts import Echo, ReadPrompt, as_prompts, re
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
 from specinfer.server.protocol import CompletionFields
 from specinfer.server.response_format import structured_outputs_of
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
@@ -43,17 +45,16 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
     max_tokens = _DEFAULT_MAX_TOKENS if fields.token_limit is None else fields.token_limit
-    given = as_prompts(fields.prompt)
 
-    def read_first() -> tuple[SamplingParams, ReadPrompt]:
-        """Read the parameters and the first prompt."""
-        params = completion_params(fields, engine.llm, max_tokens)
+    def read_first() -> tuple[SamplingParams, ReadPrompt, Sequence[str | list[int]]]:
+        """Read the parameters and the first prompt, and return the others."""
+        given, params = as_prompts(fields.prompt), completion_params(fields, engine.llm, max_tokens)
         call.check_count(len(given), len(given) * params.n)
-        return params, read_prompt(engine.llm, given[0], fields, params)
+        return params, read_prompt(engine.llm, given[0], fields, params), given[1:]
 
-    params, first = await call.read(read_first, only_encodes=True)
+    params, first, left = await call.read(read_first, only_encodes=True)
     # Read one at a time, so that prompts of other requests are read in between.
-    others = [await call.read(partial(read_prompt, engine.llm, p, fields, params)) for p in given[1:]]
+    others = [await call.read(partial(read_prompt, engine.llm, p, fields, params)) for p in left]
     prompts = [first, *others]
     texts = None
     if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:

@@ -3,8 +3,9 @@
 from fastapi import APIRouter, Request
 
 from specinfer.server.errors import ApiError
+from specinfer.server.parsed_request import ParsedRoute
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 @router.post("/v1/embeddings")

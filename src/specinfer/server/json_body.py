@@ -24,8 +24,8 @@ _LONG_NUMBER = re.compile(rb"\d{%d}" % _NUM_LONG)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def check_body(body: bytes) -> None:
-    """Check that a body is a valid JSON object.
+def read_body(body: bytes) -> dict[str, Any]:
+    """Return the JSON object that a body is.
 
     Raises:
         ApiError: The body is not; the message says what to change.
@@ -48,6 +48,7 @@ def check_body(body: bytes) -> None:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise _refused("a text is not valid Unicode (a lone surrogate); mend its encoding") from None
+    return value
 
 
 def read_generated(text: str) -> Any:

@@ -10,11 +10,11 @@ from specinfer.quotas import Quotas
 from specinfer.server.auth import OPEN_PATHS, route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError, as_api_error
-from specinfer.server.json_body import check_body
+from specinfer.server.json_body import read_body
 from specinfer.server.state import Serving
 
 _CLOSE = {"connection": "close"}  # the rest of such a request is not read
-_SMALL = 2**17  # bytes of JSON that are checked in the event loop; larger bodies are checked in a thread
+_SMALL = 2**17  # bytes of JSON that are parsed in the event loop; larger bodies are parsed in a thread
 _MANY = 64  # times max_body_bytes: the limit on the bodies that are being read at once, of all clients together
 _DISCARDED = 4  # times max_body_bytes: this much is read and dropped, so that the sender gets to read the response
 
@@ -44,7 +44,10 @@ def head_too_large(config: ServerConfig) -> ApiError:
 
 
 class Bodies:
-    """Middleware that reads whole bodies, within limits of size and time, and requires a valid JSON object."""
+    """Middleware that reads whole bodies, within limits of size and time, and requires a valid JSON object.
+
+    `ParsedRequest` returns that object.
+    """
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._config, self._quotas = app, state.config, state.quotas
@@ -61,10 +64,8 @@ class Bodies:
         scope["state"]["body_size"] = len(body)
         if body:
             scope = _as_json(scope, headers)
-            if len(body) > _SMALL:
-                await asyncio.to_thread(check_body, body)
-            else:
-                check_body(body)
+            is_small = len(body) <= _SMALL
+            scope["state"]["fields"] = read_body(body) if is_small else await asyncio.to_thread(read_body, body)
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: Mapping[bytes, bytes], receive: Receive, tenant: str) -> bytes | None:

@@ -20,6 +20,7 @@ from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.ollama_pieces import Pieces, now
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import (
     ChatFields,
@@ -34,7 +35,7 @@ from specinfer.server.protocol import (
 from specinfer.server.state import state_of
 from specinfer.server.tools import ToolPlan
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 _FORMAT = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, {"type": "null"}]}
 _ANY = {"anyOf": [{"type": "boolean"}, {"type": "number"}, {"type": "string"}, {"type": "null"}]}
 _REFUSED = {

@@ -11,9 +11,10 @@ import specinfer
 from specinfer.hub.files import read_object
 from specinfer.server.errors import ApiError
 from specinfer.server.ollama import served_name
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 _NEVER = "9999-12-31T23:59:59Z"
 _UNITS = (("B", 1e9), ("M", 1e6), ("K", 1e3))
 

@@ -14,12 +14,13 @@ from specinfer.server.chat import ReadConversation
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import Call
 from specinfer.server.parameters import sampling_params, truncated
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
 from specinfer.server.responses_items import ResponseItems
 from specinfer.server.tools import plan_tools
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 
 @router.post("/v1/responses", responses=RESPONSES)

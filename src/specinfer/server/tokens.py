@@ -12,10 +12,11 @@ from specinfer.server.auth import body_size_of, tenant_of
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
 from specinfer.server.json_body import MAX_VALUES
+from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
 T = TypeVar("T")
-router = APIRouter()
+router = APIRouter(route_class=ParsedRoute)
 
 MAX_CHARACTERS = 1_000_000  # some 250 MiB while they are tokenized
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]

@@ -362,13 +362,13 @@ def test_texts_of_metrics_become_one() -> None:
 
 @given(st.text(max_size=3000), st.text(max_size=3000))
 def test_texts_that_begin_alike_have_digests_in_common(first: str, second: str) -> None:
-    digests = [prefix_digests(json.dumps({"prompt": text}).encode(), "") for text in (first, second)]
+    digests = [prefix_digests({"prompt": text}, "") for text in (first, second)]
     for length in (256, 1024):
         alike = first[:length] == second[:length] and min(len(first), len(second)) >= length
         place = {256: -1, 1024: -2}[length]
         have = [one[place] if len(one) >= -place else None for one in digests]
         assert (have[0] is not None and have[0] == have[1]) == alike
-    salted = prefix_digests(json.dumps({"prompt": first}).encode(), "somebody")
+    salted = prefix_digests({"prompt": first}, "somebody")
     assert not set(salted) & set(digests[0])
 
 

@@ -2,24 +2,39 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 LENGTHS = (256, 1024, 4096, 16384)  # characters of the prefixes; there is one digest for each length
 
 
-def prefix_digests(body: bytes, tenant: str) -> list[str]:
+def prefix_digests(fields: Mapping[str, Any], tenant: str) -> list[str]:
     """Return digests of the prefixes of a request's text, the longest first; none for a short text.
 
     Args:
-        body: A valid JSON object.
+        fields: Fields of its body.
         tenant: The tenant whose cached prefixes may be used.
     """
-    fields = json.loads(body) if body else {}
     prompt = fields.get("messages") or fields.get("prompt") or fields.get("input")
     if not prompt:
         return []
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    text = prompt if isinstance(prompt, str) else _beginning(prompt)
     salt = json.dumps([tenant, fields.get("cache_salt"), fields.get("tools"), fields.get("instructions")])
     return [_digest(salt, text[:length]) for length in reversed(LENGTHS) if len(text) >= length]
+
+
+def _beginning(prompt: Any) -> str:
+    """Return the JSON of a prompt, without the items beyond the longest prefix."""
+    if not isinstance(prompt, list):
+        return json.dumps(prompt, ensure_ascii=False)
+    items: list[str] = []
+    num_left = LENGTHS[-1]
+    for item in prompt:
+        items.append(json.dumps(item, ensure_ascii=False))
+        num_left -= len(items[-1])
+        if num_left < 0:
+            return "[" + ", ".join(items)
+    return "[" + ", ".join(items) + "]"
 
 
 def _digest(salt: str, text: str) -> str:

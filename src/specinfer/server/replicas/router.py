@@ -196,7 +196,8 @@ class _Passing:
     def __init__(self, state: RouterState, scope: Scope, body: bytes, send: Send) -> None:
         self._state, self._body, self._send = state, body, send
         self._head, self._dialect = pack_request(scope), dialect_of(route_path(scope))
-        self._digests = prefix_digests(body, scope["state"]["tenant"]) if scope["method"] == "POST" else []
+        fields = scope["state"].pop("fields", {})  # only the body is passed on
+        self._digests = prefix_digests(fields, scope["state"]["tenant"]) if scope["method"] == "POST" else []
         self._has_begun = self._is_stream = self._is_whole = False
         self._num_left: int | None = None  # bytes left of the response, if its length is known
 
