@@ -37,6 +37,7 @@ from specinfer.kernels.triton.commit import commit
 from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
 from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.kernels.triton.store import store
+from specinfer.kernels.triton.traversal import walk_traversal
 from specinfer.kernels.triton.truncation import least_kept
 from specinfer.kernels.triton.walk import walk
 
@@ -144,8 +145,8 @@ def step_cases() -> Iterator[Case]:
     trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, distributions, probs, uniforms)
     for vocab in (50257, 128256):
         logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
-        call = partial(walk_multi_step, logits, starts, temperatures, *trees, max_depth=depth)
-        yield f"multi-step {vocab}", call
+        for name, walk_drawn in (("multi-step", walk_multi_step), ("traversal", walk_traversal)):
+            yield f"{name} {vocab}", partial(walk_drawn, logits, starts, temperatures, *trees, max_depth=depth)
     yield from _processing_cases(requests, nodes)
     tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
     yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import plain_multi_step, plain_tree, tree_ops
+from specinfer.kernels import plain_multi_step, plain_traversal, plain_tree, tree_ops
 from specinfer.kernels.tree_layout import TreeLayout
 from tree_cases import AttentionCase, Part, bushy, wide
 
@@ -147,7 +147,8 @@ def test_walk_and_commit() -> None:
     assert [table.tolist() for table in moved_tables] == [table.tolist() for table in tables]
 
 
-def test_multi_step() -> None:
+@pytest.mark.parametrize("name", ["walk_multi_step", "walk_traversal"])
+def test_walks_with_random_numbers(name: str) -> None:
     requests, nodes, vocab, support = 8, 6, 50257, 16
     source = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn((requests * nodes, vocab), generator=source)
@@ -166,8 +167,9 @@ def test_multi_step() -> None:
         probs / probs.sum(dim=-1, keepdim=True), torch.arange(requests) * 2**40,
     )  # fmt: skip
     others = tuple(there(argument.clone()) for argument in arguments)
-    wanted = plain_multi_step.walk_multi_step(*arguments, max_depth=3)
-    found = tree_ops.walk_multi_step(*others, max_depth=3)
+    plain = plain_traversal.walk_traversal if name == "walk_traversal" else plain_multi_step.walk_multi_step
+    wanted = plain(*arguments, max_depth=3)
+    found = getattr(tree_ops, name)(*others, max_depth=3)
     for a, b in zip(found, wanted, strict=True):
         assert a.tolist() == b.tolist()
     assert others[-1].tolist() == arguments[-1].tolist(), "as many coins were tossed"

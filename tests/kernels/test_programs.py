@@ -19,6 +19,7 @@ SOME = [
     "choose float32, 64",
     "walk 64",
     "multi-step 128",
+    "traversal 128",
     "commit",
 ]
 OF_LAYERS = [
@@ -57,7 +58,7 @@ def kernels_of(report: str, names: list[str]) -> set[str]:
 def test_kernels_compile(report: str) -> None:
     assert kernels_of(report, SOME) == {
         *("attend_program", "combine_program", "store_program", "rough_program", "choose_program"),
-        *("walk_program", "softmax_program", "multi_step_program", "commit_program"),
+        *("walk_program", "softmax_program", "multi_step_program", "traversal_program", "commit_program"),
     }
 
 

@@ -97,7 +97,8 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
     for rule, draft_sampling, reason in (
         ("coupled", "shared-noise", None),
         ("coupled", "top-k", "draft_sampling is top-k"),
-        ("traversal", "iid", "verification is traversal"),
+        ("target-only", "top-k", "verification is target-only"),
+        ("traversal", "iid", "verification is traversal, with several drafters"),
         ("multi-step", "without-replacement", "verification is multi-step, with several drafters"),
     ):
         drafter = make_drafter([small, "ngram"], VOCAB, ["small", "ngram"], draft_sampling)
@@ -105,7 +106,8 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
         assert why_not_sampled(drafter, rule) == reason
         assert why_not_sampled(None, rule) is None
     for draft_sampling, reason in (("without-replacement", None), ("iid", "draft_sampling is iid")):
-        assert why_not_sampled(make_drafter([small], VOCAB, ["small"], draft_sampling), "multi-step") == reason
+        for rule in ("multi-step", "traversal"):
+            assert why_not_sampled(make_drafter([small], VOCAB, ["small"], draft_sampling), rule) == reason
     assert why_not(unpadded, None) == "passes of the target are not captured"
     assert hybrid.padded is not None
     assert why_not(hybrid, None) == "the target has convolutions or recurrent layers"

@@ -1,4 +1,4 @@
-"""Draft tokens drawn without replacement on a device, with the distribution of each draw, for the multi-step rule.
+"""Draft tokens drawn without replacement on a device, with their distributions, for rules with random numbers.
 
 The draws of a node are one race of exponentials (Sequoia, arXiv 2402.12374) over its best tokens, with noise that
 nothing else reads, as in `drafters.growth.draft_sampling`: the same numbers, so the same tokens. These are PyTorch
@@ -20,7 +20,7 @@ from specinfer.kernels.plain_logits import Truncation
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The draws of trees, as `walk_multi_step` takes them; there is one for each candidate."""
+    """The draws of trees, as `walk_multi_step` and `walk_traversal` take them; there is one for each candidate."""
 
     nodes: Tensor  # [requests, candidates] int32; -1 where nothing was drawn
     tokens: Tensor  # [requests, candidates, support] int32
@@ -37,10 +37,10 @@ class Draws:
 
 
 class Drawing:
-    """The draws of one draft loop: candidates of requests under the multi-step rule replace those that were chosen.
+    """The draws of one draft loop: these candidates replace those that were chosen.
 
     Args:
-        is_drawn: [requests] bool, True for these requests.
+        is_drawn: [requests] bool, True for requests whose tokens are drawn.
         streams: [requests] int64 seeds of the noise of their draws.
         first: [requests] int64 number of the first draw of the tree.
         truncation: Of the requests.

@@ -4,6 +4,9 @@ The rule is that of verify/multi_step.py. Here its trees, distributions and rand
 plain versions, this one reads tensor contents on the way: it is for CPUs and for tests.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,39 @@ from specinfer.core.noise import next_uniform
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 
 Kept = tuple[list[int], int]  # a path and the token after it
+
+
+class DrawnTree(NamedTuple):
+    """The tree of one request, and the draws of its nodes."""
+
+    rows: Tensor  # [nodes, vocab] float64 scores
+    tokens: list[int]
+    parents: list[int]
+    nodes: list[int]  # that the draws produced; -1 after the last
+    distribution_tokens: Tensor  # [draws, support] int64
+    distribution_probs: Tensor  # [draws, support] float64
+    uniforms: Tensor  # [1]
+
+    def next_uniform(self) -> float:
+        state, uniform = next_uniform(int(self.uniforms) % 2**64)
+        self.uniforms.fill_(state - 2**64 if state >= 2**63 else state)
+        return uniform
+
+    def sample(self, left: Tensor) -> int:
+        """Return a token drawn from a distribution, [vocab]."""
+        mass = left.cumsum(dim=0)
+        token = int(torch.searchsorted(mass, self.next_uniform() * mass[-1], right=True))
+        return token if token < len(left) else int(left.nonzero()[-1])
+
+    def distribution(self, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens that a draw could have produced, their probabilities, and that of the one it produced."""
+        could = self.distribution_tokens[draw] >= 0
+        ids, weights = self.distribution_tokens[draw][could], self.distribution_probs[draw][could]
+        return ids, weights, weights[ids == self.tokens[self.nodes[draw]]].sum()
+
+    def before_last(self, path: list[int]) -> Kept:
+        """Return a path whose last node no token may follow."""
+        return (path[:-1], self.tokens[path[-1]]) if path else ([], NO_VALID_TOKEN)
 
 
 def walk_multi_step(
@@ -26,8 +62,6 @@ def walk_multi_step(
     uniforms: Tensor,
     *,
     max_depth: int,
-    out: Walk | None = None,
-    left: Tensor | None = None,
 ) -> Walk:
     """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
 
@@ -46,73 +80,67 @@ def walk_multi_step(
         distribution_probs: [requests, max_draws, support] float64 probabilities, which sum to 1.
         uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
         max_depth: Longest possible path.
-        out: Tensors to write to.
-        left: [requests, vocab] float64 scratch memory of the Triton kernel, -1 everywhere before and after. None to
-            allocate it there; not used here.
 
     Returns:
         The same tensors as `plain_tree.walk`; a request whose logits allow no token has an empty path.
     """
-    requests = len(tokens)
-    path = torch.full((requests, max_depth), -1, dtype=torch.int32)
-    lengths = torch.full((requests,), -1, dtype=torch.int32)
-    following = torch.full((requests,), NO_VALID_TOKEN, dtype=torch.int64)
+    distributions = (draws, distribution_tokens, distribution_probs)
+    return walk_each(_walk, logits, starts, temperatures, (tokens, parents, sizes), distributions, uniforms, max_depth)
+
+
+def walk_each(
+    walk: Callable[[DrawnTree, int], Kept],
+    logits: Tensor,
+    starts: Tensor,
+    temperatures: Tensor,
+    trees: tuple[Tensor, Tensor, Tensor],
+    distributions: tuple[Tensor, Tensor, Tensor],
+    uniforms: Tensor,
+    max_depth: int,
+) -> Walk:
+    """Walk the tree of each request.
+
+    Args:
+        walk: Function from a tree and the longest possible path to what is kept.
+        trees: tokens, parents, and sizes.
+        distributions: draws, distribution_tokens, and distribution_probs.
+    """
+    (tokens, parents, sizes), (draws, distribution_tokens, distribution_probs) = trees, distributions
+    path = torch.full((len(tokens), max_depth), -1, dtype=torch.int32)
+    lengths = torch.full((len(tokens),), -1, dtype=torch.int32)
+    following = torch.full((len(tokens),), NO_VALID_TOKEN, dtype=torch.int64)
     for request, size in enumerate(sizes.tolist()):
         if size == 0:
             continue
         rows = logits[int(starts[request]) :][:size].float() / temperatures[request]
-        distributions = distribution_tokens[request].long(), distribution_probs[request]
-        tree = tokens[request].tolist(), parents[request].tolist()
-        kept, token = _walk(
-            rows.double(), tree, draws[request].tolist(), distributions, uniforms[request : request + 1], max_depth
-        )
+        of_tree = tokens[request].tolist(), parents[request].tolist(), draws[request].tolist()
+        of_draws = distribution_tokens[request].long(), distribution_probs[request]
+        kept, token = walk(DrawnTree(rows.double(), *of_tree, *of_draws, uniforms[request : request + 1]), max_depth)
         path[request, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
         lengths[request], following[request] = len(kept), token
-    found = (path, lengths, following)
-    if out is None:
-        device = tokens.device
-        return path.to(device), lengths.to(device), following.to(device)
-    for place, result in zip(out, found, strict=True):
-        place.copy_(result)
-    return out
+    device = tokens.device
+    return path.to(device), lengths.to(device), following.to(device)
 
 
-def _walk(
-    rows: Tensor,
-    tree: tuple[list[int], list[int]],
-    draws: list[int],
-    distributions: tuple[Tensor, Tensor],
-    uniforms: Tensor,
-    max_depth: int,
-) -> Kept:
-    (tokens, parents), node, kept = tree, 0, list[int]()
+def _walk(tree: DrawnTree, max_depth: int) -> Kept:
+    node, kept = 0, list[int]()
     while True:
-        highest = rows[node].max()
+        highest = tree.rows[node].max()
         if highest.isnan():
             return [], NAN
         if highest == -torch.inf:
-            return (kept[:-1], tokens[kept[-1]]) if kept else ([], NO_VALID_TOKEN)
-        left = rows[node].softmax(dim=0)
-        for draw, child in enumerate(draws):
-            if child < 0 or parents[child] != node or len(kept) == max_depth:
+            return tree.before_last(kept)
+        left = tree.rows[node].softmax(dim=0)
+        for draw, child in enumerate(tree.nodes):
+            if child < 0 or tree.parents[child] != node or len(kept) == max_depth:
                 continue
-            could = distributions[0][draw] >= 0
-            ids, weights = distributions[0][draw][could], distributions[1][draw][could]
-            q = weights[ids == tokens[child]].sum()
+            ids, weights, q = tree.distribution(draw)
             rest = left.clone()
             rest[ids] = (left[ids] - weights).clamp(min=0)
-            if _next_uniform(uniforms) * q < left[tokens[child]] or not rest.sum() > 0:
+            if tree.next_uniform() * q < left[tree.tokens[child]] or not rest.sum() > 0:
                 kept.append(child)
                 node = child
                 break
             left = rest / rest.sum()
         else:
-            mass = left.cumsum(dim=0)
-            token = int(torch.searchsorted(mass, _next_uniform(uniforms) * mass[-1], right=True))
-            return kept, token if token < len(left) else int(left.nonzero()[-1])
-
-
-def _next_uniform(uniforms: Tensor) -> float:
-    state, uniform = next_uniform(int(uniforms) % 2**64)
-    uniforms.fill_(state - 2**64 if state >= 2**63 else state)
-    return uniform
+            return kept, tree.sample(left)

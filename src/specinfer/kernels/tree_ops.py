@@ -5,14 +5,14 @@ Each is documented at its plain version. On a GPU none of them waits for the dev
 
 from torch import Tensor
 
-from specinfer.kernels import plain_draft, plain_guesses, plain_logits, plain_multi_step, plain_tree
+from specinfer.kernels import plain_draft, plain_guesses, plain_logits, plain_multi_step, plain_traversal, plain_tree
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton import by_device, runs_on
 
 __all__ = [
     "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
     "keep_drafted", "least_kept", "mark_ancestors", "merge_guesses", "next_frontier", "store", "walk",
-    "walk_multi_step",
+    "walk_multi_step", "walk_traversal",
 ]  # fmt: skip
 
 
@@ -29,6 +29,7 @@ store = by_device(_runs_on, plain_tree.store, "store")
 choose = by_device(_runs_on, plain_tree.choose, "choose")
 walk = by_device(_runs_on, plain_tree.walk, "walk")
 walk_multi_step = by_device(_runs_on, plain_multi_step.walk_multi_step, "multi_step")
+walk_traversal = by_device(_runs_on, plain_traversal.walk_traversal, "traversal")
 commit = by_device(_runs_on, plain_tree.commit, "commit")
 least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")

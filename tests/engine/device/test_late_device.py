@@ -78,12 +78,15 @@ def test_steps_in_flight_use_no_memory_of_one_another(
     assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
 
 
-def test_random_numbers_of_steps_in_flight_are_not_mixed_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = make_device_engine(*pair, TREES["2,2,1"], verification="multi-step", has_device_executor=False)
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_random_numbers_of_steps_in_flight_are_not_mixed_up(
+    rule: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary = make_device_engine(*pair, TREES["2,2,1"], verification=rule, has_device_executor=False)
     wanted = come_and_go(ordinary, 3)
     stream = LateStream()
     make_executor_late(stream, monkeypatch)
-    engine = make_device_engine(*pair, TREES["2,2,1"], verification="multi-step")
+    engine = make_device_engine(*pair, TREES["2,2,1"], verification=rule)
     assert come_and_go(engine, 3) == wanted
     assert executor_of(engine).num_launched >= 10
     assert stream.longest >= 6, "two steps were never in flight"

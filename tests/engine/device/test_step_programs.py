@@ -49,7 +49,7 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
-        of_growth += ("least_kept", "adjust_logits", "merge_guesses", "walk_multi_step")
+        of_growth += ("least_kept", "adjust_logits", "merge_guesses", "walk_multi_step", "walk_traversal")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
@@ -111,6 +111,8 @@ class Kernels:
             torch.empty(shape, dtype=torch.int32, device=META) for shape in ((len(tokens), max_depth), (len(tokens),))
         )
         return path, lengths, torch.empty(len(tokens), dtype=torch.int64, device=META)
+
+    walk_traversal = walk_multi_step
 
     @staticmethod
     def commit(table: Tensor, lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
@@ -239,7 +241,7 @@ def programs_of(
     guess_depth: int = 0,
     asked: Asked | None = None,
     num_models: int = 1,
-    draws: bool = False,
+    rule: str | None = None,
 ) -> Programs:
     """Return the programs of a step whose drafters are copies of the target."""
     target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
@@ -248,7 +250,7 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     state = DeviceState.empty(rows, 256, META, num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
-    size = LaunchSize(rows, shape, processing, asked, draws)
+    size = LaunchSize(rows, shape, processing, asked, rule)
     return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
 
 
@@ -289,17 +291,18 @@ def test_kernels_are_given_what_they_read_by_several_drafters(
     assert kernels.calls["commit"] == 1 + 3
 
 
+@pytest.mark.parametrize(("rule", "walk"), [("multi-step", "walk_multi_step"), ("traversal", "walk_traversal")])
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), None], ids=str)
 def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
-    budget: TreeBudget | None, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    budget: TreeBudget | None, rule: str, walk: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, kernels = on_meta(model_folder("llama", vocab_size=300)), Kernels(monkeypatch)
-    programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, draws=True)
+    programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, rule=rule)
     with torch.inference_mode(), SynchronizationCheck():
         if budget is not None:
             programs.draft()
         programs.verify()
-    assert kernels.calls["walk_multi_step"] == kernels.calls["walk"] == 1
+    assert kernels.calls[walk] == kernels.calls["walk"] == 1
     assert kernels.calls["least_kept"] == 1 + (3 * 2 if budget else 0), (
         "of a level those of the target's kind, and of the draws"
     )

@@ -1,4 +1,4 @@
-"""The walk of a step on a device under the multi-step rule, next to those of plain decoding."""
+"""The walks of a step on a device under the multi-step or the traversal rule, next to those of plain decoding."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,11 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Draws
 from specinfer.kernels.plain_draft import Grown
+from specinfer.verify.rules import TRAVERSAL
 
 
 def walk_drawn(
+    rule: str,
     state: DeviceState,
     trees: Grown,
     draws: Draws,
@@ -18,7 +20,7 @@ def walk_drawn(
     starts: Tensor,
     walked: tree_ops.Walk,
 ) -> tree_ops.Walk:
-    """Walk the trees of requests under the multi-step rule, and return these walks with those of the others.
+    """Walk the trees of requests under this rule, and return these walks with those of the others.
 
     Args:
         logits: [requests * nodes, vocab] of the target, processed.
@@ -32,7 +34,8 @@ def walk_drawn(
     if least is not None:
         scores = logits / temperatures.repeat_interleave(nodes).unsqueeze(1)
         logits = logits.masked_fill(scores < least.unsqueeze(1), -torch.inf)
-    new_path, *new = tree_ops.walk_multi_step(
+    walk = tree_ops.walk_traversal if rule == TRAVERSAL else tree_ops.walk_multi_step
+    new_path, *new = walk(
         logits, starts, temperatures, trees.tokens, trees.parents, torch.where(is_drawn, trees.sizes, 0),
         draws.nodes, draws.tokens, draws.probs, uniforms, max_depth=path.shape[1],
     )  # fmt: skip

@@ -30,10 +30,10 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
+from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.multi_step import MultiStepRequests
 from specinfer.engine.device.processing import Processing, is_served, why_not, why_not_sampled
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
@@ -88,7 +88,7 @@ class DeviceExecutor:
         self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
-        self._multi_step = MultiStepRequests(rule)
+        self._drawn = DrawnRequests(rule)
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._budgets = DeviceBudgets(self._drafts.names, calibration)
@@ -147,8 +147,8 @@ class DeviceExecutor:
             most = MAX_ROWS // num_rows
             depth, num_models = budget.max_depth if self._guesses.has_lookups else 0, len(self._drafts.names)
             shape = shape_of([budget], most - 1, most, depth, num_models) if num_models and holds(budget) else None
-            draws = self._may_sample and self._multi_step.is_usual and bool(budget.widths)
-            sizes += dict.fromkeys(LaunchSize(num_rows, each, processing, draws=draws) for each in (shape, None))
+            rule = self._drawn.rule if self._may_sample and budget.widths else None
+            sizes += dict.fromkeys(LaunchSize(num_rows, each, processing, rule=rule) for each in (shape, None))
         for done, size in enumerate(sizes):
             if progress is not None:
                 progress(f"{CAPTURING} of whole steps", done, len(sizes))
@@ -192,7 +192,7 @@ class DeviceExecutor:
         has_lookups = self._guesses.has_lookups
         guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
         shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, len(self._drafts.names))
-        if undrawable := self._multi_step.undrawable(self._device_requests, budgets, shape):
+        if undrawable := self._drawn.undrawable(self._device_requests, budgets, shape):
             for one in undrawable:
                 self._send_away(one)
             return self._plan(policy, clock)
@@ -204,8 +204,8 @@ class DeviceExecutor:
         num_read = count_read(self._device_requests, budgets)
         requests = [one.request for one in self._device_requests]
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
-        draws = any(map(self._multi_step.has, requests))
-        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, draws)
+        rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
+        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule)
         size = self._device.size_for(wanted, num_slots)
         launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
@@ -242,7 +242,7 @@ class DeviceExecutor:
             if (
                 not is_served(request, may_follow=self._guesses.has_lookups, may_sample=self._may_sample)
                 or self._barred.get(request) == request.num_output
-                or not self._multi_step.may_join(request)
+                or not self._drawn.may_join(request)
             ):
                 continue
             if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._device.can_adjust():
@@ -251,7 +251,7 @@ class DeviceExecutor:
             self._device_requests.append(DeviceRequest(request))  # first, so that a failure from here on releases it
             self._scheduler.mark_in_flight([self._device_requests[-1].span()])
             slots = self._target.cache.slots(request.request_id)
-            row, is_drawn = len(self._device_requests) - 1, self._multi_step.has(request)
+            row, is_drawn = len(self._device_requests) - 1, self._drawn.has(request)
             self._device.write(row, request, slots, is_drawn=is_drawn)
 
     def _num_draft_slots(self) -> int:
@@ -286,7 +286,7 @@ class DeviceExecutor:
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
                 drafted = self._drafts.names_of(launch, row) if launch.budgets[row].max_nodes else ()
-                self._multi_step.note(one.request, answer, drafted)
+                self._drawn.note(one.request, answer, drafted)
                 assert answer.tokens[0] == one.request.token_ids[-1]
                 guesses = launch.guesses[row].tree if launch.guesses else None
                 tree = answer.tree(self._drafts.names_of(launch, row), guesses)

@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     path: list[int]
     next_token: int  # negative if no token can be emitted
     draft_columns: list[list[int]]  # of each drafter: columns of the tokens that it computed and keeps, in order
-    uniforms: int | None = None  # state of the random numbers under the multi-step rule
+    uniforms: int | None = None  # state of the random numbers, for rules that use them
 
     def tree(self, drafters: Sequence[str | None], guesses: TokenTree | None = None) -> TokenTree:
         """Return the tree of all with its draws.

@@ -19,7 +19,6 @@ from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
-from specinfer.verify.rules import MULTI_STEP
 
 
 class Processing(enum.IntEnum):
@@ -78,12 +77,12 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     """
     if drafter is None:  # every rule is plain decoding
         return None
-    if verification not in ("coupled", MULTI_STEP, AUTO):
+    if verification not in ("coupled", *RANDOM_RULES, AUTO):
         return f"verification is {verification}"
     kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
-    if verification == MULTI_STEP and sum(one.name != PREDICTION for one in kinds) > 1:
-        return "verification is multi-step, with several drafters"
-    wanted = "without-replacement" if verification == MULTI_STEP else "shared-noise"
+    if verification in RANDOM_RULES and sum(one.name != PREDICTION for one in kinds) > 1:
+        return f"verification is {verification}, with several drafters"
+    wanted = "without-replacement" if verification in RANDOM_RULES else "shared-noise"
     others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {wanted, AUTO}
     return f"draft_sampling is {others.pop()}" if others else None
 

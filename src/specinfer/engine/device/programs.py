@@ -51,14 +51,14 @@ class LaunchSize:
     Attributes:
         processing: What is done with logits; a step may do more than its requests need.
         asked: Log-probabilities that are returned, or None.
-        draws: Whether requests may be under the multi-step rule, whose tokens are drawn.
+        rule: Verification rule of requests whose tokens are drawn, or None if there are none.
     """
 
     num_rows: int
     shape: DraftShape | None
     processing: Processing = Processing.NONE
     asked: Asked | None = None
-    draws: bool = False
+    rule: str | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -79,7 +79,9 @@ class LaunchSize:
 
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
-        if self.num_rows < other.num_rows or self.processing < other.processing or self.draws < other.draws:
+        if self.num_rows < other.num_rows or self.processing < other.processing:
+            return False
+        if other.rule is not None and self.rule != other.rule:
             return False
         if other.asked is not None and (self.asked is None or not self.asked.holds(other.asked)):
             return False
@@ -114,7 +116,7 @@ class LaunchSize:
                 "lengths": (rows,),  # lengths of paths; -1 if no token was emitted
                 "next": (rows,),
                 "path": (rows, self.max_depth),
-                "uniforms": (rows if self.draws else 0, 2),  # states, in halves
+                "uniforms": (rows if self.rule else 0, 2),  # states, in halves
                 "draft_lengths": (models, rows),  # number of columns that the drafter keeps, without the first
                 "draft_path": (models, rows, self.max_depth + 1),
                 **self._trees(),
@@ -168,7 +170,7 @@ class Programs:
             self._adjustments = adjustments.first(size.num_rows)
         with torch.inference_mode(mode=False):
             count, vocab = size.shape.num_candidates if size.shape else 0, target.loaded.vocab_size
-            self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.draws else None
+            self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.rule else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))
         self._loops = [] if size.shape is None else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
@@ -262,8 +264,8 @@ class Programs:
         walked = tree_ops.walk(
             choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
-        if self._draws is not None:
-            walked = walk_drawn(state, trees, self._draws, logits, least, starts[:-1], walked)
+        if self._draws is not None and self.size.rule is not None:
+            walked = walk_drawn(self.size.rule, state, trees, self._draws, logits, least, starts[:-1], walked)
             results["uniforms"].copy_(state.uniforms[:rows].view(torch.int32).view(rows, 2))
         path, lengths, following = walked
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)

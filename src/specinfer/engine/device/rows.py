@@ -94,7 +94,7 @@ class DeviceRows:
         """Write a request to a row; its known tokens but the last have these slots.
 
         Args:
-            is_drawn: Whether it is under the multi-step rule.
+            is_drawn: Whether its draft tokens are drawn, for the multi-step or the traversal rule.
         """
         state = self.state
         state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))

@@ -65,7 +65,7 @@ class DeviceState:
     roots: Tensor  # [rows] int64 the last known token
     num_left: Tensor  # [rows] int64 tokens that may still be emitted; at 0 the row is idle
     seeds: Tensor  # [rows] int64
-    is_drawn: Tensor  # [rows] bool, True for requests under the multi-step rule
+    is_drawn: Tensor  # [rows] bool, True for requests whose draft tokens are drawn
     uniforms: Tensor  # [rows] int64 states of their random numbers
     truncation: Truncation  # with the temperatures
     named: Tensor  # [rows, n] int64 tokens of `logprob_token_ids`

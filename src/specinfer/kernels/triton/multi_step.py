@@ -1,10 +1,13 @@
 """The walk of the multi-step rule of verify/multi_step.py, one program per request, in double precision.
 
-A first launch computes the parts of every node's softmax: the greatest logit of each chunk of the vocabulary, and the
-sum of the chunk's exponentials. Rejected draws change the target's distribution only at the few tokens that they could
-have produced. A row of `left` stores the changed values of these tokens, and -1 for tokens whose probability is
-unchanged. The residual distribution is this row divided by `total`.
+What it has in common with the walk of the traversal rule is here, too. A first launch computes the parts of every
+node's softmax: the greatest logit of each chunk of the vocabulary, and the sum of the chunk's exponentials. Rejected
+draws change the target's distribution only at the few tokens that they could have produced. A row of `left` stores the
+changed values of these tokens, and -1 for tokens whose probability is unchanged. The residual distribution is this row
+divided by `total`.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,7 +43,19 @@ def softmax_program(
 
 
 @triton.jit
-def _probs(logits, tokens, valid, temperature, highest, norm):
+def node_softmax(highest, sums, row, num_chunks, BLOCK_CHUNKS: tl.constexpr):
+    """Return a node's greatest score, -inf if no token may follow; whether a score is NaN; and the divisor."""
+    chunks = tl.arange(0, BLOCK_CHUNKS)
+    of_chunks = tl.load(highest + row * num_chunks + chunks, chunks < num_chunks, other=float("-inf"))
+    best = tl.max(of_chunks, 0)
+    of_sums = tl.load(sums + row * num_chunks + chunks, chunks < num_chunks, other=0.0)
+    base = tl.where(best == float("-inf"), 0.0, best).to(tl.float64)
+    norm = tl.sum(of_sums * tl.exp(of_chunks.to(tl.float64) - base), 0)
+    return best, tl.max((of_chunks != of_chunks).to(tl.int32), 0) > 0, norm
+
+
+@triton.jit
+def probs_of(logits, tokens, valid, temperature, highest, norm):
     """Return the probabilities of these tokens, float64."""
     scores = tl.load(logits + tokens, valid, other=float("-inf")).to(tl.float32)
     scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature).to(tl.float64)
@@ -48,10 +63,32 @@ def _probs(logits, tokens, valid, temperature, highest, norm):
 
 
 @triton.jit
-def _next_uniform(state):
+def next_uniform(state):
     """Return the next state of a random stream, and its uniform number: `next_uniform` of noise.py."""
     state += tl.full((), GAMMA, tl.uint64)
     return state, (mix(state) >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def sample(scores, left, uniform, total, temperature, highest, norm, vocab, num_chunks, CHUNK: tl.constexpr):
+    """Return the token that a uniform number chooses from a residual distribution."""
+    wanted = uniform * total
+    before = tl.full((), 0.0, tl.float64)
+    found = tl.full((), -1, tl.int32)
+    last = tl.full((), 0, tl.int32)  # a token with nonzero probability, in case rounding leaves none
+    chunk = tl.full((), 0, tl.int32)
+    while (chunk < num_chunks) & (found < 0):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        kept = tl.load(left + ids, ids < vocab, other=0.0)
+        kept = tl.where(kept < 0, probs_of(scores, ids, ids < vocab, temperature, highest, norm), kept)
+        mass = before + tl.cumsum(kept, 0)
+        # Only tokens with nonzero probability: the mass of another equals that of the token before it.
+        first = tl.min(tl.where((mass > wanted) & (kept > 0), ids, vocab), 0)
+        last = tl.maximum(last, tl.max(tl.where(kept > 0, ids, 0), 0))
+        found = tl.where(first < vocab, first, -1)
+        before += tl.sum(kept, 0)
+        chunk += 1
+    return tl.where(found < 0, last, found).to(tl.int64)
 
 
 @triton.jit
@@ -80,7 +117,6 @@ def multi_step_program(
     drawn = tl.load(draws + numbers, numbers < num_draws, other=-1)
     parent_of = tl.load(parents + request * stride_tree + drawn, drawn > 0, other=-1)
     places = tl.arange(0, BLOCK_SUPPORT)
-    chunks = tl.arange(0, BLOCK_CHUNKS)
     temperature = tl.load(temperatures + request)
     state = tl.load(uniforms + request).to(tl.uint64, bitcast=True)
     node = tl.full((), 0, tl.int32)
@@ -89,10 +125,9 @@ def multi_step_program(
     going = tl.full((), 1, tl.int32)
     while going > 0:
         row = tl.load(starts + request).to(tl.int64) + node
-        of_chunks = tl.load(highest + row * num_chunks + chunks, chunks < num_chunks, other=float("-inf"))
-        best = tl.max(of_chunks, 0)
+        best, has_nan, norm = node_softmax(highest, sums, row, num_chunks, BLOCK_CHUNKS)
         going = tl.full((), 0, tl.int32)
-        if tl.max((of_chunks != of_chunks).to(tl.int32), 0) > 0:
+        if has_nan:
             token = tl.full((), _NAN, tl.int64)
             length = tl.full((), 0, tl.int32)
         elif best == float("-inf"):
@@ -101,8 +136,6 @@ def multi_step_program(
                 length -= 1
         else:
             top = best.to(tl.float64)
-            of_sums = tl.load(sums + row * num_chunks + chunks, chunks < num_chunks, other=0.0)
-            norm = tl.sum(of_sums * tl.exp(of_chunks.to(tl.float64) - top), 0)
             scores = logits + row * stride
             total = tl.full((), 1.0, tl.float64)
             mine = (parent_of == node) & (length < max_depth)
@@ -114,10 +147,10 @@ def multi_step_program(
                 could = ids >= 0
                 weights = tl.load(distribution_probs + draw * support + places, could, other=0.0)
                 kept = tl.load(left + ids, could, other=0.0)
-                kept = tl.where(kept < 0, _probs(scores, ids, could, temperature, top, norm), kept)
+                kept = tl.where(kept < 0, probs_of(scores, ids, could, temperature, top, norm), kept)
                 p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
                 q = tl.sum(tl.where(ids == guess, weights, 0.0), 0)
-                state, uniform = _next_uniform(state)
+                state, uniform = next_uniform(state)
                 rest = tl.maximum(kept - weights * total, 0.0)
                 remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
                 # A remainder that is only rounding error counts as certain acceptance.
@@ -132,24 +165,8 @@ def multi_step_program(
                     tl.debug_barrier()
                     draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             if going == 0:
-                state, uniform = _next_uniform(state)
-                wanted = uniform * total
-                before = tl.full((), 0.0, tl.float64)
-                found = tl.full((), -1, tl.int32)
-                last = tl.full((), 0, tl.int32)  # a token with nonzero probability, in case rounding leaves none
-                chunk = tl.full((), 0, tl.int32)
-                while (chunk < num_chunks) & (found < 0):
-                    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                    kept = tl.load(left + ids, ids < vocab, other=0.0)
-                    kept = tl.where(kept < 0, _probs(scores, ids, ids < vocab, temperature, top, norm), kept)
-                    mass = before + tl.cumsum(kept, 0)
-                    # Only tokens with nonzero probability: the mass of another equals that of the token before it.
-                    first = tl.min(tl.where((mass > wanted) & (kept > 0), ids, vocab), 0)
-                    last = tl.maximum(last, tl.max(tl.where(kept > 0, ids, 0), 0))
-                    found = tl.where(first < vocab, first, -1)
-                    before += tl.sum(kept, 0)
-                    chunk += 1
-                token = tl.where(found < 0, last, found).to(tl.int64)
+                state, uniform = next_uniform(state)
+                token = sample(scores, left, uniform, total, temperature, top, norm, vocab, num_chunks, CHUNK)
             tl.debug_barrier()
             draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
             while draw < BLOCK_DRAWS:
@@ -177,39 +194,58 @@ def walk_multi_step(
     uniforms: Tensor,
     *,
     max_depth: int,
-    out: Walk | None = None,
-    left: Tensor | None = None,
 ) -> Walk:
-    """Compute `plain_multi_step.walk_multi_step`.
+    """Compute `plain_multi_step.walk_multi_step`."""
+    distributions = (draws, distribution_tokens, distribution_probs)
+    launch = prepare_walk(logits, starts, temperatures, (tokens, parents, sizes), distributions, uniforms, max_depth)
+    multi_step_program[(len(tokens),)](*launch.tensors, *launch.numbers, **launch.options)
+    return launch.out
+
+
+class WalkLaunch(NamedTuple):
+    """The arguments of a walk's program, and the tensors that it writes to."""
+
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+    options: dict[str, Any]
+    out: Walk
+
+
+def prepare_walk(
+    logits: Tensor,
+    starts: Tensor,
+    temperatures: Tensor,
+    trees: tuple[Tensor, Tensor, Tensor],
+    distributions: tuple[Tensor, Tensor, Tensor],
+    uniforms: Tensor,
+    max_depth: int,
+) -> WalkLaunch:
+    """Launch the first program, and return what the second one is given.
 
     Args:
-        left: [requests, vocab] float64 scratch memory, -1 everywhere before and after. None to allocate it.
+        trees: tokens, parents, and sizes.
+        distributions: draws, distribution_tokens, and distribution_probs.
     """
+    (tokens, parents, sizes), (_, distribution_tokens, distribution_probs) = trees, distributions
     (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, distribution_tokens.shape
     assert logits.stride(1) == 1
     assert tokens.stride() == parents.stride() == (nodes, 1)
-    assert all(distributions.is_contiguous() for distributions in (draws, distribution_tokens, distribution_probs))
+    assert all(each.is_contiguous() for each in distributions)
     assert distribution_probs.dtype == torch.float64
-    num_chunks = triton.cdiv(vocab, _CHUNK)
-    highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
-    sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=logits.device)
-    if left is None:
-        left = torch.full((requests, vocab), -1.0, dtype=torch.float64, device=logits.device)
-    if out is None:
-        path = torch.empty((requests, max_depth), dtype=torch.int32, device=logits.device)
-        out = path, torch.empty_like(path[:, 0]), torch.empty(requests, dtype=torch.int64, device=logits.device)
-    assert left.is_contiguous()
-    assert out[0].is_contiguous()
+    num_chunks, device = triton.cdiv(vocab, _CHUNK), logits.device
+    highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
+    sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=device)
+    left = torch.full((requests, vocab), -1.0, dtype=torch.float64, device=device)
+    path = torch.empty((requests, max_depth), dtype=torch.int32, device=device)
+    out = path, torch.empty_like(path[:, 0]), torch.empty(requests, dtype=torch.int64, device=device)
     softmax_program[(num_chunks, nodes, requests)](
         logits, starts, temperatures, sizes, highest, sums, vocab, logits.stride(0), num_chunks,
         CHUNK=_CHUNK, enable_fp_fusion=True,
     )  # fmt: skip
-    multi_step_program[(requests,)](
-        logits, highest, sums, starts, temperatures, tokens, parents, sizes,
-        draws, distribution_tokens, distribution_probs, uniforms, left, *out,
-        vocab, logits.stride(0), num_chunks, nodes, num_draws, support, max_depth,
-        CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
-        BLOCK_DRAWS=triton.next_power_of_2(num_draws), BLOCK_SUPPORT=triton.next_power_of_2(support),
-        num_warps=8, enable_fp_fusion=True,
+    blocks = {"BLOCK_CHUNKS": num_chunks, "BLOCK_DRAWS": num_draws, "BLOCK_SUPPORT": support}
+    options = {name: triton.next_power_of_2(count) for name, count in blocks.items()}
+    return WalkLaunch(
+        (logits, highest, sums, starts, temperatures, *trees, *distributions, uniforms, left, *out),
+        (vocab, logits.stride(0), num_chunks, nodes, num_draws, support, max_depth),
+        {**options, "CHUNK": _CHUNK, "num_warps": 8, "enable_fp_fusion": True}, out,
     )  # fmt: skip
-    return out

@@ -1,8 +1,8 @@
-"""Requests under the multi-step rule on a device: which trees they may have there, and their random numbers.
+"""Requests whose tokens are drawn on a device: which trees they may have there, and their random numbers.
 
-The device chooses the nodes of best-first trees among all candidates, after their tokens are drawn, which the rule does
-not allow (docs/verification.md, condition A). The nodes of a fixed expansion are known before. So it is drawn whole or
-not at all, and other trees stay with ordinary steps.
+They are those under the multi-step or the traversal rule. The device chooses the nodes of best-first trees among all
+candidates, after their tokens are drawn, which these rules do not allow (docs/verification.md, condition A). The nodes
+of a fixed expansion are known before. So it is drawn whole or not at all, and other trees stay with ordinary steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,23 @@ from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import Answer, DeviceRequest
 from specinfer.engine.device.sizes import holds_expansion
-from specinfer.verify.rules import MULTI_STEP
+from specinfer.verify.rules import RANDOM_RULES
 
 
-class MultiStepRequests:
-    """The requests of an executor that are under the multi-step rule.
+class DrawnRequests:
+    """The requests of an executor that are under a rule with random numbers.
 
     Args:
         rule: Verification rule of requests that have none of their own.
     """
 
     def __init__(self, rule: str) -> None:
-        self.is_usual = rule == MULTI_STEP
+        self.rule = rule if rule in RANDOM_RULES else None
         self._best_first: set[Request] = set()  # these get trees that are no fixed expansions
 
     def has(self, request: Request) -> bool:
-        """Return whether a request is under this rule, where that differs from plain decoding."""
-        return self.is_usual and not (request.params.is_greedy or request.params.tree == "off")
+        """Return whether a request is under the rule, where that differs from plain decoding."""
+        return self.rule is not None and not (request.params.is_greedy or request.params.tree == "off")
 
     def may_join(self, request: Request) -> bool:
         """Return whether no tree was wanted for a request so far that is not drawn on the device."""

@@ -1,4 +1,4 @@
-"""Steps on the device under the multi-step rule: the tokens of ordinary steps with the same seeds."""
+"""Steps on the device under rules with random numbers: the tokens of ordinary steps with the same seeds."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -36,6 +36,7 @@ PARAMS = [
     SamplingParams(max_tokens=18, presence_penalty=0.8, logit_bias={3: 1.0}, top_k=9),
 ]
 WIDTHS = [(1, 1, 1), (2, 2, 1), (3, 1, 2)]
+RULES = pytest.mark.parametrize("rule", ["multi-step", "traversal"])
 
 
 def _requests(seed: int = 0) -> list[Request]:
@@ -55,32 +56,34 @@ def pair(model_folder: Callable[..., Path]) -> Pair:
     return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.1))
 
 
-def _engine(pair: Pair, tree: TreeBudget, **options: Any) -> Engine:
+def _engine(pair: Pair, rule: str, tree: TreeBudget, **options: Any) -> Engine:
     policy = RequestPolicy(FixedPolicy(tree), lambda: FixedPolicy())
-    return make_device_engine(*pair, policy, verification="multi-step", **options)
+    return make_device_engine(*pair, policy, verification=rule, **options)
 
 
-def _ordinary(pair: Pair, widths: Sequence[int], seed: int = 0) -> list[tuple[Any, ...]]:
+def _ordinary(pair: Pair, rule: str, widths: Sequence[int], seed: int = 0) -> list[tuple[Any, ...]]:
     requests = _requests(seed)
-    run(_engine(pair, TreeBudget.expansion(widths), has_device_executor=False), requests)
+    run(_engine(pair, rule, TreeBudget.expansion(widths), has_device_executor=False), requests)
     return list(map(_told, requests))
 
 
+@RULES
 @pytest.mark.parametrize("seed", [0, 10, 20])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_steps_on_the_device_are_ordinary_ones(widths: Sequence[int], seed: int, pair: Pair) -> None:
+def test_steps_on_the_device_are_ordinary_ones(widths: Sequence[int], seed: int, rule: str, pair: Pair) -> None:
     """With the same trees: greedy requests, truncated ones, some with penalties or without trees, in one batch."""
-    engine, requests = _engine(pair, TreeBudget.expansion(widths)), _requests(seed)
+    engine, requests = _engine(pair, rule, TreeBudget.expansion(widths)), _requests(seed)
     assert run_on_device(engine, requests) == set(requests)
     assert executor_of(engine).num_launched > 4
-    assert list(map(_told, requests)) == _ordinary(pair, widths, seed)
+    assert list(map(_told, requests)) == _ordinary(pair, rule, widths, seed)
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests[2:4]) > 4
 
 
+@RULES
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, pair: Pair) -> None:
+def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, rule: str, pair: Pair) -> None:
     """No random number is used twice, and steps in flight that are dropped used none."""
-    engine, requests = _engine(pair, TreeBudget.expansion((2, 2, 1))), _requests()
+    engine, requests = _engine(pair, rule, TreeBudget.expansion((2, 2, 1))), _requests()
     for request in requests:
         engine.add(request)
     num_dropped = 0
@@ -92,15 +95,16 @@ def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, pair: Pair
             executor_of(engine).abandon()
         engine.step()
     assert num_dropped >= 2
-    assert list(map(_told, requests)) == _ordinary(pair, (2, 2, 1))
+    assert list(map(_told, requests)) == _ordinary(pair, rule, (2, 2, 1))
 
 
-def test_other_trees_are_drafted_in_ordinary_steps(pair: Pair) -> None:
+@RULES
+def test_other_trees_are_drafted_in_ordinary_steps(rule: str, pair: Pair) -> None:
     """The device would choose their nodes among drawn tokens."""
     told = []
     for has_device_executor in (False, True):
         requests = _requests()
-        engine = _engine(pair, TreeBudget(max_nodes=12, max_depth=4), has_device_executor=has_device_executor)
+        engine = _engine(pair, rule, TreeBudget(max_nodes=12, max_depth=4), has_device_executor=has_device_executor)
         for request in requests:
             engine.add(request)
         while engine.has_work:
@@ -111,13 +115,14 @@ def test_other_trees_are_drafted_in_ordinary_steps(pair: Pair) -> None:
     assert sum(one[1]["num_accepted_draft_tokens"] for one in found) > 20
 
 
-def test_few_slots_change_no_distribution_of_draws(pair: Pair) -> None:
+@RULES
+def test_few_slots_change_no_distribution_of_draws(rule: str, pair: Pair) -> None:
     """Where an expansion does not fit whole, the step is an ordinary one: no drawn token is left out."""
-    engine, requests = _engine(pair, TreeBudget.expansion((3, 2, 2)), num_slots=150), _requests()
+    engine, requests = _engine(pair, rule, TreeBudget.expansion((3, 2, 2)), num_slots=150), _requests()
     run(engine, requests)
     assert all(request.is_finished and not request.error for request in requests)
     ordinary = _requests()
-    run(_engine(pair, TreeBudget.expansion((3, 2, 2)), num_slots=150, has_device_executor=False), ordinary)
+    run(_engine(pair, rule, TreeBudget.expansion((3, 2, 2)), num_slots=150, has_device_executor=False), ordinary)
     assert [len(one.output_ids) for one in requests] == [len(one.output_ids) for one in ordinary]
     assert engine.target.cache.is_balanced()
 

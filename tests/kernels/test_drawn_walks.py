@@ -1,4 +1,4 @@
-"""The multi-step rule on a device: twin and Triton's kernel against the rule, with the same coins."""
+"""The rules with random numbers on a device: twins and Triton's kernels against the rules, with the same coins."""
 
 import math
 from collections.abc import Sequence
@@ -16,30 +16,44 @@ from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
-from specinfer.kernels import plain_multi_step
-from specinfer.kernels.triton import multi_step
-from specinfer.kernels.triton.multi_step import walk_multi_step
+from specinfer.kernels import plain_multi_step, plain_traversal
+from specinfer.kernels.triton import multi_step, traversal
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
 
 pytestmark = interpreted
-RUNS = pytest.mark.parametrize("run", [plain_multi_step.walk_multi_step, walk_multi_step], ids=["twin", "kernel"])
+MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
+RUNS = pytest.mark.parametrize(
+    ("rule", "run"),
+    [
+        pytest.param(MULTI_STEP, plain_multi_step.walk_multi_step, id="multi-step-twin"),
+        pytest.param(MULTI_STEP, multi_step.walk_multi_step, id="multi-step-kernel"),
+        pytest.param(TRAVERSAL, plain_traversal.walk_traversal, id="traversal-twin"),
+        pytest.param(TRAVERSAL, traversal.walk_traversal, id="traversal-kernel"),
+    ],
+)
 VOCAB = 30
 
 
-def _tree(source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
-    """Draws without replacement from a few of the likely tokens, chosen guesses, and duplicates."""
+def _tree(rule: str, source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
+    """Draws without replacement from a few of the likely tokens, and duplicates; chosen guesses for the first rule.
+
+    The kernel of the traversal rule takes draws of a node that could have produced the same tokens.
+    """
     tokens, parents, made = [0], [-1], list[Draw]()
+    supports = dict[int, Any]()
     while len(tokens) < size:
         parent = int(source.integers(len(tokens)))
-        ids = source.choice(VOCAB, support, replace=False)
+        if rule == MULTI_STEP or parent not in supports:
+            supports[parent] = source.choice(logits[parent].topk(9).indices, support, replace=False)
+        ids = supports[parent]
         distribution = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
         distribution /= distribution.sum()
         removed = tuple[int, ...]()
         for _ in range(int(source.integers(1, 4))):
             whole = Distribution(ids, distribution, removed)
             place = int(source.choice(support, p=whole.weights()))
-            drawn = whole if source.random() < 0.8 else None
+            drawn = whole if rule == TRAVERSAL or source.random() < 0.8 else None
             known = next(
                 (n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (parent, int(ids[place]))), None
             )
@@ -97,19 +111,19 @@ def _requests(count: int, seed: int, temperatures: Sequence[float] = (1.0, 0.7, 
 @RUNS
 @settings(max_examples=12)
 @given(seed=st.integers(0, 999), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_decisions_are_those_of_the_rule(run: Any, seed: int, sizes: list[int]) -> None:
+def test_decisions_are_those_of_the_rule(rule: str, run: Any, seed: int, sizes: list[int]) -> None:
     source, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     logits = [torch.randn((size + 3, VOCAB), generator=generator) * 2 for size in sizes]
-    forest = [_tree(source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
+    forest = [_tree(rule, source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
     requests = _requests(len(sizes), seed)
     found = _run(run, logits, requests, forest)
-    wanted = verify("multi-step", logits, requests, forest)
+    wanted = verify(rule, logits, requests, forest)
     assert found == [*wanted, *(request.uniforms.state for request in requests)]
 
 
 @RUNS
-def test_large_vocabularies_go_by_chunks(run: Any) -> None:
+def test_large_vocabularies_go_by_chunks(rule: str, run: Any) -> None:
     vocab = 5000
     logits = [torch.randn((3, vocab), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     distributions = [
@@ -118,12 +132,12 @@ def test_large_vocabularies_go_by_chunks(run: Any) -> None:
     tree = TokenTree((0, 2500, 7), (-1, 0, 0), (Draw(1, "a", distributions[0]), Draw(2, "a", distributions[1])))
     requests = _requests(3, 50)
     found = _run(run, logits, requests, [tree] * 3)
-    assert found[:3] == verify("multi-step", logits, requests, [tree] * 3)
+    assert found[:3] == verify(rule, logits, requests, [tree] * 3)
 
 
 @RUNS
 @pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")
-def test_nodes_that_name_no_token(run: Any) -> None:
+def test_nodes_that_name_no_token(rule: str, run: Any) -> None:
     certain = torch.full((3, 8), -math.inf)
     certain[0, 3] = certain[1, 4] = certain[2, 5] = 0.0
     tree = TokenTree((0, 3, 4), (-1, 0, 1), (Draw(1, "a"), Draw(2, "a")))
@@ -134,13 +148,13 @@ def test_nodes_that_name_no_token(run: Any) -> None:
     logits[4][0, 3], logits[4][0, 6] = -math.inf, 0.0
     requests = _requests(5, 3, (1.0,))
     found = _run(run, logits, requests, [tree] * 5)[:5]
-    assert found == verify("multi-step", logits, requests, [tree] * 5)
+    assert found == verify(rule, logits, requests, [tree] * 5)
     expected = [((1, 2), 5), ((), NO_VALID_TOKEN), ((), NAN), ((1,), 4), ((), 6)]
     assert found == [Acceptance(path, token) for path, token in expected]
 
 
 @RUNS
-def test_no_tree_is_no_walk(run: Any) -> None:
+def test_no_tree_is_no_walk(rule: str, run: Any) -> None:
     zeros = torch.zeros((1, 2), dtype=torch.int32)
     uniforms = torch.tensor(
         [UniformStream(1).state - 2**64 if UniformStream(1).state >= 2**63 else UniformStream(1).state]
@@ -155,7 +169,7 @@ def test_no_tree_is_no_walk(run: Any) -> None:
 
 
 def test_the_scratch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made once for many steps."""
+    """The nodes of a walk use it one after the other."""
     made: list[Tensor] = []
     full = torch.full
 
@@ -165,9 +179,9 @@ def test_the_scratch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(multi_step.torch, "full", noted)
     source, logits = np.random.default_rng(4), torch.zeros((12, VOCAB))
-    tree = _tree(source, 9, 5, logits)
+    tree = _tree(MULTI_STEP, source, 9, 5, logits)
     for seed in range(6):
-        _run(walk_multi_step, [logits[: len(tree)]], _requests(1, seed), [tree])
+        _run(multi_step.walk_multi_step, [logits[: len(tree)]], _requests(1, seed), [tree])
     lefts = [tensor for tensor in made if tensor.dtype == torch.float64]
     assert len(lefts) == 6
     assert all(bool((left == -1).all()) for left in lefts)
