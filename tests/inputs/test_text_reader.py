@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from native_calls import longest_native_call
 from specinfer import RequestError
 from specinfer.core.errors import ContextLengthError
 from specinfer.inputs import text_reader
@@ -218,3 +220,11 @@ def test_no_process_is_left_when_the_one_that_asks_is_killed() -> None:
     )
     assert done.returncode == -signal.SIGKILL
     await_that(lambda: not is_alive(int(done.stdout)), 5)
+
+
+def test_a_million_tokens_are_taken_in_pieces() -> None:
+    """Other threads wait as long as one piece takes."""
+    ids = array("i", range(1_000_003))
+    answer, found = b"i" + ids.tobytes(), []
+    assert longest_native_call(lambda: found.append(text_reader._read_answer(answer, "prompt", 1))) < 0.008
+    assert found == [ids.tolist()]

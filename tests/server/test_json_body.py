@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import httpx
 import pytest
 from fastapi import Request
 
+from native_calls import longest_native_call
 from serving import serve
 from specinfer.llm import LLM
 from specinfer.server import json_body, limits
@@ -49,31 +48,11 @@ def test_long_numbers_are_found_wherever_pieces_end(monkeypatch: pytest.MonkeyPa
             read_body(body % (b"a" * start, b"9" * 40, b"9" * 20))
 
 
-def _longest_native_call(action: Callable[[], Any]) -> float:
-    """Processor time of the longest call of native code, in which no other thread can run."""
-    began: list[float] = []
-    longest = 0.0
-
-    def watch(_: Any, event: str, __: Any) -> None:
-        nonlocal longest
-        if event == "c_call":
-            began.append(time.thread_time())
-        elif event in ("c_return", "c_exception") and began:
-            longest = max(longest, time.thread_time() - began.pop())
-
-    sys.setprofile(watch)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return longest
-
-
 @pytest.mark.parametrize("text", ["a, b ", "12345 ", "[{", "漢字", "a" * 99 + "\n"], ids=range(5))
 def test_a_large_text_keeps_no_other_thread_waiting(text: str) -> None:
     body = json.dumps({"prompt": text * (4_000_000 // len(text.encode()))}, ensure_ascii=False).encode()
     read_body(body)
-    assert _longest_native_call(lambda: read_body(body)) < 0.025
+    assert longest_native_call(lambda: read_body(body)) < 0.025
 
 
 def test_a_body_is_parsed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
