@@ -17,7 +17,6 @@ from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
-from specinfer.core.tree import TreeBudget
 from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
@@ -29,13 +28,11 @@ from specinfer.inputs.prompts import Job, PromptReader
 from specinfer.learning.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.base import SpeculationPolicy, budget_of
+from specinfer.policy.base import SpeculationPolicy, usual_budgets
 from specinfer.policy.network import PolicyNetwork
 from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble
 from specinfer.setup.gpu_path import log_gpu_path
-
-AUTO = TreeBudget(max_nodes=16, max_depth=8)  # captured ahead for "auto" on a GPU; other sizes when they occur
 
 _PUBLIC = (
     *("adapt", "chat", "chat_prompt", "classify", "compute_paths", "drafter", "embed", "encode", "from_engine_args"),
@@ -104,7 +101,7 @@ class LLM:
         policy = self._parts.speculator.policy
         executor = DeviceExecutor.of(self.target, self.drafter, scheduler, config.verification)
         if executor is not None and not policy.reads_logits:
-            executor.prepare(AUTO if config.shape.is_auto else budget_of(config.shape), progress)
+            executor.prepare(usual_budgets(config.shape), progress)
         why_no_steps = why_not(self.target, self.drafter)
         why_no_sampled = why_not_sampled(self.drafter, config.verification)
         log_gpu_path(self.target, self.small_models, why_no_steps, why_no_sampled, device=self.target.loaded.device)

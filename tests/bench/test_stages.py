@@ -144,6 +144,15 @@ def test_numbers_of_stages() -> None:
     assert [Stages(()).cell(stage) for stage in STAGES] == ["-"] * 4
 
 
+def test_a_stage_that_is_part_of_another_is_not_compared_with_its_floor() -> None:
+    """In a step that is captured as a whole the walk has no time of its own."""
+    seconds = {"draft": 0.001, "target": 0.006, "verify": 0.0, "rest": 0.0005}
+    stages = Stages((StageSample(seconds, {"target": 0.003, "verify": 0.0001}),))
+    assert stages.over_floor("verify") is None
+    assert [stages.cell(stage) for stage in STAGES] == ["1.00", "6.00 (50%)", "0.00", "0.50"]
+    assert stages.as_dict()["over_floor"] == {"target": pytest.approx(2.0)}
+
+
 def test_latency_samples_the_steps_of_every_arm(report: LatencyReport) -> None:
     numbers: Any = json.loads(json.dumps(report.as_dict()))
     assert report.ceilings is not None

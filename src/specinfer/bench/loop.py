@@ -24,10 +24,11 @@ from specinfer.bench.results import Arm, Run
 from specinfer.bench.roofline import Roofline
 from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.sampling import SamplingParams
+from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.model.load import LoadedModel
-from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
+from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of, usual_budgets
 from specinfer.policy.optimizer import TreeSizes
 from specinfer.reporting.files import check_files, write_json
 from specinfer.reporting.progress_bar import StageBar, stage_bar
@@ -165,7 +166,13 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
 
 
 def make_policies(config: CompareConfig, llm: LLM) -> dict[Key, SpeculationPolicy]:
-    """Return the policy of each arm at each batch size. Policies that learn do so separately for each size."""
+    """Return the policy of each arm at each batch size. Policies that learn do so separately for each size.
+
+    On a GPU the steps of all arms are captured now, as they would be at the start of an engine with that tree.
+    """
+    for executor in llm.engine.executors:
+        if isinstance(executor, DeviceExecutor):
+            executor.prepare([budget for name in config.trees for budget in usual_budgets(parse_tree(name))])
     named = {
         # Costs are measured for this run, since its results must not depend on an old file.
         name: FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)

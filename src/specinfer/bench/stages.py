@@ -43,11 +43,15 @@ class Stages:
         return 1000 * sum(sample.seconds[stage] for sample in self.samples) / len(self.samples)
 
     def over_floor(self, stage: str) -> float | None:
-        """Return the median over steps of a stage's time divided by its floor, or None if it has no floor."""
+        """Return the median over steps of a stage's time divided by its floor.
+
+        None if it has no floor, or no time of its own: in captured steps the walk is part of the target's pass.
+        """
+        floors = [sample.floors.get(stage, 0.0) for sample in self.samples]
         ratios = [
-            sample.seconds[stage] / floor for sample in self.samples if (floor := sample.floors.get(stage, 0.0)) > 0
+            sample.seconds[stage] / floor for sample, floor in zip(self.samples, floors, strict=True) if floor > 0
         ]
-        return statistics.median(ratios) if ratios else None
+        return statistics.median(ratios) if any(ratios) else None
 
     @property
     def beside_target(self) -> float:

@@ -72,6 +72,14 @@ class FixedPolicy:
         return None if self._budget.max_nodes else self._why_off
 
 
+_USUAL_AUTO = (TreeBudget(max_nodes=16, max_depth=6), TreeBudget(max_nodes=64, max_depth=8))
+
+
+def usual_budgets(shape: TreeShape) -> tuple[TreeBudget, ...]:
+    """Return budgets whose trees hold most of those that a policy for this shape asks for, the smallest first."""
+    return _USUAL_AUTO if shape.is_auto else (budget_of(shape),)
+
+
 def budget_of(shape: TreeShape, num_drafters: int = 1) -> TreeBudget:
     """Return the budget for a shape other than "auto"; each of the drafters grows a fixed expansion."""
     assert not shape.is_auto

@@ -333,7 +333,6 @@ def test_levels_that_do_not_pay_are_left_out(
         launch(self, one, budgets)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
-    monkeypatch.setattr(rows, "_WORTH_CAPTURING", 1)
     found = {}
     for min_gain in (0.0, 0.3, 9.0):
         depths.clear()
@@ -366,10 +365,11 @@ def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> N
     _check_left(engine)
 
 
-def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
+def test_sizes_that_are_captured_before_any_request_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceRows, "capture_seconds", 60.0)
     engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4)
     executor, told = executor_of(engine), list[tuple[int, int]]()
-    executor.prepare(TREES["2,2,1"], lambda _, done, count: told.append((done, count)))
+    executor.prepare([TREES["2,2,1"]], lambda _, done, count: told.append((done, count)))
     assert told == [(i, 6) for i in range(7)], "1, 2 and 4 requests, with guesses and without"
     ready = set(executor._device._ready)
     run(engine, _requests())
@@ -377,12 +377,15 @@ def test_sizes_that_are_captured_before_any_request_comes(pair: Pair) -> None:
     assert set(executor._device._ready) == ready, "at the end of a request, too, steps are as large"
 
 
-def test_the_sizes_captured_first_process_logits_as_the_model_recommends(pair: Pair) -> None:
+def test_the_sizes_captured_first_process_logits_as_the_model_recommends(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that need less are served in the same sizes."""
+    monkeypatch.setattr(DeviceRows, "capture_seconds", 60.0)
     target = replace(pair[0], sampling_defaults={"top_k": 20, "repetition_penalty": 1.1})
     engine = make_device_engine(target, pair[1], TREES["2,2,1"], max_num_seqs=4)
     executor = executor_of(engine)
-    executor.prepare(TREES["2,2,1"])
+    executor.prepare([TREES["2,2,1"]])
     ready = set(executor._device._ready)
     assert {size.processing for size in ready} == {Processing.ADJUSTMENT}
     params = SamplingParams(max_tokens=8, top_k=20, repetition_penalty=1.1)
@@ -392,11 +395,13 @@ def test_the_sizes_captured_first_process_logits_as_the_model_recommends(pair: P
     assert set(executor._device._ready) == ready
 
 
-def test_sizes_are_captured_when_they_are_wanted_often(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then their steps are taken in larger ones that are there."""
+def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then their steps run in larger ones that are ready."""
     engine = make_device_engine(*pair, TREES["2,2,1"])
     executor, sizes, launch = executor_of(engine), list[tuple[int, int]](), DeviceRows.launch
-    executor.prepare(TreeBudget(max_nodes=16, max_depth=6))
+    executor.prepare([TreeBudget(max_nodes=16, max_depth=6)])
+    monkeypatch.setattr(DeviceRows, "capture_seconds", 0.007)
+    monkeypatch.setattr(rows._Answers, "wait", lambda self: (0.001, 0.003))
 
     def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
         sizes.append((one.size.max_depth, one.size.num_nodes))

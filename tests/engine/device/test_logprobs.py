@@ -13,7 +13,6 @@ from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device import rows
 from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
@@ -81,7 +80,6 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
         launch(self, one, budgets)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
-    monkeypatch.setattr(rows, "_WORTH_CAPTURING", 1)  # no step is taken in a larger size
     small = pair[1] if TREES[tree] else None
     wanted, _ = serve(make_device_engine(pair[0], small, TREES[tree], has_device_executor=False), PARAMS)
     found, on_device = serve(make_device_engine(pair[0], small, TREES[tree]), PARAMS)

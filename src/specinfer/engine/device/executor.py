@@ -31,6 +31,7 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.drawn_requests import DrawnRequests
+from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.logprobs import Asked
@@ -132,9 +133,9 @@ class DeviceExecutor:
         in_flight = [one.request for launch in self._launches for one in launch.device_requests]
         return list(dict.fromkeys([*in_flight, *(one.request for one in self._device_requests)]))
 
-    def prepare(self, budget: TreeBudget, progress: ProgressCallback | None = None) -> None:
-        """Capture plain steps and those with trees of this budget, with the processing that the model's own sampling
-        parameters need; others are captured when they occur.
+    def prepare(self, budgets: Sequence[TreeBudget], progress: ProgressCallback | None = None) -> None:
+        """Capture plain steps and those with trees of these budgets, with the processing that the model's own sampling
+        parameters need; others are captured when they are worth it.
         """
         defaults: dict[str, Any] = dict(self._target.loaded.sampling_defaults)
         if not self._may_sample:
@@ -144,11 +145,13 @@ class DeviceExecutor:
             processing = Processing.TRUNCATION
         sizes: list[LaunchSize] = []
         for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
-            most = MAX_ROWS // num_rows
-            depth, num_models = budget.max_depth if self._guesses.has_lookups else 0, len(self._drafts.names)
-            shape = shape_of([budget], most - 1, most, depth, num_models) if num_models and holds(budget) else None
-            rule = self._drawn.rule if self._may_sample and budget.widths else None
-            sizes += dict.fromkeys(LaunchSize(num_rows, each, processing, rule=rule) for each in (shape, None))
+            most, num_models = MAX_ROWS // num_rows, len(self._drafts.names)
+            rule = self._drawn.rule if self._may_sample and any(budget.widths for budget in budgets) else None
+            shapes: list[DraftShape | None] = [None]
+            for budget in filter(holds, budgets if num_models else ()):
+                depth = budget.max_depth if self._guesses.has_lookups else 0
+                shapes.append(shape_of([budget], most - 1, most, depth, num_models))
+            sizes += dict.fromkeys(LaunchSize(num_rows, shape, processing, rule=rule) for shape in shapes[::-1])
         for done, size in enumerate(sizes):
             if progress is not None:
                 progress(f"{CAPTURING} of whole steps", done, len(sizes))
@@ -276,6 +279,7 @@ class DeviceExecutor:
     def _read(self, launch: Launch) -> StepResult:
         """Wait for a step, and free what is not kept of its slots."""
         draft_time, target_time = launch.wait()
+        self._device.observe(launch.size, draft_time + target_time)
         launch.clock.skip_to(self._device.captured_at)  # until then nothing was computed
         self._budgets.observe(launch.path_prob())
         outcomes = []

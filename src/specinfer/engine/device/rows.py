@@ -1,8 +1,9 @@
 """DeviceRows: the rows of requests on a device, the programs that use them, and the data exchanged with the host."""
 
 import logging
+import statistics
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from specinfer.engine.device.launch import Answer, DraftedTree, Launch, Marks
 from specinfer.engine.device.logprobs import read_logprobs
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
 from specinfer.engine.device.programs import LaunchSize, Programs, TreeNames
+from specinfer.engine.device.size_choice import SizeChoice
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
@@ -35,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _ROW = 128  # slots
 _MAX_SIZES = 64  # kept at the same time; the least recently used one is dropped
-_WORTH_CAPTURING = 4  # steps of a size before it is captured: the first ones run in a larger size, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class DeviceRows:
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None
         self._lacks_memory = False
-        self._wanted: Counter[LaunchSize] = Counter()  # how often each size was wanted that was not ready
+        self._choice = SizeChoice()
+        self._capture_seconds: list[float] = []
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
 
     def _versions(self) -> tuple[int, ...]:
@@ -157,20 +159,19 @@ class DeviceRows:
         with on_device(self._place):
             self._launch(launch, budgets)
 
-    def size_for(self, wanted: LaunchSize, most_nodes: int) -> LaunchSize:
-        """Return the size to run a step in: a capture delays all requests longer than a step that is too large.
+    @property
+    def capture_seconds(self) -> float:
+        """Median time that it took to capture a size; 0 where nothing is captured."""
+        times = self._capture_seconds
+        return statistics.median(times) if self._graphs.captures and times else 0.0
 
-        Args:
-            wanted: The smallest size of the step.
-            most_nodes: Draft tokens of a tree that there are slots for.
-        """
-        if wanted in self._ready:
-            return wanted
-        self._wanted[wanted] += 1
-        larger = [size for size in self._ready if size.holds(wanted) and size.num_nodes - 1 <= most_nodes]
-        if self._wanted[wanted] >= _WORTH_CAPTURING or not larger:
-            return wanted
-        return min(larger, key=_cost)
+    def size_for(self, wanted: LaunchSize, most_nodes: int) -> LaunchSize:
+        """Return the size to run a step in, as `SizeChoice.choose` does."""
+        return self._choice.choose(wanted, self._ready, most_nodes, self.capture_seconds)
+
+    def observe(self, size: LaunchSize, seconds: float) -> None:
+        """Learn how long a step took on the device."""
+        self._choice.observe(size, seconds)
 
     @torch.inference_mode()
     def prepare(self, size: LaunchSize) -> None:
@@ -220,20 +221,16 @@ class DeviceRows:
             return self._ready[size]
         if len(self._ready) >= _MAX_SIZES:
             self._graphs.wait()
-            self._wanted.pop(self._ready.popitem(last=False)[0], None)
+            self._choice.forget(self._ready.popitem(last=False)[0])
+        started = time.perf_counter()
         drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
         programs = Programs(size, self.state, self._target, drafters, self._adjustments)
         programs.inputs.clear()  # captures run the programs without requests
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
         self.captured_at = time.perf_counter()
+        self._capture_seconds.append(self.captured_at - started)
         return ready
-
-
-def _cost(size: LaunchSize) -> tuple[int, ...]:
-    """Return what orders sizes by the time of a step."""
-    of_logprobs = (size.asked.others, size.asked.best) if size.asked else (-1, -1)
-    return size.max_depth, size.num_rows * size.num_nodes, size.processing, *of_logprobs
 
 
 def _fill(

@@ -1,0 +1,59 @@
+"""SizeChoice: whether a step runs in the size that it needs, which may have to be captured, or in a larger one."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from specinfer.engine.device.programs import LaunchSize
+
+_MEMORY = 0.8  # decay per step of what is remembered of a size's time
+
+
+class SizeChoice:
+    """A choice that loses little time to captures and to steps that are too large.
+
+    A capture delays all requests. So a step runs in a larger size that is ready, until the time lost that way is as
+    long as a capture: then its own size is captured. This loses at most twice as much as the best choice in hindsight
+    (the ski rental problem; Karlin et al., "Competitive snoopy caching", 1988).
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[LaunchSize, float] = {}  # of a step
+        self._lost: dict[LaunchSize, float] = {}  # seconds, of sizes that were not ready
+
+    def observe(self, size: LaunchSize, seconds: float) -> None:
+        """Learn how long a step took on the device."""
+        self._seconds[size] = _MEMORY * self._seconds.get(size, seconds) + (1 - _MEMORY) * seconds
+
+    def forget(self, size: LaunchSize) -> None:
+        """Start anew with a size that is no longer ready."""
+        self._lost.pop(size, None)
+
+    def choose(
+        self, wanted: LaunchSize, ready: Collection[LaunchSize], most_nodes: int, capture_seconds: float
+    ) -> LaunchSize:
+        """Return the size to run a step in, which is captured if it is not ready.
+
+        Args:
+            wanted: The smallest size of the step.
+            ready: Sizes that are captured.
+            most_nodes: Draft tokens of a tree that there are slots for.
+            capture_seconds: Time that a capture takes.
+        """
+        if wanted in ready:
+            return wanted
+        fitting = [size for size in ready if size.num_nodes - 1 <= most_nodes]
+        larger = [size for size in fitting if size.holds(wanted)]
+        if not larger:
+            # With the trees of a size that is ready, so that other trees need no further captures.
+            same = [replace(wanted, num_rows=size.num_rows, shape=size.shape) for size in fitting]
+            return min((size for size in same if size.holds(wanted)), key=_cost, default=wanted)
+        best = min(larger, key=_cost)
+        least = max((self._seconds.get(size, 0.0) for size in ready if wanted.holds(size)), default=0.0)
+        self._lost[wanted] = self._lost.get(wanted, 0.0) + max(self._seconds.get(best, least) - least, 0.0)
+        return best if self._lost[wanted] < capture_seconds else wanted
+
+
+def _cost(size: LaunchSize) -> tuple[int, ...]:
+    """Return what orders sizes by the time of a step."""
+    of_logprobs = (size.asked.others, size.asked.best) if size.asked else (-1, -1)
+    return size.max_depth, size.num_rows * size.num_nodes, size.processing, *of_logprobs

@@ -1,0 +1,53 @@
+"""SizeChoice: what steps run in, and when it is captured."""
+
+from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.size_choice import SizeChoice
+from specinfer.engine.device.sizes import shape_of
+
+CAPTURE = 0.1
+
+
+def _size(rows: int, nodes: int, levels: int, processing: Processing = Processing.NONE) -> LaunchSize:
+    return LaunchSize(rows, shape_of([TreeBudget(nodes, levels)], 63, 64), processing)
+
+
+PLAIN, SMALL, LARGE = LaunchSize(1, None), _size(1, 8, 4), _size(1, 64, 8)
+
+
+def _choose(choice: SizeChoice, wanted: LaunchSize, *ready: LaunchSize, most_nodes: int = 64) -> LaunchSize:
+    return choice.choose(wanted, ready, most_nodes, CAPTURE)
+
+
+def test_a_size_is_captured_once_larger_ones_have_cost_as_much_as_that() -> None:
+    choice = SizeChoice()
+    choice.observe(LARGE, 0.0201)
+    choice.observe(LaunchSize(1, shape_of([TreeBudget(4, 2)], 63, 64)), 0.010)  # less than what is wanted takes
+    ready = (LaunchSize(1, shape_of([TreeBudget(4, 2)], 63, 64)), LARGE)
+    sizes = [_choose(choice, SMALL, *ready) for _ in range(12)]
+    assert sizes == [LARGE] * 9 + [SMALL] * 3, "10 ms are lost in each step"
+    assert _choose(choice, SMALL, *ready, SMALL) == SMALL
+    choice.forget(SMALL)
+    assert _choose(choice, SMALL, *ready) == LARGE
+
+
+def test_nothing_is_captured_for_steps_that_would_not_be_shorter() -> None:
+    choice = SizeChoice()
+    choice.observe(LARGE, 0.010)
+    choice.observe(_size(1, 4, 2), 0.010)
+    assert {_choose(choice, SMALL, _size(1, 4, 2), LARGE) for _ in range(1000)} == {LARGE}
+
+
+def test_the_smallest_that_holds_the_trees_and_has_slots_is_taken() -> None:
+    middle = _size(2, 16, 4)
+    assert _choose(SizeChoice(), SMALL, PLAIN, LARGE, middle) == middle
+    assert _choose(SizeChoice(), SMALL, PLAIN, LARGE, middle, most_nodes=10) == SMALL
+
+
+def test_other_processing_is_captured_with_trees_that_are_ready() -> None:
+    """Then the steps that follow, whose trees differ, need no further captures."""
+    wanted = _size(1, 8, 4, Processing.TRUNCATION)
+    assert _choose(SizeChoice(), wanted, PLAIN, SMALL, LARGE) == wanted
+    assert _choose(SizeChoice(), wanted, PLAIN, LARGE) == _size(1, 64, 8, Processing.TRUNCATION)
+    assert _choose(SizeChoice(), wanted, PLAIN) == wanted
