@@ -1,5 +1,6 @@
 """Steps on the device under rules with random numbers: the tokens of ordinary steps with the same seeds."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
 from specinfer.core.noise import derive_seed, draws_of
-from specinfer.core.request import Request
-from specinfer.core.tree import TreeBudget
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.engine.engine import Engine
@@ -151,3 +152,28 @@ def test_draws_and_their_distributions_are_those_of_ordinary_drafting(options: d
                 expected = dict(zip(distribution.token_ids.tolist(), distribution.weights().tolist(), strict=True))
                 assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
     assert (tokens[3] >= 0).sum() <= 2
+
+
+class Pausing(FixedPolicy):
+    """Wants no tree in every third step of a request."""
+
+    def __init__(self, budget: TreeBudget) -> None:
+        super().__init__(budget)
+        self._num_steps = Counter[str]()
+
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        self._num_steps.update(span.request.request_id for span in spans)
+        budgets = zip(spans, super().budgets(spans), strict=True)
+        return [OFF if self._num_steps[span.request.request_id] % 3 == 0 else budget for span, budget in budgets]
+
+
+@RULES
+def test_steps_without_trees_use_the_same_random_numbers(rule: str, pair: Pair) -> None:
+    told = []
+    for has_device_executor in (False, True):
+        requests = _requests()
+        policy = RequestPolicy(Pausing(TreeBudget.expansion((2, 2, 1))), lambda: FixedPolicy())
+        run(make_device_engine(*pair, policy, verification=rule, has_device_executor=has_device_executor), requests)
+        told.append(list(map(_told, requests)))
+    assert told[1] == told[0]
+    assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])
