@@ -143,10 +143,11 @@ def step_cases() -> Iterator[Case]:
     draws, distributions = _empty(requests, nodes), _empty(requests, nodes, 128)
     probs, uniforms = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
     trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, distributions, probs, uniforms)
-    for vocab in (50257, 128256):
+    walked = (_empty(requests, depth), _empty(requests), _empty(requests, dtype=torch.int64))
+    for vocab, least in ((50257, None), (128256, _empty(requests * nodes, dtype=_FULL))):
         logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
         for name, walk_drawn in (("multi-step", walk_multi_step), ("traversal", walk_traversal)):
-            yield f"{name} {vocab}", partial(walk_drawn, logits, starts, temperatures, *trees, max_depth=depth)
+            yield f"{name} {vocab}", partial(walk_drawn, logits, starts, temperatures, *trees, least, out=walked)
     yield from _processing_cases(requests, nodes)
     tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
     yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))

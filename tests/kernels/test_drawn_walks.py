@@ -17,6 +17,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.kernels import plain_multi_step, plain_traversal
+from specinfer.kernels.plain_tree import Walk
 from specinfer.kernels.triton import multi_step, traversal
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
@@ -67,7 +68,19 @@ def _tree(rule: str, source: np.random.Generator, size: int, support: int, logit
     return TokenTree(tuple(tokens), tuple(parents), tuple(made))
 
 
-def _run(run: Any, logits: Sequence[Tensor], requests: Sequence[Request], forest: Sequence[TokenTree]) -> list[Any]:
+def _nothing_walked(requests: int, depth: int) -> Walk:
+    """What walks overwrite."""
+    path = torch.full((requests, depth), 77, dtype=torch.int32)
+    return path, torch.full((requests,), 78, dtype=torch.int32), torch.full((requests,), 79)
+
+
+def _run(
+    run: Any,
+    logits: Sequence[Tensor],
+    requests: Sequence[Request],
+    forest: Sequence[TokenTree],
+    least: Tensor | None = None,
+) -> list[Any]:
     """Acceptances, with the requests' own coins tossed."""
     nodes, num_draws = max(map(len, forest)) + 1, max(len(tree.draws) for tree in forest) + 1
     support = max(
@@ -92,9 +105,11 @@ def _run(run: Any, logits: Sequence[Tensor], requests: Sequence[Request], forest
     starts = torch.tensor([0, *np.cumsum([len(tree) for tree in forest])[:-1]], dtype=torch.int32)
     temperatures = torch.tensor([request.params.temperature for request in requests])
     sizes = torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
-    path, lengths, following = run(
+    depth = max(tree.max_depth for tree in forest) + 1
+    path, lengths, following = walked = _nothing_walked(len(forest), depth)
+    run(
         torch.cat(list(logits)), starts, temperatures, tokens, parents, sizes,
-        draws, distribution_tokens, distribution_probs, uniforms, max_depth=max(tree.max_depth for tree in forest) + 1,
+        draws, distribution_tokens, distribution_probs, uniforms, least, out=walked,
     )  # fmt: skip
     kept = []
     for nodes_kept, length, token in zip(path.tolist(), lengths.tolist(), following.tolist(), strict=True):
@@ -136,6 +151,24 @@ def test_large_vocabularies_go_by_chunks(rule: str, run: Any) -> None:
 
 
 @RUNS
+def test_what_truncation_drops_has_no_probability(rule: str, run: Any) -> None:
+    """With the same trees as for the logits that are kept."""
+    source, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
+    logits = [torch.randn((9, VOCAB), generator=generator) * 2 for _ in range(6)]
+    forest = [_tree(rule, source, 7, 5, rows) for rows in logits]
+    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    requests = _requests(6, 5)
+    over_temperature = [
+        rows / request.params.temperature for rows, request in zip(logits, requests, strict=True)
+    ]  # fmt: skip
+    least = torch.cat([rows.topk(6, dim=1).values[:, -1] for rows in over_temperature])
+    found = _run(run, logits, requests, forest, least)
+    kept = [rows.masked_fill(rows < rows.topk(6, dim=1).values[:, -1:], -math.inf) for rows in logits]
+    assert found[:6] == verify(rule, kept, requests, forest)
+    assert found[6:] == [request.uniforms.state for request in requests]
+
+
+@RUNS
 @pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")
 def test_nodes_that_name_no_token(rule: str, run: Any) -> None:
     certain = torch.full((3, 8), -math.inf)
@@ -160,11 +193,12 @@ def test_no_tree_is_no_walk(rule: str, run: Any) -> None:
         [UniformStream(1).state - 2**64 if UniformStream(1).state >= 2**63 else UniformStream(1).state]
     )
     before = uniforms.clone()
-    path, lengths, following = run(
-        torch.zeros((1, 4)), zeros[:, 0], torch.ones(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
-        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms, max_depth=2,
+    walked = _nothing_walked(1, 2)
+    run(
+        torch.zeros((1, 4)), zeros[:, 0], torch.zeros(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
+        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms, out=walked,
     )  # fmt: skip
-    assert (path.tolist(), lengths.tolist(), following.tolist()) == ([[-1, -1]], [-1], [NO_VALID_TOKEN])
+    assert [tensor.tolist() for tensor in walked] == [tensor.tolist() for tensor in _nothing_walked(1, 2)]
     assert torch.equal(uniforms, before)
 
 

@@ -60,9 +60,10 @@ def walk_multi_step(
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
     uniforms: Tensor,
+    least: Tensor | None = None,
     *,
-    max_depth: int,
-) -> Walk:
+    out: Walk,
+) -> None:
     """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
 
     SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. The decisions are the same unless a random
@@ -79,47 +80,45 @@ def walk_multi_step(
             guess that was chosen deterministically has only its own token.
         distribution_probs: [requests, max_draws, support] float64 probabilities, which sum to 1.
         uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
-        max_depth: Longest possible path.
-
-    Returns:
-        The same tensors as `plain_tree.walk`; a request whose logits allow no token has an empty path.
+        least: [rows] float32 least score, divided by the temperature, of a token that may follow; None to keep all.
+        out: The tensors that `plain_tree.walk` returns, written to for the requests that have a tree. The path of one
+            whose logits allow no token is empty.
     """
     distributions = (draws, distribution_tokens, distribution_probs)
-    return walk_each(_walk, logits, starts, temperatures, (tokens, parents, sizes), distributions, uniforms, max_depth)
+    walk_each(_walk, (logits, starts, temperatures, least), (tokens, parents, sizes), distributions, uniforms, out)
 
 
 def walk_each(
     walk: Callable[[DrawnTree, int], Kept],
-    logits: Tensor,
-    starts: Tensor,
-    temperatures: Tensor,
+    target: tuple[Tensor, Tensor, Tensor, Tensor | None],
     trees: tuple[Tensor, Tensor, Tensor],
     distributions: tuple[Tensor, Tensor, Tensor],
     uniforms: Tensor,
-    max_depth: int,
-) -> Walk:
+    out: Walk,
+) -> None:
     """Walk the tree of each request.
 
     Args:
         walk: Function from a tree and the longest possible path to what is kept.
+        target: logits, starts, temperatures, and least.
         trees: tokens, parents, and sizes.
         distributions: draws, distribution_tokens, and distribution_probs.
     """
     (tokens, parents, sizes), (draws, distribution_tokens, distribution_probs) = trees, distributions
-    path = torch.full((len(tokens), max_depth), -1, dtype=torch.int32)
-    lengths = torch.full((len(tokens),), -1, dtype=torch.int32)
-    following = torch.full((len(tokens),), NO_VALID_TOKEN, dtype=torch.int64)
+    (logits, starts, temperatures, least), (path, lengths, following) = target, out
     for request, size in enumerate(sizes.tolist()):
         if size == 0:
             continue
-        rows = logits[int(starts[request]) :][:size].float() / temperatures[request]
+        nodes = slice(int(starts[request]), int(starts[request]) + size)
+        rows = logits[nodes].float() / temperatures[request]
+        if least is not None:
+            rows = rows.masked_fill(rows < least[nodes].unsqueeze(1), -torch.inf)
         of_tree = tokens[request].tolist(), parents[request].tolist(), draws[request].tolist()
         of_draws = distribution_tokens[request].long(), distribution_probs[request]
-        kept, token = walk(DrawnTree(rows.double(), *of_tree, *of_draws, uniforms[request : request + 1]), max_depth)
-        path[request, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        tree = DrawnTree(rows.double(), *of_tree, *of_draws, uniforms[request : request + 1])
+        kept, token = walk(tree, path.shape[1])
+        path[request].fill_(-1)[: len(kept)] = torch.tensor(kept, dtype=torch.int32)
         lengths[request], following[request] = len(kept), token
-    device = tokens.device
-    return path.to(device), lengths.to(device), following.to(device)
 
 
 def _walk(tree: DrawnTree, max_depth: int) -> Kept:

@@ -21,17 +21,18 @@ def walk_traversal(
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
     uniforms: Tensor,
+    least: Tensor | None = None,
     *,
-    max_depth: int,
-) -> Walk:
+    out: Walk,
+) -> None:
     """Go to the first leaf and back towards the root, as `verify.verify_traversal`.
 
-    Decisions are the same unless a random number is within about 1e-13 of the number it is compared with. Arguments and
-    results are those of `walk_multi_step`. The draws of a node must have the same tokens in the same order, as those of
+    Decisions are the same unless a random number is within about 1e-13 of the number it is compared with. Arguments are
+    those of `walk_multi_step`. The draws of a node must have the same tokens in the same order, as those of
     one race have.
     """
     distributions = (draws, distribution_tokens, distribution_probs)
-    return walk_each(_walk, logits, starts, temperatures, (tokens, parents, sizes), distributions, uniforms, max_depth)
+    walk_each(_walk, (logits, starts, temperatures, least), (tokens, parents, sizes), distributions, uniforms, out)
 
 
 def _walk(tree: DrawnTree, max_depth: int) -> Kept:

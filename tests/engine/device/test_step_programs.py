@@ -100,17 +100,14 @@ class Kernels:
 
     @staticmethod
     def walk_multi_step(
-        logits: Tensor, starts: Tensor, temperatures: Tensor, *given: Tensor, max_depth: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        _on_device(logits, starts, temperatures, *given, contiguous=True)
-        tokens, _, _, draws, distribution_tokens, distribution_probs, uniforms = given
+        logits: Tensor, starts: Tensor, temperatures: Tensor, *given: Tensor, out: tuple[Tensor, ...]
+    ) -> None:
+        _on_device(logits, starts, temperatures, *given, *out, contiguous=True)
+        _, _, _, draws, distribution_tokens, distribution_probs, uniforms, least = given
+        assert least.shape == (len(logits),)
         assert {one.dtype for one in given[:5]} == {torch.int32}
         assert (distribution_probs.dtype, uniforms.dtype) == (torch.float64, torch.int64)
         assert distribution_tokens.shape == distribution_probs.shape == (*draws.shape, SUPPORT)
-        path, lengths = (
-            torch.empty(shape, dtype=torch.int32, device=META) for shape in ((len(tokens), max_depth), (len(tokens),))
-        )
-        return path, lengths, torch.empty(len(tokens), dtype=torch.int64, device=META)
 
     walk_traversal = walk_multi_step
 

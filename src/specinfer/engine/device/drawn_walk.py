@@ -19,25 +19,19 @@ def walk_drawn(
     least: Tensor | None,
     starts: Tensor,
     walked: tree_ops.Walk,
-) -> tree_ops.Walk:
-    """Walk the trees of requests under this rule, and return these walks with those of the others.
+) -> None:
+    """Walk the trees of requests under this rule.
 
     Args:
         logits: [requests * nodes, vocab] of the target, processed.
         least: [requests * nodes] least scores of tokens that may follow, or None to keep all.
         starts: [requests] rows of the roots.
-        walked: The walks of plain decoding.
+        walked: The walks of plain decoding, which these replace.
     """
-    (path, *_), (rows, nodes) = walked, trees.tokens.shape
-    is_drawn, uniforms = state.is_drawn[:rows], state.uniforms[:rows]
-    temperatures = torch.where(is_drawn, state.temperatures[:rows], 1.0)
-    if least is not None:
-        scores = logits / temperatures.repeat_interleave(nodes).unsqueeze(1)
-        logits = logits.masked_fill(scores < least.unsqueeze(1), -torch.inf)
+    rows = len(trees.tokens)
     walk = tree_ops.walk_traversal if rule == TRAVERSAL else tree_ops.walk_multi_step
-    new_path, *new = walk(
-        logits, starts, temperatures, trees.tokens, trees.parents, torch.where(is_drawn, trees.sizes, 0),
-        draws.nodes, draws.tokens, draws.probs, uniforms, max_depth=path.shape[1],
+    walk(
+        logits, starts, state.temperatures[:rows], trees.tokens, trees.parents,
+        torch.where(state.is_drawn[:rows], trees.sizes, 0), draws.nodes, draws.tokens, draws.probs,
+        state.uniforms[:rows], least, out=walked,
     )  # fmt: skip
-    lengths, following = (torch.where(is_drawn, *both) for both in zip(new, walked[1:], strict=True))
-    return torch.where(is_drawn.unsqueeze(1), new_path, path), lengths, following

@@ -265,7 +265,7 @@ class Programs:
             choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
         if self._draws is not None and self.size.rule is not None:
-            walked = walk_drawn(self.size.rule, state, trees, self._draws, logits, least, starts[:-1], walked)
+            walk_drawn(self.size.rule, state, trees, self._draws, logits, least, starts[:-1], walked)
             results["uniforms"].copy_(state.uniforms[:rows].view(torch.int32).view(rows, 2))
         path, lengths, following = walked
         tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)

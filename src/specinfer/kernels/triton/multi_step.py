@@ -22,8 +22,16 @@ _NAN, _NO_VALID_TOKEN = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
 
 
 @triton.jit
+def _scores(logits, tokens, valid, temperature, least, row):
+    """Return a row's logits of these tokens, over the temperature; -inf for what is not kept."""
+    scores = tl.load(logits + tokens, valid, other=float("-inf")).to(tl.float32)
+    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+    return scores if least is None else tl.where(scores < tl.load(least + row), float("-inf"), scores)
+
+
+@triton.jit
 def softmax_program(
-    logits, starts, temperatures, sizes, highest, sums, vocab, stride, num_chunks,
+    logits, starts, temperatures, least, sizes, highest, sums, vocab, stride, num_chunks,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute the maximum and the sum of exponentials of a chunk. Grid: [chunks, nodes, requests]."""
@@ -32,10 +40,8 @@ def softmax_program(
         return
     row = tl.load(starts + request).to(tl.int64) + node
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
+    scores = _scores(logits + row * stride, tokens, tokens < vocab, tl.load(temperatures + request), least, row)
     has_nan = tl.max((scores != scores).to(tl.int32), 0) > 0
-    temperature = tl.load(temperatures + request)
-    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
     best = tl.max(scores, 0)
     base = tl.where(best == float("-inf"), 0.0, best).to(tl.float64)
     tl.store(highest + row * num_chunks + chunk, tl.where(has_nan, float("nan"), best))
@@ -55,11 +61,10 @@ def node_softmax(highest, sums, row, num_chunks, BLOCK_CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def probs_of(logits, tokens, valid, temperature, highest, norm):
-    """Return the probabilities of these tokens, float64."""
-    scores = tl.load(logits + tokens, valid, other=float("-inf")).to(tl.float32)
-    scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature).to(tl.float64)
-    return tl.exp(scores - highest) / norm
+def probs_of(logits, tokens, valid, temperature, least, row, highest, norm):
+    """Return the probabilities of these tokens in a row, float64."""
+    scores = _scores(logits, tokens, valid, temperature, least, row)
+    return tl.exp(scores.to(tl.float64) - highest) / norm
 
 
 @triton.jit
@@ -70,7 +75,10 @@ def next_uniform(state):
 
 
 @triton.jit
-def sample(scores, left, uniform, total, temperature, highest, norm, vocab, num_chunks, CHUNK: tl.constexpr):
+def sample(
+    scores, left, uniform, total, temperature, least, row, highest, norm, vocab, num_chunks,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return the token that a uniform number chooses from a residual distribution."""
     wanted = uniform * total
     before = tl.full((), 0.0, tl.float64)
@@ -80,7 +88,7 @@ def sample(scores, left, uniform, total, temperature, highest, norm, vocab, num_
     while (chunk < num_chunks) & (found < 0):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         kept = tl.load(left + ids, ids < vocab, other=0.0)
-        kept = tl.where(kept < 0, probs_of(scores, ids, ids < vocab, temperature, highest, norm), kept)
+        kept = tl.where(kept < 0, probs_of(scores, ids, ids < vocab, temperature, least, row, highest, norm), kept)
         mass = before + tl.cumsum(kept, 0)
         # Only tokens with nonzero probability: the mass of another equals that of the token before it.
         first = tl.min(tl.where((mass > wanted) & (kept > 0), ids, vocab), 0)
@@ -93,7 +101,7 @@ def sample(scores, left, uniform, total, temperature, highest, norm, vocab, num_
 
 @triton.jit
 def multi_step_program(
-    logits, highest, sums, starts, temperatures, tokens, parents, sizes,
+    logits, highest, sums, starts, temperatures, least, tokens, parents, sizes,
     draws, distribution_tokens, distribution_probs, uniforms, left, path, lengths, following,
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
@@ -101,13 +109,11 @@ def multi_step_program(
     """Walk one request's tree. Grid: [requests]."""
     request = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes + request)
+    if size <= 0:
+        return
     path += request * max_depth
     for depth in range(max_depth):
         tl.store(path + depth, -1)
-    if size <= 0:
-        tl.store(lengths + request, -1)
-        tl.store(following + request, tl.full((), _NO_VALID_TOKEN, tl.int64))
-        return
     tokens += request * stride_tree
     draws += request * num_draws
     distribution_tokens += request * num_draws * support
@@ -147,7 +153,7 @@ def multi_step_program(
                 could = ids >= 0
                 weights = tl.load(distribution_probs + draw * support + places, could, other=0.0)
                 kept = tl.load(left + ids, could, other=0.0)
-                kept = tl.where(kept < 0, probs_of(scores, ids, could, temperature, top, norm), kept)
+                kept = tl.where(kept < 0, probs_of(scores, ids, could, temperature, least, row, top, norm), kept)
                 p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
                 q = tl.sum(tl.where(ids == guess, weights, 0.0), 0)
                 state, uniform = next_uniform(state)
@@ -166,7 +172,9 @@ def multi_step_program(
                     draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             if going == 0:
                 state, uniform = next_uniform(state)
-                token = sample(scores, left, uniform, total, temperature, top, norm, vocab, num_chunks, CHUNK)
+                token = sample(
+                    scores, left, uniform, total, temperature, least, row, top, norm, vocab, num_chunks, CHUNK
+                )
             tl.debug_barrier()
             draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
             while draw < BLOCK_DRAWS:
@@ -192,40 +200,40 @@ def walk_multi_step(
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
     uniforms: Tensor,
+    least: Tensor | None = None,
     *,
-    max_depth: int,
-) -> Walk:
+    out: Walk,
+) -> None:
     """Compute `plain_multi_step.walk_multi_step`."""
     distributions = (draws, distribution_tokens, distribution_probs)
-    launch = prepare_walk(logits, starts, temperatures, (tokens, parents, sizes), distributions, uniforms, max_depth)
+    target = (logits, starts, temperatures, least)
+    launch = prepare_walk(target, (tokens, parents, sizes), distributions, uniforms, out)
     multi_step_program[(len(tokens),)](*launch.tensors, *launch.numbers, **launch.options)
-    return launch.out
 
 
 class WalkLaunch(NamedTuple):
-    """The arguments of a walk's program, and the tensors that it writes to."""
+    """The arguments of a walk's program."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | None, ...]
     numbers: tuple[int, ...]
     options: dict[str, Any]
-    out: Walk
 
 
 def prepare_walk(
-    logits: Tensor,
-    starts: Tensor,
-    temperatures: Tensor,
+    target: tuple[Tensor, Tensor, Tensor, Tensor | None],
     trees: tuple[Tensor, Tensor, Tensor],
     distributions: tuple[Tensor, Tensor, Tensor],
     uniforms: Tensor,
-    max_depth: int,
+    out: Walk,
 ) -> WalkLaunch:
     """Launch the first program, and return what the second one is given.
 
     Args:
+        target: logits, starts, temperatures, and least.
         trees: tokens, parents, and sizes.
         distributions: draws, distribution_tokens, and distribution_probs.
     """
+    logits, starts, temperatures, least = target
     (tokens, parents, sizes), (_, distribution_tokens, distribution_probs) = trees, distributions
     (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, distribution_tokens.shape
     assert logits.stride(1) == 1
@@ -236,16 +244,15 @@ def prepare_walk(
     highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
     sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=device)
     left = torch.full((requests, vocab), -1.0, dtype=torch.float64, device=device)
-    path = torch.empty((requests, max_depth), dtype=torch.int32, device=device)
-    out = path, torch.empty_like(path[:, 0]), torch.empty(requests, dtype=torch.int64, device=device)
+    assert all(each.is_contiguous() for each in out)
     softmax_program[(num_chunks, nodes, requests)](
-        logits, starts, temperatures, sizes, highest, sums, vocab, logits.stride(0), num_chunks,
+        logits, starts, temperatures, least, sizes, highest, sums, vocab, logits.stride(0), num_chunks,
         CHUNK=_CHUNK, enable_fp_fusion=True,
     )  # fmt: skip
     blocks = {"BLOCK_CHUNKS": num_chunks, "BLOCK_DRAWS": num_draws, "BLOCK_SUPPORT": support}
     options = {name: triton.next_power_of_2(count) for name, count in blocks.items()}
     return WalkLaunch(
-        (logits, highest, sums, starts, temperatures, *trees, *distributions, uniforms, left, *out),
-        (vocab, logits.stride(0), num_chunks, nodes, num_draws, support, max_depth),
-        {**options, "CHUNK": _CHUNK, "num_warps": 8, "enable_fp_fusion": True}, out,
+        (logits, highest, sums, starts, temperatures, least, *trees, *distributions, uniforms, left, *out),
+        (vocab, logits.stride(0), num_chunks, nodes, num_draws, support, out[0].shape[1]),
+        {**options, "CHUNK": _CHUNK, "num_warps": 8, "enable_fp_fusion": True},
     )  # fmt: skip

@@ -24,7 +24,7 @@ def _at(values, levels, level):
 
 @triton.jit
 def traversal_program(
-    logits, highest, sums, starts, temperatures, tokens, parents, sizes,
+    logits, highest, sums, starts, temperatures, least, tokens, parents, sizes,
     draws, distribution_tokens, distribution_probs, uniforms, left, path, lengths, following, kept_rows,
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
@@ -36,9 +36,6 @@ def traversal_program(
     path += request * max_depth + levels - 1
     on_path = (levels > 0) & (levels <= max_depth)
     if tl.load(sizes + request) <= 0:
-        tl.store(path, tl.full((BLOCK_LEVELS,), -1, tl.int32), on_path)
-        tl.store(lengths + request, -1)
-        tl.store(following + request, tl.full((), _NO_VALID_TOKEN, tl.int64))
         return
     tokens += request * stride_tree
     draws += request * num_draws
@@ -78,7 +75,7 @@ def traversal_program(
                 token = tl.full((), _NAN, tl.int64)
             elif is_tried:
                 ids = tl.load(distribution_tokens + draw * support, in_support, other=-1)
-                kept = probs_of(scores, ids, ids >= 0, temperature, best.to(tl.float64), norm)
+                kept = probs_of(scores, ids, ids >= 0, temperature, least, first_row + node, best.to(tl.float64), norm)
                 tl.store(kept_rows + level * support, kept, ids >= 0)
                 tl.debug_barrier()
         is_rejected = tl.full((), 0, tl.int32)
@@ -151,8 +148,8 @@ def traversal_program(
                 tl.debug_barrier()
             scores = logits + (first_row + node) * stride
             state, uniform = next_uniform(state)
-            top = best.to(tl.float64)
-            token = sample(scores, left, uniform, total, temperature, top, norm, vocab, num_chunks, CHUNK)
+            row, top = first_row + node, best.to(tl.float64)
+            token = sample(scores, left, uniform, total, temperature, least, row, top, norm, vocab, num_chunks, CHUNK)
         nodes = tl.where(levels == level, node, nodes)
     tl.store(path, tl.where(levels <= length, nodes, -1), on_path)
     tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
@@ -171,16 +168,17 @@ def walk_traversal(
     distribution_tokens: Tensor,
     distribution_probs: Tensor,
     uniforms: Tensor,
+    least: Tensor | None = None,
     *,
-    max_depth: int,
-) -> Walk:
+    out: Walk,
+) -> None:
     """Compute `plain_traversal.walk_traversal`."""
     distributions = (draws, distribution_tokens, distribution_probs)
-    launch = prepare_walk(logits, starts, temperatures, (tokens, parents, sizes), distributions, uniforms, max_depth)
+    target, max_depth = (logits, starts, temperatures, least), out[0].shape[1]
+    launch = prepare_walk(target, (tokens, parents, sizes), distributions, uniforms, out)
     shape = len(tokens), max_depth, distribution_tokens.shape[2]
     kept_rows = torch.empty(shape, dtype=torch.float64, device=logits.device)
     traversal_program[(len(tokens),)](
         *launch.tensors, kept_rows, *launch.numbers,
         **launch.options, BLOCK_LEVELS=triton.next_power_of_2(max_depth + 1),
     )  # fmt: skip
-    return launch.out
