@@ -42,10 +42,10 @@ class StepDesign:
     level_kernels: int = 8
     draft_kernels: int = 43
     verify_kernels: int = 43
-    kernel_seconds: float = 2e-6
+    kernel_seconds: float = 3.2e-6
     weight_bytes: float | None = None
     kv_bytes: float = 2.0
-    read_share: float = 0.85
+    read_share: float = 0.88
     compute_share: float = 0.6
 
 
@@ -121,5 +121,5 @@ def designs(present: StepDesign) -> Sequence[tuple[str, StepDesign]]:
         ("4 kernels a layer", replace(present, layer_kernels=4)),
         ("FP8 keys and values", replace(present, kv_bytes=1.0)),
         ("int4 weights", replace(present, weight_bytes=0.56)),
-        ("without captured graphs", replace(present, kernel_seconds=6e-6)),
+        ("without captured graphs", replace(present, kernel_seconds=10e-6)),
     )

@@ -18,6 +18,8 @@ def adopt(module: nn.Module, layer: nn.Module) -> None:
 class Lfm2Layer(nn.Module):
     """A loaded decoder layer of LFM2, with attention or a short convolution."""
 
+    self_attn: nn.Module
+    conv: nn.Module
     operator_norm: nn.Module
     feed_forward: nn.Module
     ffn_norm: nn.Module
