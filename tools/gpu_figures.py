@@ -71,12 +71,13 @@ class Step:
 def test_steps() -> list[Step]:
     """A step for each file of tests that need a GPU, so that one that takes long or hangs holds up no other."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider")
+    # Most of the time is the compiler's, on one core for each process.
+    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-n", str(min(os.cpu_count() or 1, 12)))
     return [
         Step(
             f"tests-{path.stem[5:].replace('_', '-')}",
             ("pytest", *options, str(path.relative_to(ROOT))),
-            420,
+            150,
             reports=False,
         )
         for path in files
@@ -114,17 +115,17 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
         str(sizes.max_tokens // 4),
     )
     made = test_steps() if gpu else []
-    made.append(bench("kernels-large", "kernels", 240, *passes, grow=sizes.large))  # the first to grow it
+    made.append(bench("kernels-large", "kernels", 150, *passes, grow=sizes.large))  # the first to grow it
     for size, grow in (("small", sizes.small), ("large", sizes.large)):
-        made.append(bench(f"latency-{size}-greedy", "latency", 240, *trees, *count, *length, grow=grow))
+        made.append(bench(f"latency-{size}-greedy", "latency", 120, *trees, *count, *length, grow=grow))
         sampled = (*trees, *count, *length, "--temperature", "1")
-        made.append(bench(f"latency-{size}-sampled", "latency", 240, *sampled, grow=grow))
+        made.append(bench(f"latency-{size}-sampled", "latency", 120, *sampled, grow=grow))
         one = ("--num-prompts", str(sizes.num_prompts), "--repeats", "1", "--max-tokens", str(sizes.max_tokens // 2))
-        made.append(bench(f"throughput-{size}", "throughput", 420, *batches, *one, grow=grow))
+        made.append(bench(f"throughput-{size}", "throughput", 180, *batches, *one, grow=grow))
     once = ("--tree", sizes.trees[0], "--num-prompts", str(min(4, sizes.num_prompts)), "--repeats", "1")
-    made.append(bench("peers-large", "latency", 480, *once, *length, *peers, grow=sizes.large))
-    made.append(bench("offload-large", "offload", 480, *streamed, *few, "--tree", sizes.trees[0], grow=sizes.large))
-    made.append(bench("acceptance", "acceptance", 240, "--quick"))
+    made.append(bench("peers-large", "latency", 300, *once, *length, *peers, grow=sizes.large))
+    made.append(bench("offload-large", "offload", 300, *streamed, *few, "--tree", sizes.trees[0], grow=sizes.large))
+    made.append(bench("acceptance", "acceptance", 150, "--quick"))
     return made
 
 

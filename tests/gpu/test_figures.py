@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -150,7 +151,7 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
 def test_a_dry_run_prints_commands_and_runs_nothing(tmp_path: Path) -> None:
     words = [sys.executable, str(TOOLS / "gpu_figures.py"), "--out", str(tmp_path), "--dry-run", "--commit", "abc"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert "python -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_kernels.py\n" in shown
+    assert re.search(r"python -m pytest -m gpu -q -p no:cacheprovider -n \d+ tests/gpu/test_kernels.py\n", shown)
     assert "python -m specinfer bench latency demo --device cuda --grow 7b --tree auto" in shown
     assert "peers-large              not run" in shown
     assert "commit abc" in shown
