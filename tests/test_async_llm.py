@@ -508,7 +508,7 @@ def test_what_is_to_be_read_after_the_end_is_refused(llm: LLM) -> None:
 def test_shutting_down_ends_the_rest_with_an_error(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
         running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
-        await _until(lambda: len(engine._generations) == 5)  # all have been read
+        await _until(lambda: len(engine.admission.generations) == 5)  # all have been read
         assert await engine.shutdown()
         assert not any([(await task).outputs for task in running])
 
@@ -526,7 +526,7 @@ def test_tasks_and_books_after_many_come_and_go(llm: LLM) -> None:
                 await generation.finish()
         await _until(lambda: not llm.engine.has_work)
         await asyncio.sleep(0.05)
-        assert not engine._generations
+        assert not engine.admission.generations
         assert len(asyncio.all_tasks()) <= 2
 
     serve(llm, use)

@@ -10,18 +10,17 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, TypeVar
 
-from specinfer.core.errors import EngineDeadError, QueueFullError
+from specinfer.admission import Admission
+from specinfer.core.errors import EngineDeadError
 from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.text import counted
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
@@ -46,16 +45,12 @@ class AsyncLLM:
         self.llm = llm
         self.limits = limits or QueueLimits()
         self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
-        self._reads = ReadPools(self.capacity + _SPARE_READS)
+        self.admission = Admission(llm.max_num_seqs, self.limits)
+        self._reads = ReadPools(self.admission.capacity + _SPARE_READS)
         llm.reader.is_bounded = True  # callers need not be trusted
-        self._generations: dict[str, Generation] = {}  # by the ids of their requests
-        self._num_reading: Counter[str] = Counter()  # outputs of prompts that are still being read, by tenant
-        self.quotas = Quotas()  # each tenant that it knows keeps a share of the queue
         self._count = itertools.count()
         self._is_draining = False
         self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @classmethod
     def from_engine_args(
@@ -73,7 +68,7 @@ class AsyncLLM:
 
     def put_quotas(self, quotas: Quotas) -> None:
         """Limit tenants from now on; called before the first request."""
-        self.quotas = quotas
+        self.admission.quotas = quotas
         limits = {tenant: each.max_num_seqs for tenant, each in quotas.limits.items()}
         self.llm.engine.scheduler.waiting.max_running = {
             tenant: most for tenant, most in limits.items() if most is not None
@@ -123,7 +118,8 @@ class AsyncLLM:
         """
         params = params or SamplingParams()
         arrival, arrival_time = time.monotonic(), time.time()
-        with self._seats(params.n, tenant):
+        self.check_seats(params.n, tenant)
+        with self.admission.reading(params.n, tenant):
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.next_seed() if params.seed is None else params.seed
@@ -139,8 +135,8 @@ class AsyncLLM:
                 is_brief=lora_request is None and _is_read(prompt, params),
             )
             self._check_alive()
-            self._check_tokens(job)
-        self.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
+            self.admission.check_tokens(job)
+        self.admission.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
             request.priority, request.tenant, request.arrival_time = priority, tenant, arrival_time
@@ -149,10 +145,9 @@ class AsyncLLM:
             if self.limits.queue_timeout is not None:
                 request.start_deadline = arrival + self.limits.queue_timeout
         generation = Generation(job, self._forget)
-        self._generations |= {request.request_id: generation for request in job.requests}
-        self._note_idleness()
+        self.admission.add(generation)
         if not self._thread.add(job.requests):
-            self._drop(generation)
+            self.admission.remove(generation.requests)
             raise EngineDeadError("the engine has ended")
         return generation
 
@@ -181,21 +176,9 @@ class AsyncLLM:
 
     def _forget(self, generation: Generation) -> None:
         """End a generation that has no reader any more; the engine reports its end as for any other."""
-        unfinished = [request for request in generation.requests if request.request_id in self._generations]
+        unfinished = [request for request in generation.requests if self.admission.generation_of(request) is not None]
         if unfinished and not self._thread.abort(unfinished):
-            self._drop(generation)
-
-    def _drop(self, generation: Generation) -> None:
-        """Remove a generation whose end no engine will report."""
-        for request in generation.requests:
-            self._generations.pop(request.request_id, None)
-        self._note_idleness()
-
-    def _note_idleness(self) -> None:
-        if self.num_live:
-            self._idle.clear()
-        else:
-            self._idle.set()
+            self.admission.remove(generation.requests)
 
     def check_seats(self, count: int, tenant: str) -> None:
         """Check that a tenant may have this many outputs more.
@@ -208,62 +191,14 @@ class AsyncLLM:
         self._check_alive()
         if self._is_draining:
             raise EngineDeadError("the server is shutting down; send the request to another or later")
-        live = self.num_live_by_tenant()
-        self.quotas.check_tokens(tenant)
-        self.quotas.check_outputs(tenant, live[tenant], count, self.capacity_of(tenant))
-        is_first = tenant in self.quotas.limits and not live[tenant] and count == 1
-        if not is_first and live.total() + self._num_kept_from(tenant, live) + count > self.capacity:
-            raise QueueFullError(f"the queue is full ({counted(self.num_waiting, 'request')}); try again later")
-
-    @contextmanager
-    def _seats(self, count: int, tenant: str) -> Iterator[None]:
-        """Reserve places in the queue before any work is done."""
-        self.check_seats(count, tenant)
-        self._num_reading[tenant] += count
-        self._note_idleness()
-        try:
-            yield
-        finally:
-            self._num_reading[tenant] -= count
-            self._note_idleness()
-
-    def _num_kept_from(self, tenant: str, live: Counter[str]) -> int:
-        """Return the number of free places kept for other tenants, who share a quarter of the queue."""
-        others = [other for other in self.quotas.limits if other != tenant]
-        share = self.capacity // (4 * len(self.quotas.limits)) if others else 0
-        return sum(max(0, share - live[other]) for other in others)
-
-    def _check_tokens(self, job: Job) -> None:
-        limit, waiting = self.limits.max_num_queued_tokens, self.num_waiting_tokens
-        added = sum(len(request.prompt_ids) for request in job.requests)
-        if limit is not None and waiting and waiting + added > limit:
-            raise QueueFullError(f"the queue is full (prompts of {counted(waiting, 'token')}); try again later")
+        self.admission.check(count, tenant, self.num_waiting)
 
     # ---------------------------------------------------------------------------------- state
 
     @property
-    def capacity(self) -> int:
-        """Largest number of outputs that may be read, wait or run at once."""
-        return self.llm.max_num_seqs + self.limits.max_num_queued_reqs
-
-    def capacity_of(self, tenant: str) -> int:
-        """Return the largest number of outputs that one tenant may have at once."""
-        limits = self.quotas.limits_of(tenant)
-        num_running = min(limits.max_num_seqs or self.llm.max_num_seqs, self.llm.max_num_seqs)
-        if limits.max_num_queued_reqs is None:
-            return self.capacity
-        return min(num_running + limits.max_num_queued_reqs, self.capacity)
-
-    @property
     def num_live(self) -> int:
         """Number of outputs that are being read, waiting or running."""
-        return self._num_reading.total() + len(self._generations)
-
-    def num_live_by_tenant(self) -> Counter[str]:
-        """Return the number of outputs of each tenant that are being read, waiting or running."""
-        live = self._num_reading.copy()
-        live.update(generation.requests[0].tenant for generation in self._generations.values())
-        return live
+        return self.admission.num_live
 
     @property
     def num_running(self) -> int:
@@ -276,15 +211,6 @@ class AsyncLLM:
     def num_waiting(self) -> int:
         """Number of outputs that have not been admitted yet, or were preempted."""
         return max(self.num_live - self.num_running, 0)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return sum(
-            len(request.prompt_ids)
-            for generation in set(self._generations.values())
-            for request in generation.requests
-            if request.num_computed == 0 and not request.is_finished
-        )
 
     @property
     def reading_seconds(self) -> float:
@@ -329,11 +255,11 @@ class AsyncLLM:
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout):
-                while self.num_live:  # `_idle` is set for a moment between the reading of a prompt and its queueing
-                    await self._idle.wait()
+                while self.num_live:  # there is none for a moment between the reading of a prompt and its queueing
+                    await self.admission.idle.wait()
         except TimeoutError:
             pass
-        return self._idle.is_set()
+        return self.admission.idle.is_set()
 
     async def shutdown(self, timeout: float = 10.0) -> bool:
         """Stop the engine; running requests end with an error. Return whether its threads ended in time."""
@@ -348,7 +274,7 @@ class AsyncLLM:
     def _deliver(self, requests: Sequence[Request]) -> None:
         chunks = []
         for request in requests:
-            generation = self._generations.get(request.request_id)
+            generation = self.admission.generation_of(request)
             if generation is not None:
                 chunks.append((request, generation, generation.advance(request)))
         if chunks and not self._loop.is_closed():  # it is closed if a hung step ends after all
@@ -356,20 +282,19 @@ class AsyncLLM:
 
     def _died(self) -> None:
         # All requests have ended. The ends of those that ended in the failed step have not been reported yet.
-        self._deliver([request for generation in set(self._generations.values()) for request in generation.requests])
+        self._deliver([request for generation in self.admission.generations for request in generation.requests])
 
     def _hand_out(self, chunks: Sequence[tuple[Request, Generation, TextChunk]]) -> None:
         for request, generation, chunk in chunks:
-            if request.request_id not in self._generations:
+            if self.admission.generation_of(request) is None:
                 continue  # its end was reported before, or it has no reader
-            self.quotas.charge(request.tenant, num_generated_tokens=len(chunk.token_ids))
+            self.admission.quotas.charge(request.tenant, num_generated_tokens=len(chunk.token_ids))
             if chunk.finish_reason is not None:
-                del self._generations[request.request_id]
+                self.admission.remove([request])
             if chunk.text or chunk.token_ids or chunk.steps or chunk.finish_reason is not None:
                 generation.put(chunk)
             if generation.has_ended:
                 self._note_end(generation)
-        self._note_idleness()
 
 
 _MAX_READ = 1 << 12  # tokens of all outputs of a request that takes less time than another thread's turn

@@ -96,7 +96,7 @@ class Call:
         Raises:
             RequestError: There are more.
         """
-        capacity = self.state.engine.capacity_of(self.tenant)
+        capacity = self.state.engine.admission.capacity_of(self.tenant)
         if num_outputs > capacity:
             field = "n" if num_prompts == 1 else "prompt"
             raise RequestError(
