@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specinfer.core.config import DRAFT_SAMPLINGS
+from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter, make_drafter
@@ -49,7 +49,7 @@ def make_device_engine(
         several = [small] if isinstance(small, LoadedModel) else small
         runners = [ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs) for one in several]
         names = ["small", *(f"small-{i}" for i in range(2, 1 + len(several)))]
-        draft_sampling = DRAFT_SAMPLINGS[verification][0]
+        draft_sampling = AUTO if verification == AUTO else DRAFT_SAMPLINGS[verification][0]
         drafter = make_drafter([*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling)
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)

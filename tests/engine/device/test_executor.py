@@ -19,6 +19,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
+from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.device import rows
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Launch, Marks
@@ -281,6 +282,22 @@ def test_greedy_requests_take_steps_on_the_device_where_sampled_ones_do_not(pair
     run(make_device_engine(*pair, TREES["2,2,1"], verification="target-only", has_device_executor=False), alone)
     assert [request.output_ids for request in found] == [request.output_ids for request in alone]
     _check_left(engine)
+
+
+def test_the_device_is_told_the_acceptance_of_requests_whose_rule_is_chosen(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tables = make_device_engine(*pair, TREES["2,2,1"], verification="auto"), list[Any]()
+    monkeypatch.setattr(DeviceRows, "write_acceptance", lambda _, chances: tables.append(chances))
+    served = set[Request]()
+    for seed in range(3):
+        requests = [make_request(str(i), p, q, seed=seed) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+        served |= run_on_device(engine, requests)
+    assert {"coupled", None} <= {request.verification for request in served}
+    fresh = Calibration().lines("small")
+    assert len(tables) > 1
+    for number, line in enumerate(tables[-1][0]):
+        assert not np.array_equal(line[0], fresh[0]), f"nothing is known of kind {number}"
 
 
 def test_plain_decoding_takes_steps_on_the_device_under_every_rule(pair: Pair, plain: list[list[int]]) -> None:

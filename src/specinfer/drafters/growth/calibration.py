@@ -145,13 +145,13 @@ def source(drafter: str, request: Request) -> str:
     rule that was chosen for the request: the confidence in a drawn token means something else.
     """
     name = drafter if request.adapter is None else f"{drafter} for {request.adapter.name}"
-    if request.verification is not None:
-        name = f"{name} by {request.verification}"
-    return source_of(name, is_greedy=request.params.is_greedy)
+    return source_of(name, is_greedy=request.params.is_greedy, rule=request.verification)
 
 
-def source_of(drafter: str, *, is_greedy: bool) -> str:
-    return drafter if is_greedy else f"{drafter} sampled"
+def source_of(drafter: str, *, is_greedy: bool, rule: str | None = None) -> str:
+    """Return the source name of a drafter for requests without an adapter, and a rule that was chosen for them."""
+    name = drafter if rule is None else f"{drafter} by {rule}"
+    return name if is_greedy else f"{name} sampled"
 
 
 class Calibration:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TreeBudget
-from specinfer.drafters.growth.calibration import Calibration, source
+from specinfer.drafters.growth.calibration import Calibration, source, source_of
 from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.sizes import holds
@@ -22,10 +22,11 @@ class DeviceBudgets:
     Args:
         drafters: Names of the drafters; none without speculation.
         calibration: Acceptance probabilities of their draft tokens.
+        rule: Rule that was chosen for sampled requests whose tokens are chosen, or None if requests have no choice.
     """
 
-    def __init__(self, drafters: Sequence[str], calibration: Calibration) -> None:
-        self._drafters, self._calibration = drafters, calibration
+    def __init__(self, drafters: Sequence[str], calibration: Calibration, rule: str | None = None) -> None:
+        self._drafters, self._calibration, self._rule = drafters, calibration, rule
         self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
         self.uncut: list[TreeBudget] = []  # the last budgets, with the levels that do not pay for a model
@@ -66,4 +67,8 @@ class DeviceBudgets:
 
     def chances(self) -> list[list[tuple[Floats, Floats]]]:
         """Return each drafter's acceptance probabilities of greedy and of sampled requests, as `Calibration.lines`."""
-        return [[self._calibration.lines(each) for each in (name, f"{name} sampled")] for name in self._drafters]
+        kinds = ((True, None), (False, self._rule))
+        return [
+            [self._calibration.lines(source_of(name, is_greedy=is_greedy, rule=rule)) for is_greedy, rule in kinds]
+            for name in self._drafters
+        ]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from specinfer.core.config import AUTO
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.core.request import Request
@@ -92,7 +93,7 @@ class DeviceExecutor:
         self._drawn = DrawnRequests(rule)
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
-        self._budgets = DeviceBudgets(self._drafts.names, calibration)
+        self._budgets = DeviceBudgets(self._drafts.names, calibration, "coupled" if rule == AUTO else None)
         self._guesses = DeviceGuesses(merged)
         self._error: Exception | None = None  # of a step that could not begin
         self.num_launched = 0
