@@ -237,6 +237,14 @@ def test_chinese_characters_are_pieces_of_their_own_by_the_rule_of_kimi(tmp_path
     assert [text[slice(*place)] for _, place in cut(text)] == ["It's", "\u4e16\u754c", "abc", "\u4e16", " ", "123", "4"]
 
 
+def test_signs_begin_words_and_kana_are_pieces_by_the_rule_of_deepseek(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", tokenizer__ggml__pre="deepseek-v3")
+    cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    text = "It's 12345x\u4e16\u3042\u30a2 =(a [b]\n\n"
+    pieces = ["It", "'s", " ", "123", "45", "x", "\u4e16\u3042\u30a2", " =(", "a", " [", "b", "]\n\n"]
+    assert [text[slice(*place)] for _, place in cut(text)] == pieces
+
+
 def test_digits_are_single_tokens_by_the_rule_of_smollm(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf")
     cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer

@@ -42,6 +42,19 @@ GLM = {
     "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True,
 }  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2,
+}  # fmt: skip
+DEEPSEEK_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
+ERNIE = {
+    "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 1,
+}  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3next": DELTA | WIDE | MOE,
     "qwen35": DELTA | WIDE,
@@ -60,6 +73,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 32, "linear_num_heads": 4, "moe_intermediate_size": 32, "kv_lora_rank": 32,
         "qk_nope_head_dim": 32,
     },
+    "deepseek2": PLAIN | DEEPSEEK,
+    "ernie4_5": PLAIN | {"head_dim": 16},
+    "ernie4_5-moe": PLAIN | ERNIE,
     "lfm2": ROWS,
     "lfm2moe": ROWS | {"moe_intermediate_size": 32},
     "granite": PLAIN | {name: value for name, value in FACTORS.items() if "type" not in name},
@@ -94,6 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, changes) for name,
     "granite-nope": ("granite", ROWS | NOPE | {"num_local_experts": 0, "num_experts_per_tok": 0}),
     "granitemoe-nope": ("granitemoe", ROWS | NOPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe-shared": ("granitemoe", PLAIN | GRANITE_SHARED),
+    "deepseek2-yarn": ("deepseek2", PLAIN | DEEPSEEK | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}),
     "glm4moe-plain": ("glm4moe", PLAIN | GLM | {"use_qk_norm": False, "attention_bias": True}),
     "olmo3": ("olmo2", PLAIN | OLMO3),
     "falcon-mamba": ("mamba", {"hidden_size": 64, "time_step_rank": 32, "family": "falcon_mamba"}),
@@ -249,6 +266,9 @@ def test_rotations_that_a_family_does_not_have_are_left_out(tmp_path: Path) -> N
         ({"nemotron_h_moe__expert_group_count": 3}, "expert_group_count is 3, of which 1 are used, for 4 experts"),
         ({"nemotron_h_moe__expert_group_used_count": 3}, "expert_group_count is 2, of which 3 are used"),
         ({"lfm2moe__expert_used_count": 5}, "expert_used_count is 5, of 4 experts"),
+        ({"deepseek2__expert_gating_func": 1}, "expert_gating_func is 1, as in DeepSeek-V2, and not 2; take the model"),
+        ({"deepseek2__leading_dense_block_count": 3}, "leading_dense_block_count is 3"),
+        ({"deepseek2__rope__dimension_count": 40}, "rope.dimension_count is 40, and the size of a head 40"),
         (YARN | {"olmo2__rope__scaling__original_context_length": 2**25}, "original_context_length is 33554432"),
     ],
 )

@@ -25,6 +25,16 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+ERNIE = {
+    "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 1,
+}  # fmt: skip
 _ONES = ("ssm_in", "ssm_out", "attention_in", "attention_out", "key", "embedding", "lm_head")
 FALCON = {f"{name}_multiplier": 1.0 for name in _ONES} | {
     "ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2, "mamba_d_ssm": 64, "mamba_norm_before_gate": False,
@@ -46,8 +56,22 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2_moe", {}), ("mamba", {"intermediate_size": 128}), ("falcon_mamba", {"intermediate_size": 128}),
     ("mamba2", {"num_heads": 8}), ("jamba", {}), ("granitemoehybrid", {"mamba_n_heads": 8}), ("nemotron_h", {}),
     ("nemotron_h", DENSE),
-    ("falcon_h1", FALCON),
+    ("falcon_h1", FALCON), ("ernie4_5", {}), ("ernie4_5_moe", ERNIE),
+    ("ernie4_5_moe", ERNIE | {"moe_num_shared_experts": 0}),
+    ("deepseek_v3", DEEPSEEK), ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}),
+    ("qwen3_next", {"linear_value_head_dim": 8}),
+    ("kimi_linear", {"kv_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32}),
 ]  # fmt: skip
+
+# What llama.cpp has of a family: no windows, keys and values of one size, experts in all layers with an MLP.
+OF_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "phi3": {"sliding_window": None}, "qwen3_5_text": {"linear_value_head_dim": 8},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 8},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "full_attention", "moe"], "num_hidden_layers": 3,
+        "intermediate_size": 21504,
+    },
+}  # fmt: skip
 
 
 def save(folder: Path, family: str, **changes: Any) -> Path:
@@ -82,7 +106,7 @@ def test_a_file_is_the_model_that_was_written(family: str, changes: dict[str, An
     assert load_config(folder).tie_word_embeddings == load_config(source).tie_word_embeddings
     ids = torch.arange(40).unsqueeze(0)
     found, wanted = (load_plain(one, torch.float32) for one in (folder, source))
-    stored = found.state_dict()
+    stored = found.state_dict() if family != "qwen3_next" else joined(found.state_dict(), wanted.config)
     for name, weight in wanted.state_dict().items():
         if weight.ndim > 1 and "mlp.gate.weight" not in name:
             assert (stored[name] - weight).norm() < 0.01 * weight.norm(), name
@@ -94,6 +118,38 @@ def test_a_file_is_the_model_that_was_written(family: str, changes: dict[str, An
     text, written, read = "the other one, and of the others' \u00e9\u20ac", *map(load_tokenizer, (source, folder))
     assert read(text).input_ids == written(text).input_ids
     assert read.decode(read(text).input_ids) == text
+
+
+def joined(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of Qwen3.5, as which files of Qwen3-Next are read, by Qwen3-Next's names."""
+    keys, dim, result = config.linear_num_key_heads, config.linear_key_head_dim, dict(state)
+    for name in [one for one in state if one.endswith("in_proj_qkv.weight")]:
+        base = name.removesuffix("qkv.weight")
+        qkv, z, b, a = (result.pop(f"{base}{end}.weight") for end in ("qkv", "z", "b", "a"))
+        query, key, value = qkv[: keys * dim], qkv[keys * dim : 2 * keys * dim], qkv[2 * keys * dim :]
+        heads = zip(*(one.chunk(keys) for one in (query, key, value, z)), strict=True)
+        result[f"{base}qkvz.weight"] = torch.cat([part for head in heads for part in head])
+        heads = zip(b.chunk(keys), a.chunk(keys), strict=True)
+        result[f"{base}ba.weight"] = torch.cat([part for head in heads for part in head])
+    return result
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("family", "changes"), [one for one in MODELS if one[0] in CONFIG_MAPPING], ids=str)
+def test_llama_cpp_computes_what_was_written(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, Sequence
+
+    if family == "deepseek_v3" and changes["q_lora_rank"] is None:
+        pytest.skip("llama.cpp reads such files only if they have the layers of a model that it knows")
+    write(save(tmp_path / "source", family, **(OF_LLAMA_CPP.get(family, {}) | changes)), tmp_path / "m.gguf")
+    ours, ids = load_plain(find_folder(tmp_path / "m.gguf"), torch.float32), list(range(2, 34))
+    LlamaCppEngine(1)  # prepares the library
+    with torch.no_grad():
+        wanted = ours(torch.tensor([ids])).logits[0]
+    theirs = Sequence(str(tmp_path / "m.gguf"), 64, 1)
+    found = torch.stack([torch.tensor(theirs.read([token])) for token in ids])
+    assert (found - wanted).norm() < 0.1 * wanted.norm()  # activations are rounded to 8 bits
 
 
 @pytest.mark.parametrize("to", [one for one in TYPES if "_k" not in one])

@@ -15,7 +15,7 @@ from specinfer.model.offload.shards import Shards
 from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
 from tiny import random_prompts, save_tokenizer
 
-WRITTEN = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
+WRITTEN = ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def save(folder: Path, family: str) -> Path:

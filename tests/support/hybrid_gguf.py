@@ -567,6 +567,56 @@ def _renamed(embeddings: str, norm: str, stored: str = "output_norm") -> dict[st
 
 _OF_LFM = _renamed("model.embed_tokens", "model.embedding_norm", "token_embd_norm")
 _OF_NEMOTRON = _renamed("model.embeddings", "model.norm_f")
+_ERNIE = _GLM | {
+    "post_attention_layernorm": "ffn_norm", "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+}  # fmt: skip
+_DEEPSEEK = _KIMI | {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+}  # fmt: skip
+
+
+def _ernie_change(name: str, weight: Tensor, _config: Any) -> Iterator[tuple[str, Tensor]]:
+    yield name, weight.squeeze() if "exp_probs" in name else weight
+
+
+def _ernie_metadata(config: Any) -> dict[str, Any]:
+    arch = "ernie4_5-moe"
+    return {
+        f"{arch}.expert_count": config.moe_num_experts,
+        f"{arch}.expert_used_count": config.moe_k,
+        f"{arch}.expert_shared_count": config.moe_num_shared_experts,
+        f"{arch}.expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+        f"{arch}.interleave_moe_layer_step": config.moe_layer_interval,
+        f"{arch}.leading_dense_block_count": config.moe_layer_start_index,
+    }
+
+
+def _deepseek_metadata(config: Any) -> dict[str, Any]:
+    arch, rotated, rope = "deepseek2", config.qk_rope_head_dim, config.rope_parameters
+    return {
+        f"{arch}.attention.head_count_kv": 1,
+        f"{arch}.attention.key_length": config.kv_lora_rank + rotated,
+        f"{arch}.attention.value_length": config.kv_lora_rank,
+        f"{arch}.attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        f"{arch}.attention.value_length_mla": config.v_head_dim,
+        f"{arch}.attention.kv_lora_rank": config.kv_lora_rank,
+        f"{arch}.attention.q_lora_rank": config.q_lora_rank,
+        f"{arch}.rope.dimension_count": rotated,
+        f"{arch}.rope.scaling.type": rope["rope_type"] if "factor" in rope else None,
+        f"{arch}.rope.scaling.factor": rope.get("factor"),
+        f"{arch}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        f"{arch}.rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"] if "factor" in rope else None,
+        f"{arch}.leading_dense_block_count": config.first_k_dense_replace,
+        f"{arch}.expert_count": config.n_routed_experts,
+        f"{arch}.expert_group_count": config.n_group,
+        f"{arch}.expert_group_used_count": config.topk_group,
+        f"{arch}.expert_shared_count": config.n_shared_experts,
+        f"{arch}.expert_weights_scale": float(config.routed_scaling_factor),
+        f"{arch}.expert_weights_norm": config.norm_topk_prob,
+        f"{arch}.expert_gating_func": 2,
+    }
+
+
 _ARCHITECTURES = {
     "qwen3next": _Architecture("qwen3_next", _DELTA, _next_change, _delta_metadata("qwen3next")),
     "qwen35": _Architecture("qwen3_5_text", _DELTA, _qwen35_change, _delta_metadata("qwen35")),
@@ -593,6 +643,9 @@ _ARCHITECTURES = {
         "mamba", _OLD_MAMBA, _channel_change, _old_mamba_metadata, _renamed("backbone.embeddings", "backbone.norm_f")
     ),
     "kimi-linear": _Architecture("kimi_linear", _KIMI, _kimi_change, _kimi_metadata),
+    "deepseek2": _Architecture("deepseek_v3", _DEEPSEEK, _kimi_change, _deepseek_metadata),
+    "ernie4_5": _Architecture("ernie4_5", _PLAIN | {"post_attention_layernorm": "ffn_norm"}, _no_change, lambda _: {}),
+    "ernie4_5-moe": _Architecture("ernie4_5_moe", _ERNIE, _ernie_change, _ernie_metadata),
     "granite": _Architecture("granite", _PLAIN | _GRANITE, _granite_change, _plain_metadata("granite")),
     "smollm3": _Architecture("smollm3", _PLAIN, _pair_change, _plain_metadata("smollm3")),
     "olmo2": _Architecture("olmo2", _OLMO, _no_change, _plain_metadata("olmo2")),

@@ -16,7 +16,9 @@ from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 from specinfer.model.packing import together
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
-_SEPARATE = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe"})
+_SEPARATE = frozenset(
+    {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "deepseek_v3", "ernie4_5_moe"}
+)
 # Families whose checkpoints, or GGUF files as they are read, have stacks, too, see `StackedSource`.
 _STACKED = frozenset(
     {"gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "lfm2_moe", "nemotron_h", "jamba", "kimi_linear"}

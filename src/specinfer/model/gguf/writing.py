@@ -48,7 +48,8 @@ _NO_POSITIONS = 2**20  # the context that is written for models that have no lim
 # Fields that change nothing of what a model computes, or of which a file has another form.
 _IGNORED = {
     "attention_dropout", "block_ff_dim", "bos_token_id", "embd_pdrop", "eos_token_id", "hidden_dropout",
-    "initializer_range", "max_window_layers", "model_type", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "initializer_range", "max_window_layers", "model_type", "num_nextn_predict_layers",
+    "output_router_logits", "pad_token_id", "pretraining_tp",
     "resid_pdrop", "router_aux_loss_coef", "use_cache",
 }  # fmt: skip
 
@@ -81,7 +82,7 @@ def write_gguf(
     tensors = StoredTensors(family, fields, weights)
     if tensors.missing():  # definitions have no MTP layers
         mtp = {name: weights[name] for name in mtp_names(weights)}
-        tensors = StoredTensors(family, fields, mtp | dict(load_definition()))
+        tensors = StoredTensors(family, fields, mtp | dict(family.renamed(load_definition())))
     layers = int(fields["num_hidden_layers"]) + tensors.num_mtp_layers
     _check_names(tensors)
     kinds = {stored: _kind_of(stored, shape, kind, layers) for stored, shape in tensors.shapes.items()}
@@ -226,7 +227,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _kind_of(stored: str, shape: tuple[int, ...], kind: str, layers: int) -> GGMLQuantizationType:
-    if len(shape) < 2 or EXACT.fullmatch(stored):
+    if len(shape) < 2 or stored.endswith(".bias") or EXACT.fullmatch(stored):
         return GGMLQuantizationType.F32
     if shape[-1] % 32:
         return GGMLQuantizationType.F16

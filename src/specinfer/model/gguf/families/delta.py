@@ -1,6 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta rule layers, and attention with gates.
 
 Files of Qwen3-Next have its matrices as checkpoints of Qwen3.5 do, and are read as such: the families compute the same.
+Its own checkpoints, from which files are written, have one matrix for queries, keys, values and gates.
 In those of Qwen3.5, the heads of values are in another order than in checkpoints: first one of each head of keys, then
 another one of each, and so on.
 """
@@ -32,6 +33,7 @@ from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
 _NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_SECTIONS = "rope.dimension_sections"
 _DEFAULT_INTERVAL = 4  # one in so many layers has attention
 
 
@@ -55,6 +57,18 @@ def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
         **_fields(meta, common),
     }
+
+
+def next_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+    """Return the fields of Qwen3-Next; some that Qwen3.5 does not know are those of all its models."""
+    width = meta.get("feed_forward_length", int) and meta.size("feed_forward_length")
+    own: dict[str, Any] = {
+        "intermediate_size": width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return {**moe_fields(meta, common), **own}
 
 
 def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
@@ -88,6 +102,14 @@ def _keys(fields: Fields) -> dict[str, Any]:
         "ssm.time_step_rank": values,
         "ssm.inner_size": values * fields["linear_value_head_dim"],
     }
+
+
+def _qwen35_keys(fields: Fields) -> dict[str, Any]:
+    """Return the metadata with the pairs rotated by time, height and width, which are all the same for text."""
+    rope = fields["rope_parameters"]
+    pairs = int(fields["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    usual = [-(-(pairs - i) // 3) for i in range(3)]
+    return {**_keys(fields), _SECTIONS: [*rope.get("mrope_section", usual), 0]}
 
 
 def plan(fields: Fields, names: Collection[str], *, layer: Callable[[Fields, bool], Plan]) -> Plan:
@@ -175,6 +197,11 @@ def qwen3_next_layer(fields: Fields, has_all_in_one: bool) -> Plan:
     dim, repeats = fields["linear_key_head_dim"], values // keys
     width = values * fields["linear_value_head_dim"]
     conv, each = 2 * keys * dim + width, width // keys
+    yield "ssm_out.weight", Weight("linear_attn.out_proj.weight", (hidden, width))
+    yield from _small(fields)
+    if fields["model_type"] == "qwen3_next":
+        yield from _matrices_of_checkpoints(keys, (dim, dim, each, each), 2 * repeats, hidden)
+        return
     sizes = (dim, dim, each, each)  # of each head of keys: queries, keys, values, gates
     for stored, name, count, kept in (("attn_qkv", "qkv", conv, (0, 1, 2)), ("attn_gate", "z", width, (3,))):
         one = Weight(f"linear_attn.in_proj_{name}.weight", (count, hidden))
@@ -186,8 +213,16 @@ def qwen3_next_layer(fields: Fields, has_all_in_one: bool) -> Plan:
         of_rows = partial(_parts_of_heads, heads=keys, sizes=(repeats, repeats), kept=(i,))
         one = Weight(f"linear_attn.in_proj_{name}.weight", (values, hidden), stored=(2 * values, hidden), order=of_rows)
         yield "ssm_ba.weight", one
-    yield "ssm_out.weight", Weight("linear_attn.out_proj.weight", (hidden, width))
-    yield from _small(fields)
+
+
+def _matrices_of_checkpoints(keys: int, sizes: Sequence[int], repeats: int, hidden: int) -> Plan:
+    """Yield what Qwen3-Next's checkpoints join; `sizes` are the rows of queries, keys, values and gates of a head."""
+    *first, gates = sizes
+    both, rows = "linear_attn.in_proj_qkvz.weight", sum(first)
+    of_heads = partial(_heads_of_parts, heads=keys, sizes=first)
+    yield "attn_qkv.weight", Weight(both, (keys, rows, hidden), stored=(keys * rows, hidden), order=of_heads)
+    yield "attn_gate.weight", Weight(both, (keys, gates, hidden), stored=(keys * gates, hidden))
+    yield "ssm_ba.weight", Weight("linear_attn.in_proj_ba.weight", (keys * repeats, hidden))
 
 
 def _small(fields: Fields) -> Plan:
@@ -218,10 +253,25 @@ def _parts_of_heads(stored: Tensor, heads: int, sizes: Sequence[int], kept: Sequ
     return torch.cat([parts[i].flatten(0, 1) for i in kept])
 
 
+def _heads_of_parts(stored: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
+    """Return the rows of each head, of one part after the other; undoes `_parts_of_heads`."""
+    parts = stored.split([heads * size for size in sizes])
+    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
+
+
 FAMILIES = {
-    "qwen3next": Family(moe_fields, partial(plan, layer=qwen3_next_layer), False, mtp=_mtp),
-    "qwen35": Family(dense_fields, partial(plan, layer=qwen3_5_layer), written=("qwen3_5_text",), keys=_keys, mtp=_mtp),
+    "qwen3next": Family(
+        next_fields, partial(plan, layer=qwen3_next_layer), False, written=("qwen3_next",), keys=_keys, mtp=_mtp
+    ),
+    "qwen35": Family(
+        dense_fields, partial(plan, layer=qwen3_5_layer), written=("qwen3_5_text",), keys=_qwen35_keys, mtp=_mtp
+    ),
     "qwen35moe": Family(
-        moe_fields, partial(plan, layer=qwen3_5_layer), False, written=("qwen3_5_moe_text",), keys=_keys, mtp=_mtp
+        moe_fields,
+        partial(plan, layer=qwen3_5_layer),
+        False,
+        written=("qwen3_5_moe_text",),
+        keys=_qwen35_keys,
+        mtp=_mtp,
     ),
 }

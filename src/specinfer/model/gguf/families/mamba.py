@@ -12,6 +12,7 @@ from specinfer.model.gguf.families.plan_parts import (
     attention,
     attention_fields,
     expansion,
+    expert_groups,
     experts,
     gated,
     granite_experts,
@@ -176,7 +177,7 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
             **meta.experts("n_routed_experts"),
             "moe_intermediate_size": meta.size("expert_feed_forward_length"),
             "moe_shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
-            **_groups(meta),
+            **expert_groups(meta),
             "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
             "routed_scaling_factor": meta.positive("expert_weights_scale", 1.0),
             "moe_latent_size": meta.size("moe_latent_size") if meta.get("moe_latent_size", int) else None,
@@ -184,9 +185,20 @@ def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     return fields
 
 
+_COUNTS = (
+    "count",
+    "used_count",
+    "feed_forward_length",
+    "shared_feed_forward_length",
+    "group_count",
+    "group_used_count",
+)
+_OF_EXPERTS = tuple(f"expert_{name}" for name in _COUNTS)
+
+
 def _nemotron_keys(fields: Fields) -> dict[str, Any]:
     widths = {"mlp": fields["intermediate_size"], "moe": fields["moe_intermediate_size"]}
-    return {
+    keys = {
         "attention.head_count_kv": kv_heads_by_layer(fields),
         "feed_forward_length": [widths.get(kind, 0) for kind in fields["layer_types"]],
         "expert_shared_feed_forward_length": fields["moe_shared_expert_intermediate_size"],
@@ -195,17 +207,11 @@ def _nemotron_keys(fields: Fields) -> dict[str, Any]:
         "expert_weights_norm": fields["norm_topk_prob"],
         "expert_weights_scale": float(fields["routed_scaling_factor"]),
         "moe_latent_size": fields["moe_latent_size"],
+        "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],  # llama.cpp's name of it for this family
         **_size_keys(fields, _OF_NEMOTRON),
     }
-
-
-def _groups(meta: Metadata) -> dict[str, int]:
-    """Return the fields of the groups of experts, which are chosen by their two best experts."""
-    count, groups = meta.count("expert_count"), meta.size("expert_group_count", 1)
-    used = meta.size("expert_group_used_count", 1)
-    if used > groups or count % groups or (groups > 1 and count < 2 * groups):
-        raise meta.error(f"{meta.arch}.expert_group_count is {groups}, of which {used} are used, for {count} experts")
-    return {"n_group": groups, "topk_group": used}
+    # llama.cpp takes all MLPs for experts where there is a number of them.
+    return keys if "moe" in fields["layer_types"] else keys | dict.fromkeys(_OF_EXPERTS)
 
 
 def plan_nemotron(fields: Fields, _names: Collection[str]) -> Plan:

@@ -22,6 +22,7 @@ from specinfer.model.gguf.families.plan_parts import (
     multiplier_keys,
     norms,
     outside,
+    shared_expert_keys,
     whole_fields,
     with_biases,
 )
@@ -29,7 +30,6 @@ from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
 _SHARED = "expert_shared_feed_forward_length"
-_SIGMOID = 2  # llama.cpp's number of the function that routers choose by
 _ATTENTION_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 
 
@@ -173,13 +173,7 @@ def _glm_layer(fields: Fields, *, has_experts: bool) -> Plan:
 
 
 def _glm_keys(fields: Fields) -> dict[str, Any]:
-    return {
-        "expert_shared_count": fields["n_shared_experts"],
-        "expert_weights_scale": float(fields["routed_scaling_factor"]),
-        "expert_weights_norm": fields["norm_topk_prob"],
-        "expert_gating_func": _SIGMOID,
-        "leading_dense_block_count": fields["first_k_dense_replace"],
-    }
+    return {**shared_expert_keys(fields), "leading_dense_block_count": fields["first_k_dense_replace"]}
 
 
 FAMILIES = {

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.rope import read_rope
 from specinfer.model.gguf.weights import Weight
@@ -14,6 +16,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 GRANITE_GATED = ("input_linear", "input_linear", "output_linear")  # gates and values are one matrix
 QKV = ("attn_q", "attn_k", "attn_v", "attn_output")
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+SIGMOID = 2  # llama.cpp's number of the function that routers choose by
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
@@ -31,6 +34,7 @@ class Family(NamedTuple):
             layers are experts alone.
         keys: Function of the fields of config.json that returns the metadata of this architecture alone, see
             `writing.py`. None is not written.
+        renamed: Function of the definition's weights that returns them by the plan's names, where these are others.
         mtp: Function of all fields that yields the tensors of the first MTP layer, after the last one of the model
             itself; or None for architectures whose MTP layers have no names.
     """
@@ -41,6 +45,7 @@ class Family(NamedTuple):
     transposes_experts: bool = False
     written: tuple[str, ...] = ()
     keys: Callable[[Fields], dict[str, Any]] = lambda _: {}
+    renamed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
     mtp: Callable[[Fields], Plan] | None = None
 
 
@@ -162,6 +167,25 @@ def expansion(meta: Metadata, common: Fields) -> int:
     if inner % hidden:
         raise meta.error(f"{meta.arch}.ssm.inner_size is {inner}, no multiple of {hidden}", TAKE_ANOTHER)
     return int(inner // hidden)
+
+
+def expert_groups(meta: Metadata) -> dict[str, int]:
+    """Return the fields of the groups of experts, which are chosen by their two best experts."""
+    count, groups = meta.count("expert_count"), meta.size("expert_group_count", 1)
+    used = meta.size("expert_group_used_count", 1)
+    if used > groups or count % groups or (groups > 1 and count < 2 * groups):
+        raise meta.error(f"{meta.arch}.expert_group_count is {groups}, of which {used} are used, for {count} experts")
+    return {"n_group": groups, "topk_group": used}
+
+
+def shared_expert_keys(fields: Fields) -> dict[str, Any]:
+    """Return the metadata of experts that are chosen by sigmoids, beside shared ones."""
+    return {
+        "expert_shared_count": fields["n_shared_experts"],
+        "expert_weights_scale": float(fields["routed_scaling_factor"]),
+        "expert_weights_norm": fields["norm_topk_prob"],
+        "expert_gating_func": SIGMOID,
+    }
 
 
 def attention(
