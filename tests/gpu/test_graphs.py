@@ -80,6 +80,7 @@ def test_replayed_logits_are_those_of_other_attention(dtype: torch.dtype, model_
 
 def test_a_captured_pass_allocates_nothing(model_folder: Callable[..., Path]) -> None:
     runner = ModelRunner(load_model(model_folder("llama"), torch.float32, CUDA), 600, graphs=Graphs(CUDA))
+    runner.prepare()
     cache, counts = runner.cache, []
     for _ in range(8):
         slots = cache.reserve("a", 1)
@@ -92,6 +93,7 @@ def test_a_captured_pass_allocates_nothing(model_folder: Callable[..., Path]) ->
 
 def test_a_captured_pass_waits_for_nothing(model_folder: Callable[..., Path]) -> None:
     runner = ModelRunner(load_model(model_folder("llama"), torch.float32, CUDA), 600, graphs=Graphs(CUDA))
+    runner.prepare()
     slots = runner.cache.reserve("a", 1)
     piece = Piece.of_span([8], TokenTree.root(8), runner.cache.slots("a"), slots)
     runner.forward([piece])

@@ -383,7 +383,7 @@ def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> N
 
 
 def test_sizes_that_are_captured_before_any_request_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceRows, "capture_seconds", 60.0)
+    monkeypatch.setattr(Graphs, "median_seconds", 30.0)
     engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4)
     executor, told = executor_of(engine), list[tuple[int, int]]()
     executor.prepare([TREES["2,2,1"]], lambda _, done, count: told.append((done, count)))
@@ -398,7 +398,7 @@ def test_the_sizes_captured_first_process_logits_as_the_model_recommends(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that need less are served in the same sizes."""
-    monkeypatch.setattr(DeviceRows, "capture_seconds", 60.0)
+    monkeypatch.setattr(Graphs, "median_seconds", 30.0)
     target = replace(pair[0], sampling_defaults={"top_k": 20, "repetition_penalty": 1.1})
     engine = make_device_engine(target, pair[1], TREES["2,2,1"], max_num_seqs=4)
     executor = executor_of(engine)
@@ -417,7 +417,7 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
     engine = make_device_engine(*pair, TREES["2,2,1"])
     executor, sizes, launch = executor_of(engine), list[tuple[int, int]](), DeviceRows.launch
     executor.prepare([TreeBudget(max_nodes=16, max_depth=6)])
-    monkeypatch.setattr(DeviceRows, "capture_seconds", 0.007)
+    monkeypatch.setattr(Graphs, "median_seconds", 0.0035)
     monkeypatch.setattr(rows._Answers, "wait", lambda self: (0.001, 0.003))
 
     def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:

@@ -1,6 +1,8 @@
 """Passes at padded sizes, run here without capture: the same tokens, nothing left over, buffers that stay in place."""
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -595,6 +597,26 @@ def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: 
     logits(50)  # cannot be captured
     monkeypatch.setattr(GraphRunner, "_run_once", None)
     assert torch.equal(logits(16), wanted)
+
+
+def test_a_size_is_captured_once_its_launches_have_taken_as_long(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first launch does not count, because it compiles kernels. Until then steps are first ones of their size."""
+    runner = _runner(loaded_of("llama"))
+    graphs = runner.graphs
+    assert graphs is not None
+    graphs.times.append(0.1)
+    monkeypatch.setattr(time, "perf_counter", itertools.count(0.0, 0.04).__next__)
+    slots = runner.cache.reserve("a", 7)
+    found, made = [], []
+    for _ in range(7):
+        before = graphs.num_programs
+        found.append(runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * 6), NO_SLOTS, slots)]).clone())
+        made.append(graphs.num_programs - before)
+    runner.cache.free("a")
+    assert made == [1, 1, 1, 1, 1, 0, 0], "four launches, and the capture"
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("fault", ["wrong", "breaks"])

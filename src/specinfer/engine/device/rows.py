@@ -1,7 +1,6 @@
 """DeviceRows: the rows of requests on a device, the programs that use them, and the data exchanged with the host."""
 
 import logging
-import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -72,7 +71,6 @@ class DeviceRows:
         self._adjustments: Adjustments | None = None
         self._lacks_memory = False
         self._choice = SizeChoice()
-        self._capture_seconds: list[float] = []
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
 
     def _versions(self) -> tuple[int, ...]:
@@ -159,15 +157,10 @@ class DeviceRows:
         with on_device(self._place):
             self._launch(launch, budgets)
 
-    @property
-    def capture_seconds(self) -> float:
-        """Median time that it took to capture a size; 0 where nothing is captured."""
-        times = self._capture_seconds
-        return statistics.median(times) if self._graphs.captures and times else 0.0
-
     def size_for(self, wanted: LaunchSize, most_nodes: int) -> LaunchSize:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
-        return self._choice.choose(wanted, self._ready, most_nodes, self.capture_seconds)
+        num_programs = 1 if wanted.shape is None else 2
+        return self._choice.choose(wanted, self._ready, most_nodes, num_programs * self._graphs.median_seconds)
 
     def observe(self, size: LaunchSize, seconds: float) -> None:
         """Learn how long a step took on the device."""
@@ -222,14 +215,12 @@ class DeviceRows:
         if len(self._ready) >= _MAX_SIZES:
             self._graphs.wait()
             self._choice.forget(self._ready.popitem(last=False)[0])
-        started = time.perf_counter()
         drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
         programs = Programs(size, self.state, self._target, drafters, self._adjustments)
         programs.inputs.clear()  # captures run the programs without requests
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
         self.captured_at = time.perf_counter()
-        self._capture_seconds.append(self.captured_at - started)
         return ready
 
 

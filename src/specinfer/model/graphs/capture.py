@@ -7,6 +7,7 @@ shapes or branches, and must not wait for the device. Tensors that it allocates 
 
 import contextlib
 import logging
+import statistics
 import time
 from collections.abc import Callable
 from typing import TypeAlias
@@ -36,13 +37,15 @@ class Graphs:
         captures: Whether to capture programs on a GPU. On other devices, programs always run uncaptured.
 
     Attributes:
-        num_programs: Programs that were to be captured, whether they could be or not.
+        num_programs: Runs of programs that took longer than those to come will: with captures, also those that failed,
+            and before a capture.
+        times: Seconds that each capture took.
     """
 
     def __init__(self, device: torch.device, *, captures: bool = True) -> None:
         self.captures = captures and device.type == "cuda"
         self.num_programs = self.num_captured = 0
-        self.seconds = 0.0  # spent on captures
+        self.times: list[float] = []
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.captures else None
         self._broken: list[torch.cuda.CUDAGraph] = []  # kept, because PyTorch may still query them
@@ -75,9 +78,14 @@ class Graphs:
         finally:
             current.wait_stream(stream)
         self.num_captured += 1
-        self.seconds += time.perf_counter() - started
+        self.times.append(time.perf_counter() - started)
         replay: Program = graph.replay
         return replay
+
+    @property
+    def median_seconds(self) -> float:
+        """Usual time of a capture; 0 before the first, and where nothing is captured."""
+        return statistics.median(self.times) if self.times else 0.0
 
     def wait(self) -> None:
         """Wait until the device has finished all its work."""

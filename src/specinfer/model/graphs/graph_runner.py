@@ -1,9 +1,14 @@
-"""GraphRunner: passes of one model at padded sizes, each size captured once and replayed from then on."""
+"""GraphRunner: passes of one model at padded sizes. Usual sizes are captured at load, others when they recur.
+
+A capture takes as long as some passes that are launched kernel by kernel. So a size is captured once its passes have
+taken as long, which loses at most twice the time of the best choice in hindsight, as in `SizeChoice`.
+"""
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +32,19 @@ _ROW = 64
 _MAX_SIZES = 128  # captured at a time; the least recently used one is dropped
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """A captured pass of one size, and its inputs."""
+@dataclass(slots=True)
+class _Pass:
+    """A pass of one size, and its inputs.
+
+    Attributes:
+        replay: The captured program, or the program itself if it cannot be captured; None before that is tried.
+        times: Seconds that the launches of the program took so far.
+    """
 
     buffers: Buffers
-    run: Program
+    program: Program
+    replay: Program | None = None
+    times: list[float] = field(default_factory=list)
 
 
 class GraphRunner:
@@ -68,20 +80,20 @@ class GraphRunner:
         with torch.inference_mode(mode=False):
             self._table = SlotTable(rows, _whole(max_context), device)
             self._logits = torch.empty((MAX_ROWS, vocab_size), dtype=torch.float32, device=device)
-        self._captured: OrderedDict[Size, _Captured] = OrderedDict()
+        self._passes: OrderedDict[Size, _Pass] = OrderedDict()
         self._is_capturable = True
         self.why_not_captured: str | None = None  # set when a capture has failed
         self.lanes: AdapterLanes | None = None  # set where requests may have adapters
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """Sizes that are captured."""
-        return tuple(self._captured)
+        """Sizes that have buffers, captured or not yet."""
+        return tuple(self._passes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers on the device."""
-        buffers = sum(captured.buffers.num_bytes for captured in self._captured.values())
+        buffers = sum(one.buffers.num_bytes for one in self._passes.values())
         return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
@@ -91,17 +103,17 @@ class GraphRunner:
             # Plain decoding computes each token once. After a tree the accepted ones are computed once more.
             scanning = [size.scanning(size.tokens + (size.new > 1 and self._recurs)) for size in sizes]
             sizes = [size for size in scanning if size is not None]
-        before = graphs.num_captured, graphs.seconds, graphs.reserved_bytes()
+        before = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         for done, size in enumerate(sizes):
             if not self._is_capturable:
                 return
             if progress is not None:
                 progress(f"{CAPTURING} of {self._name}", done, len(sizes))
             with torch.inference_mode():
-                self._ready(size)
+                self._capture(self._pass_of(size))
         if progress is not None:
             progress(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
-        after = graphs.num_captured, graphs.seconds, graphs.reserved_bytes()
+        after = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(
             "%s: %d sizes of passes captured in %.1f s, %.1f MiB and %.1f MiB of buffers",
@@ -122,10 +134,12 @@ class GraphRunner:
             or (lanes := self._lanes_of(pieces, size)) is None
         ):
             return self._run_once(exact, pieces)
-        captured = self._ready(size)
+        ready = self._pass_of(size)
+        if self._is_worth_capturing(ready):
+            self._capture(ready)
         try:
-            captured.buffers.fill(pieces, lanes, scan)
-            captured.run()
+            ready.buffers.fill(pieces, lanes, scan)
+            self._run(ready)
         except BaseException:  # an interrupt too: changes of the table may not have been written
             self._table.forget()
             raise
@@ -143,29 +157,42 @@ class GraphRunner:
         return None if self.lanes is None else self.lanes.place([piece.adapter for piece in pieces])
 
     def _is_at_hand(self, size: Size) -> bool:
-        """Return whether the size is captured or can be; after a failed capture no other is tried."""
-        return self._is_capturable or size in self._captured
+        """Return whether the size has buffers or may get some; after a failed capture no other is tried."""
+        return self._is_capturable or size in self._passes
 
-    def _ready(self, size: Size) -> _Captured:
-        """Return the pass of this size, captured now if it is the first."""
-        if size in self._captured:
-            self._captured.move_to_end(size)
-            return self._captured[size]
-        if len(self._captured) >= _MAX_SIZES:
+    def _pass_of(self, size: Size) -> _Pass:
+        if size in self._passes:
+            self._passes.move_to_end(size)
+            return self._passes[size]
+        if len(self._passes) >= _MAX_SIZES:
             self._graphs.wait()  # it may still be running
-            self._captured.popitem(last=False)
+            self._passes.popitem(last=False)
         with torch.inference_mode(mode=False):
             buffers = Buffers(size, self._table, self._device, self._taps)
-        program = self._program(buffers)
+        ready = self._passes[size] = _Pass(buffers, self._program(buffers))
+        return ready
+
+    def _is_worth_capturing(self, ready: _Pass) -> bool:
+        lost = sum(ready.times[1:])  # the first launch also compiles
+        return ready.replay is None and self._is_capturable and lost >= self._graphs.median_seconds
+
+    def _capture(self, ready: _Pass) -> None:
         try:
-            run = self._graphs.captured(program)
+            ready.replay = self._graphs.captured(ready.program)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            self._is_capturable, run = False, program
+            self._is_capturable, ready.replay = False, ready.program
             self.why_not_captured = f"they cannot be captured: {first_line(error)}"
             logger.warning("passes of %s are launched kernel by kernel, since they cannot be captured: %s",
                            self._name, str(error).partition("\n")[0])  # fmt: skip
-        captured = self._captured[size] = _Captured(buffers, run)
-        return captured
+
+    def _run(self, ready: _Pass) -> None:
+        if ready.replay is not None:
+            ready.replay()
+            return
+        self._graphs.num_programs += 1
+        started = time.perf_counter()
+        ready.program()
+        ready.times.append(time.perf_counter() - started)
 
     def _program(self, buffers: Buffers) -> Program:
         batch, logits = buffers.batch(self._store, self.lanes), self._logits[: buffers.size.rows]
