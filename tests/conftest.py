@@ -158,7 +158,7 @@ def _check_step(engine: Engine) -> None:
     on_device = {request for one in engine.executors if isinstance(one, DeviceExecutor) for request in one.requests}
     assert not in_flight & on_device
     in_flight |= on_device
-    assert in_flight == engine.scheduler._in_flight
+    assert in_flight == engine.scheduler.turns.in_flight
     names = {request.request_id for request in (*running, *in_flight)}
     held = [slot for name in names for slot in cache.slots(name)[cache.num_shared(name) :].tolist()]
     held += [slot for name in names for slot in cache.reserved(name).tolist()]

@@ -106,8 +106,8 @@ def _machine(runners: Runners, max_in_flight: int = 1, family: str = "llama") ->
             for cache in (self.engine.target.cache, self.small.runner.cache):
                 assert cache.num_owned == 0
                 assert cache.num_available == cache.num_slots
-            assert not self.engine.scheduler._in_flight
-            assert not self.engine.scheduler._turns
+            assert not self.engine.scheduler.turns.in_flight
+            assert not self.engine.scheduler.turns._last
             assert not self.small._cache.known
             assert not self.small._cache._salts
 

@@ -59,7 +59,7 @@ def plain(runner_of: Runners) -> list[list[int]]:
 
 
 def _left(engine: Engine) -> bool:
-    return engine.has_work or engine.target.cache.num_owned > 0 or bool(engine.scheduler._in_flight)
+    return engine.has_work or engine.target.cache.num_owned > 0 or bool(engine.scheduler.turns.in_flight)
 
 
 # -------------------------------------------------------------------------------------------- tokens
@@ -146,7 +146,7 @@ def test_an_abort_at_any_moment(error: str | None, runner_of: Runners, plain: li
             engine.step()
         victim = requests[steps % len(requests)]
         was_finished, said = victim.is_finished, victim.output_ids
-        is_in_flight = victim in engine.scheduler._in_flight
+        is_in_flight = victim in engine.scheduler.turns.in_flight
         seen_in_flight += is_in_flight
         engine.abort(victim, error)
         assert victim.is_finished
@@ -173,7 +173,7 @@ def test_an_identity_may_be_used_again_while_its_last_pass_is_in_flight(
         engine.add(request)
     for _ in range(3):
         engine.step()
-    victim = next(request for request in requests if request in engine.scheduler._in_flight)
+    victim = next(request for request in requests if request in engine.scheduler.turns.in_flight)
     engine.abort(victim)
     again = _requests()[requests.index(victim)]
     engine.add(again)

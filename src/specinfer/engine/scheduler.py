@@ -18,6 +18,8 @@ from itertools import islice
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.engine.first_tokens import FirstTokens
 from specinfer.engine.grammar_turns import GrammarTurns
+from specinfer.engine.pass_turns import PassTurns
+from specinfer.engine.token_shares import token_shares
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
 from specinfer.policy.slo_planner import SLOPlanner
@@ -64,9 +66,7 @@ class Scheduler:
         self.grammar_turns = GrammarTurns()
         self.first_tokens = FirstTokens()
         self.running: list[Request] = []  # oldest first
-        self._in_flight: set[Request] = set()  # requests in a pass in flight; some may have ended
-        self._num_begun = 0
-        self._turns: dict[str, int] = {}  # for running requests, the number of their last pass
+        self.turns = PassTurns()
         self.is_starved = False  # True if requests wait for slots that a pass in flight uses
 
     @property
@@ -92,7 +92,8 @@ class Scheduler:
         preempted = self._preempt(num_groups)
         if not preempted:
             preempted = self._admit()
-        group = self.first_tokens.choose(self.grammar_turns.choose(self._group(num_groups)), self.planner)
+        group = self.grammar_turns.choose(self.turns.group(self.running, num_groups))
+        group = self.first_tokens.choose(group, self.planner)
         shares = self._shares(group)
         self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
@@ -146,8 +147,8 @@ class Scheduler:
         free = self._cache.num_available - sum(span.end - span.start for span in spans)
         if num_passes > 1 or len(spans) < len(self.running):  # leave slots for other requests in the next pass
             own = {span.request for span in spans}
-            free -= sum(self._shares([request for request in self._idle() if request not in own]))
-            free -= len(self._in_flight)
+            free -= sum(self._shares([request for request in self.turns.idle(self.running) if request not in own]))
+            free -= len(self.turns.in_flight)
             head = next(iter(self.waiting), None)
             if head is not None and len(self.running) < self._max_num_seqs and not self.waiting.is_full(head.tenant):
                 wanted = head.num_unread + len(spans)
@@ -156,7 +157,7 @@ class Scheduler:
 
     def decoding(self) -> list[Request]:
         """Return the decoding requests in no pass: they have output, and only the last token is not computed."""
-        return [request for request in self._idle() if request.num_output and request.num_unread == 1]
+        return [request for request in self.turns.idle(self.running) if request.num_output and request.num_unread == 1]
 
     def charge(self, requests: Sequence[Request]) -> None:
         """Charge one known token to each of these requests, which are in passes that were not scheduled here."""
@@ -165,65 +166,28 @@ class Scheduler:
 
     def mark_in_flight(self, spans: Sequence[Span]) -> None:
         """Mark the requests of a pass that begins."""
-        self._num_begun += 1
-        for span in spans:
-            self._in_flight.add(span.request)
-            self._turns[span.request.request_id] = self._num_begun
+        self.turns.begin([span.request for span in spans])
 
     def release(self, spans: Sequence[Span]) -> None:
         """Unmark the requests of a pass that ended, and free the slots of those that ended meanwhile.
 
         Repeated calls do nothing.
         """
-        for request in [span.request for span in spans if span.request in self._in_flight]:
-            self._in_flight.remove(request)
+        for request in self.turns.end([span.request for span in spans]):
             if request.is_finished and request not in self.running:
                 self._cache.commit(request.request_id, ())
                 self._give_back(request)
 
-    def _idle(self) -> list[Request]:
-        """Return the running requests that are in no pass."""
-        return [request for request in self.running if request not in self._in_flight]
-
-    def _group(self, num_groups: int) -> list[Request]:
-        """Return the requests of the next pass: an even part of the running ones, longest without a pass first."""
-        idle, most = self._idle(), -(-len(self.running) // num_groups)
-        if len(idle) <= most:
-            return idle
-        chosen = set(sorted(idle, key=lambda request: self._turns.get(request.request_id, 0))[:most])
-        return [request for request in idle if request in chosen]
-
     def _shares(self, group: Sequence[Request]) -> list[int]:
-        """Return the number of known tokens that each request of a group computes.
-
-        Decoding requests compute one. Half of the remaining budget is for the request that has been prefilling longest,
-        so that a long prompt makes progress. The other half goes to the shortest remainders, so that they need not wait
-        for it. Each request gets at least one token, because it could starve otherwise.
-        """
-        shares = [1] * len(group)
-        tokens_left, logprobs_left = max(self._max_num_batched_tokens - len(shares), 0), self._max_num_prompt_logprobs
-        unread = [request.num_unread - 1 for request in group]
-        readers = [i for i, count in enumerate(unread) if count]  # oldest first
-        if readers and self.planner is not None:
-            decoding = [request for request, count in zip(group, unread, strict=True) if not count]
-            tokens_left = self.planner.max_tokens(decoding, {group[i]: unread[i] for i in readers}, tokens_left)
-        firsts = [(i, tokens_left // 2) for i in readers[:1]]
-        for i, most in [*firsts, *((i, tokens_left) for i in sorted(readers, key=lambda i: (group[i].due, unread[i])))]:
-            count = min(unread[i], most, tokens_left)
-            if group[i].params.prompt_logprobs is not None:
-                count = min(count, logprobs_left)
-                logprobs_left -= count
-            shares[i] += count
-            unread[i] -= count
-            tokens_left -= count
-        return shares
+        """Return the number of known tokens that each request of a group computes."""
+        return token_shares(group, self._max_num_batched_tokens, self._max_num_prompt_logprobs, self.planner)
 
     def _preempt(self, num_groups: int) -> list[Request]:
         """Preempt requests until the tokens of the next pass fit; none while a pass is in flight."""
         preempted: list[Request] = []
-        if self._in_flight:
+        if self.turns.in_flight:
             return preempted
-        while sum(self._shares(self._group(num_groups))) > self._cache.num_available:
+        while sum(self._shares(self.turns.group(self.running, num_groups))) > self._cache.num_available:
             preempted.append(self._newest_of_most(self.running))
             self._put_back(preempted[-1])
         return preempted
@@ -238,7 +202,7 @@ class Scheduler:
         rivals = [other for other in self.running if running(other.tenant) > 1]
         if running(request.tenant) or not rivals:
             return []
-        idle = [other for other in rivals if other not in self._in_flight]
+        idle = [other for other in rivals if other not in self.turns.in_flight]
         if not idle:
             self.is_starved = True  # a pass in flight ends soon
             return []
@@ -255,8 +219,8 @@ class Scheduler:
             head = next(iter(self.waiting))
             if not (self.waiting.is_full(head.tenant) or self._is_leaving(head.request_id)):
                 preempted = self._make_way(head)
-        idle = self._idle()
-        slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self._in_flight) - num_guessed
+        idle = self.turns.idle(self.running)
+        slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self.turns.in_flight) - num_guessed
         unread = [request.num_unread for request in idle if request.num_unread > 1]
         tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
         tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
@@ -309,12 +273,12 @@ class Scheduler:
 
     def _is_leaving(self, request_id: str) -> bool:
         """Return whether an ended request with this id is still in a pass, which writes to its slots."""
-        return any(other.request_id == request_id for other in self._in_flight)
+        return any(other.request_id == request_id for other in self.turns.in_flight)
 
     def _put_back(self, request: Request) -> None:
         """Requeue a request at the head; what it computed stays cached until the slots are needed."""
         self.running.remove(request)
-        self._turns.pop(request.request_id, None)
+        self.turns.forget(request)
         self.waiting.put_back(request)
         self._cache.release(request.request_id, request.cache_salt, request.token_ids)
         request.num_computed = 0
@@ -335,8 +299,8 @@ class Scheduler:
         elif not self.waiting.take(request):
             return
         self.waiting.leave(request)
-        self._turns.pop(request.request_id, None)
-        if request not in self._in_flight:
+        self.turns.forget(request)
+        if request not in self.turns.in_flight:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:

@@ -73,7 +73,7 @@ def plain(pair: Pair) -> list[list[int]]:
 def _check_left(engine: Engine) -> None:
     """Nothing is in flight and nothing is held any more, by the target or its drafter."""
     assert not engine.has_work
-    assert not engine.scheduler._in_flight
+    assert not engine.scheduler.turns.in_flight
     caches = [engine.target.cache]
     if engine.drafter is not None:
         caches += [one.runner.cache for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
@@ -847,7 +847,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
                 requests = _requests()
                 with pytest.raises(KeyboardInterrupt):
                     run(engine, requests)
-                assert not engine.scheduler._in_flight
+                assert not engine.scheduler.turns.in_flight
                 while engine.has_work:
                     engine.step()
             assert [request.output_ids for request in requests] == plain

@@ -1,0 +1,47 @@
+"""Turns of running requests where several passes are in flight at once: each pass has a group of them."""
+
+from collections.abc import Sequence
+
+from specinfer.core.request import Request
+
+
+class PassTurns:
+    """Requests in passes in flight; the others take turns.
+
+    Attributes:
+        in_flight: Requests in a pass in flight; some may have ended.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight: set[Request] = set()
+        self._num_begun = 0
+        self._last: dict[str, int] = {}  # for running requests, the number of their last pass
+
+    def idle(self, running: Sequence[Request]) -> list[Request]:
+        """Return the running requests that are in no pass."""
+        return [request for request in running if request not in self.in_flight]
+
+    def group(self, running: Sequence[Request], num_groups: int) -> list[Request]:
+        """Return the requests of the next pass: an even part of the running ones, longest without a pass first."""
+        idle, most = self.idle(running), -(-len(running) // num_groups)
+        if len(idle) <= most:
+            return idle
+        chosen = set(sorted(idle, key=lambda request: self._last.get(request.request_id, 0))[:most])
+        return [request for request in idle if request in chosen]
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Note the requests of a pass that begins."""
+        self._num_begun += 1
+        for request in requests:
+            self.in_flight.add(request)
+            self._last[request.request_id] = self._num_begun
+
+    def end(self, requests: Sequence[Request]) -> list[Request]:
+        """Note that the pass of these requests has ended, and return those that were in flight."""
+        ended = [request for request in requests if request in self.in_flight]
+        self.in_flight.difference_update(ended)
+        return ended
+
+    def forget(self, request: Request) -> None:
+        """Forget the turn of a request that does not run any more."""
+        self._last.pop(request.request_id, None)
