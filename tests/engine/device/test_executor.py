@@ -21,6 +21,7 @@ from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.device import rows
+from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Launch, Marks
 from specinfer.engine.device.processing import Processing
@@ -359,6 +360,18 @@ def test_levels_that_do_not_pay_are_left_out(
         found[min_gain] = max(depths[2:])
     assert found[0.0] == 8
     assert found[0.0] >= found[0.3] > found[9.0] == 1
+
+
+def test_fixed_expansions_tell_nothing_about_levels(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are drafted whole, so their nodes count as certain there."""
+    found: list[Any] = []
+    monkeypatch.setattr(DeviceBudgets, "observe", lambda _, path_prob: found.append(path_prob.copy()))
+    policy = RequestPolicy(FixedPolicy(TREES["best-first"]), lambda: FixedPolicy())
+    params = [SamplingParams(temperature=0.0, max_tokens=24, tree=tree) for tree in ("3,2,1", None)]
+    run(make_device_engine(*pair, policy), [make_request(str(i), PROMPTS[i], one) for i, one in enumerate(params)])
+    path_prob = np.concatenate([one[:, :3] for one in found])
+    assert len(path_prob) > 3
+    assert (path_prob[:, 1:] <= 1).all()
 
 
 class Probing(FixedPolicy):

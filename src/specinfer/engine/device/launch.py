@@ -151,10 +151,14 @@ class Launch:
         return [] if params.logprobs is None else self.answers.logprobs(row, answer.emitted, params)
 
     def path_prob(self) -> npt.NDArray[np.float32]:
-        """Return the path probabilities of the requests that were drafted for: [requests, levels]."""
+        """Return the path probabilities of the requests that best-first trees were grown for: [requests, levels].
+
+        The nodes of fixed expansions count as certain while these grow, so that all are taken.
+        """
         assert self.answers is not None
-        by_row = enumerate(zip(*self.draft_slots, strict=True))
-        return self.answers.path_prob([row for row, of in by_row if any(slots is not None for slots in of)])
+        drafted = [any(slots is not None for slots in of_row) for of_row in zip(*self.draft_slots, strict=True)]
+        both = enumerate(zip(drafted, self.budgets, strict=False))
+        return self.answers.path_prob([row for row, (is_drafted, budget) in both if is_drafted and not budget.widths])
 
 
 class Marks:
