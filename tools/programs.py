@@ -25,6 +25,7 @@ from layer_programs import layer_cases, recurrence_cases
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import FLOAT8
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
@@ -35,6 +36,7 @@ from specinfer.kernels.triton.candidates import add_candidates
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
 from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
+from specinfer.kernels.triton.drawn import draw_candidates
 from specinfer.kernels.triton.multi_step import walk_multi_step
 from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.traversal import walk_traversal
@@ -189,6 +191,14 @@ def draft_cases() -> Iterator[Case]:
         logits, whole = _empty(requests * nodes, vocab, dtype=dtype), candidates(8 * nodes)
         call = partial(add_candidates, logits, frontier(nodes), 0, 8, sampling, table, limits, whole)
         yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}", call
+    for nodes, width in ((1, 4), (16, 2)):
+        of_nodes = (_empty(requests * nodes, SUPPORT, dtype=_FULL), long(requests * nodes, SUPPORT))
+        noise = (long(requests), long(requests), _empty(requests, dtype=_FULL))
+        drawn = DrawnRows(_empty(requests, dtype=torch.bool), *noise)
+        whole, draws = candidates(width * nodes), Draws.empty(requests, width * nodes, 50257, torch.device("meta"))
+        least = _empty(requests * nodes, dtype=_FULL)
+        call = partial(draw_candidates, *of_nodes, least, drawn, frontier(nodes), 0, width, limits, whole, draws)
+        yield f"drawn {nodes}", call
     for width in (4, 16):
         whole, level_probs = candidates(64 * width), _empty(requests, levels, dtype=_FULL)
         probs, above = whole.path_prob[:, : 8 * width], frontier(width)

@@ -34,7 +34,8 @@ OF_LAYERS = [
 ]
 WITHOUT_ATTENTION = ["convolve bfloat16 4", "recur"]
 OF_LOGITS = ["truncation 128256", "truncation 262144", "adjustment"]
-OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "frontier 4", "guesses 64", "tree 64", "ancestors 64", "kept"]
+OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "drawn 16", "frontier 4"]
+OF_DRAFTS += ["guesses 64", "tree 64", "ancestors 64", "kept"]
 
 
 def compiled(folder: Path, *words: str) -> str:
@@ -64,7 +65,7 @@ def test_kernels_compile(report: str) -> None:
 
 def test_kernels_of_draft_loops_compile(report: str) -> None:
     assert kernels_of(report, OF_DRAFTS) == {
-        *("chunk_program", "candidates_program", "frontier_program"),
+        *("chunk_program", "candidates_program", "draws_program", "frontier_program"),
         *("guesses_program", "tree_program", "ancestors_program", "kept_program"),
     }
 

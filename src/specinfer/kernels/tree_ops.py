@@ -5,14 +5,22 @@ Each is documented at its plain version. On a GPU none of them waits for the dev
 
 from torch import Tensor
 
-from specinfer.kernels import plain_draft, plain_guesses, plain_logits, plain_multi_step, plain_traversal, plain_tree
+from specinfer.kernels import (
+    plain_draft,
+    plain_drawn,
+    plain_guesses,
+    plain_logits,
+    plain_multi_step,
+    plain_traversal,
+    plain_tree,
+)
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton import by_device, runs_on
 
 __all__ = [
     "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
-    "keep_drafted", "least_kept", "mark_ancestors", "merge_guesses", "next_frontier", "store", "walk",
-    "walk_multi_step", "walk_traversal",
+    "draw_candidates", "keep_drafted", "least_kept", "mark_ancestors", "merge_guesses", "next_frontier", "store",
+    "walk", "walk_multi_step", "walk_traversal",
 ]  # fmt: skip
 
 
@@ -34,6 +42,7 @@ commit = by_device(_runs_on, plain_tree.commit, "commit")
 least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
 add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
+draw_candidates = by_device(_runs_on, plain_drawn.draw_candidates, "drawn")
 next_frontier = by_device(_runs_on, plain_draft.next_frontier, "draft")
 merge_guesses = by_device(_guesses_run_on, plain_guesses.merge_guesses, "draft")
 best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")

@@ -6,24 +6,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
-from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TreeBudget
-from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.engine.engine import Engine
-from specinfer.kernels.drawn import draw_children
-from specinfer.kernels.plain_logits import Truncation
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
-from specinfer.verify.logits import log_min_p
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -126,32 +118,6 @@ def test_few_slots_change_no_distribution_of_draws(rule: str, pair: Pair) -> Non
     run(_engine(pair, rule, TreeBudget.expansion((3, 2, 2)), num_slots=150, has_device_executor=False), ordinary)
     assert [len(one.output_ids) for one in requests] == [len(one.output_ids) for one in ordinary]
     assert engine.target.cache.is_balanced()
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_p": 0.7}, {"min_p": 0.1}, {"top_k": 5}], ids=str)
-def test_draws_and_their_distributions_are_those_of_ordinary_drafting(options: dict[str, Any]) -> None:
-    logits = 3 * torch.randn((5, 300), generator=torch.Generator().manual_seed(1))
-    logits[3, 2:] = -torch.inf
-    request = make_request("a", [1, 2], SamplingParams(**options), seed=3)
-    first = request.begin_draws("small")
-    wanted = draw("without-replacement", logits, [Node(request, (), 4, drafter="small")] * 5)
-    truncation = Truncation(
-        torch.tensor([request.params.temperature]), torch.tensor([log_min_p(request.params)]),
-        torch.tensor([request.params.top_k], dtype=torch.int32), torch.tensor([request.params.top_p]).double(),
-    )  # fmt: skip
-    streams = torch.full((5,), derive_seed(request.seed, draws_of("small")))
-    tokens, sure, support, probs = draw_children(logits, 4, streams, first + torch.arange(5), truncation)
-    assert tokens.tolist() == wanted.tokens.tolist()
-    np.testing.assert_allclose(sure.expand(-1, 4), wanted.confidence, rtol=1e-6)
-    for row in range(5):
-        for rank in range(4):
-            if tokens[row, rank] >= 0:
-                found = dict(zip(support[row, rank].tolist(), probs[row, rank].tolist(), strict=True))
-                distribution = wanted.distribution(row, rank)
-                assert distribution is not None
-                expected = dict(zip(distribution.token_ids.tolist(), distribution.weights().tolist(), strict=True))
-                assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
-    assert (tokens[3] >= 0).sum() <= 2
 
 
 class Pausing(FixedPolicy):

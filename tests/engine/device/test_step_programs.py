@@ -23,6 +23,7 @@ from specinfer.kernels import tree_ops
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.tree_layout import TreeLayout, num_words
@@ -49,7 +50,14 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
-        of_growth += ("least_kept", "adjust_logits", "merge_guesses", "walk_multi_step", "walk_traversal")
+        of_growth += (
+            "least_kept",
+            "adjust_logits",
+            "merge_guesses",
+            "walk_multi_step",
+            "walk_traversal",
+            "draw_candidates",
+        )
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
@@ -129,6 +137,19 @@ class Kernels:
         _on_device(logits)
         assert len(logits) == frontier.tokens.numel()
         assert logits.stride(1) == 1
+        assert first + frontier.tokens.shape[1] * width <= candidates.tokens.shape[1]
+
+    @staticmethod
+    def draw_candidates(
+        values: Tensor, ids: Tensor, least: Tensor, drawn: DrawnRows, frontier: Frontier, first: int, width: int,
+        limits: Limits, candidates: Candidates, out: Draws,
+    ) -> None:  # fmt: skip
+        _on_device(values, ids, least, *drawn, frontier.path_prob, contiguous=True)
+        _on_device(*_fields(limits), *_fields(candidates), *_fields(out), contiguous=True)
+        assert (values.dtype, ids.dtype, drawn.is_drawn.dtype) == (torch.float32, torch.int64, torch.bool)
+        assert {drawn.streams.dtype, drawn.numbers.dtype} == {torch.int64}
+        assert values.shape == ids.shape == (frontier.tokens.numel(), out.tokens.shape[2])
+        assert candidates.tokens.shape == out.nodes.shape
         assert first + frontier.tokens.shape[1] * width <= candidates.tokens.shape[1]
 
     @staticmethod
@@ -304,6 +325,7 @@ def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
         "of a level those of the target's kind, and of the draws"
     )
     assert kernels.calls["best_tree"] == (1 if budget else 0)
+    assert kernels.calls["draw_candidates"] == (3 if budget else 0)
 
 
 # `specinfer plan` predicts with the same numbers, so lower them there when a step becomes leaner. These are the kernels

@@ -17,8 +17,9 @@ from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.kernels import tree_ops
-from specinfer.kernels.drawn import Drawing, Draws
+from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_drawn import Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Paths
 from specinfer.kernels.plain_tree import Walk

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
-from specinfer.kernels.drawn import Draws
 from specinfer.kernels.plain_draft import Grown
+from specinfer.kernels.plain_drawn import Draws
 from specinfer.verify.rules import TRAVERSAL
 
 

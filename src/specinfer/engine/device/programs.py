@@ -19,8 +19,8 @@ from specinfer.engine.device.logprobs import Asked, result_shapes, write_logprob
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
 from specinfer.kernels import tree_ops
-from specinfer.kernels.drawn import Draws
 from specinfer.kernels.plain_draft import Grown, Limits
+from specinfer.kernels.plain_drawn import Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
