@@ -50,14 +50,8 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
-        of_growth += (
-            "least_kept",
-            "adjust_logits",
-            "merge_guesses",
-            "walk_multi_step",
-            "walk_traversal",
-            "draw_candidates",
-        )
+        of_growth += ("least_kept", "adjust_logits", "merge_guesses", "draw_candidates")
+        of_growth += ("walk_multi_step", "walk_traversal")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
@@ -108,14 +102,15 @@ class Kernels:
 
     @staticmethod
     def walk_multi_step(
-        logits: Tensor, starts: Tensor, temperatures: Tensor, *given: Tensor, out: tuple[Tensor, ...]
+        logits: Tensor, starts: Tensor, temperatures: Tensor, *trees: Tensor | None, out: tuple[Tensor, ...]
     ) -> None:
+        given = [one for one in trees if one is not None]
         _on_device(logits, starts, temperatures, *given, *out, contiguous=True)
-        _, _, _, draws, distribution_tokens, distribution_probs, uniforms, least = given
-        assert least.shape == (len(logits),)
+        _, _, _, draws, distribution_tokens, distribution_probs, uniforms, *least = given
+        assert not least or least[0].shape == (len(logits),)
         assert {one.dtype for one in given[:5]} == {torch.int32}
         assert (distribution_probs.dtype, uniforms.dtype) == (torch.float64, torch.int64)
-        assert distribution_tokens.shape == distribution_probs.shape == (*draws.shape, SUPPORT)
+        assert distribution_tokens.shape == distribution_probs.shape == (*draws.shape, min(SUPPORT, logits.shape[1]))
 
     walk_traversal = walk_multi_step
 
@@ -342,6 +337,8 @@ PER_COUNT = 16
 # Log-probabilities take so many kernels, and so many more for each 32 places of paths: without the most probable
 # tokens, to find these, and for each token that requests may name.
 PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
+# Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
+PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 12, 4, 3
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -383,3 +380,19 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         num_places = rows * programs.results.there["rank"].shape[1]
         per_part = PER_SCORED + (PER_BEST if asked.best else 0) + PER_NAMED * asked.others
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
+
+
+def test_tokens_that_are_drawn_take_few_kernels_more(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, _ = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
+    counts: dict[str | None, list[int]] = {}
+    for rule in ("traversal", None):
+        programs = programs_of(loaded, TreeBudget.expansion((2, 2, 1)), 4, Processing.TRUNCATION, rule=rule)
+        for program in (programs.draft, programs.verify):
+            with torch.inference_mode(), Launches() as launches:
+                program()
+            counts.setdefault(rule, []).append(launches.count)
+    more = [drawn - chosen for drawn, chosen in zip(counts["traversal"], counts[None], strict=True)]
+    assert more[0] <= PER_DRAWN + 3 * PER_DRAWN_LEVEL
+    assert more[1] <= PER_DRAWN_WALK
