@@ -2,8 +2,15 @@
 
 from typing import Annotated
 
+from specinfer.cli.bench_options import (
+    MAX_TOKENS,
+    MEASURED,
+    PROMPT_CHARS,
+    CompareOptions,
+    GrowableOptions,
+    ReportOptions,
+)
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import MAX_TOKENS, MEASURED, PROMPT_CHARS, CompareOptions, GrowableOptions, ReportOptions
 from specinfer.cli.options import flag
 
 

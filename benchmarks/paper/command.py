@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from specinfer.cli.bench_options import drafter_names
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import drafter_names
 from specinfer.cli.options import DEBUG, DRAFTERS, SEED, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries

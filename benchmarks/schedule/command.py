@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from specinfer.cli.bench_options import KIND, MEASURED, GrowableOptions, ReportOptions, measured
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import KIND, MEASURED, GrowableOptions, ReportOptions, measured
 from specinfer.cli.options import (
     DEVICE,
     MODEL,

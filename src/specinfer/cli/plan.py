@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from specinfer.cli.bench_options import GrowableOptions, check_inputs
 from specinfer.cli.commands import checking
-from specinfer.cli.measure import GrowableOptions, check_inputs
 from specinfer.cli.options import (
     DEBUG,
     JSON,
