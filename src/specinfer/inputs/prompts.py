@@ -15,9 +15,10 @@ from specinfer.core.outputs import RequestOutput
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.core.text import TextBuffer, counted
+from specinfer.core.text import TextBuffer
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.chat.template import SpecialToken
+from specinfer.inputs.prompt_limits import PromptLimits
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
 
 
@@ -53,6 +54,7 @@ class PromptReader:
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self.is_bounded = False
+        self._limits = PromptLimits(tokenizer, vocab_size, max_model_len, self._eos_token_ids)
         self._local = LocalTextReader(tokenizer, max_model_len)
         self._bounded = BoundedTextReader(self._local)
         self._compiler: GrammarCompiler | None = None
@@ -98,8 +100,8 @@ class PromptReader:
             RequestError: The prompt, or the parameters with it, cannot be served.
         """
         ids = self._tokens(prompt)
-        self._check_prompt(ids)
-        self._check_params(len(ids), params)
+        self._limits.check_prompt(ids)
+        self._limits.check_params(len(ids), params)
         return ids
 
     def read_chat(
@@ -161,8 +163,8 @@ class PromptReader:
         if self._tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
         if keeps is not None:
-            text = text[: self._max_characters] if keeps == "start" else text[-self._max_characters :]
-        self._check_length(text, "prompt")
+            text = text[: self._limits.max_characters] if keeps == "start" else text[-self._limits.max_characters :]
+        self._limits.check_text(text, "prompt")
         return self.texts.encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
@@ -209,7 +211,7 @@ class PromptReader:
         if isinstance(given, str):
             if self._tokenizer is None and given:
                 raise RequestError("prediction: this model has no tokenizer; give token ids")
-            self._check_length(given, "prediction")
+            self._limits.check_text(given, "prediction")
             given = self.texts.encode(given, "prediction", add_special_tokens=False) if given else ()
         if wrong := [i for i in given if i >= self._vocab_size]:
             raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
@@ -279,7 +281,7 @@ class PromptReader:
                 raise RequestError("prompt: empty; give at least one character, or one token id")
             if self._tokenizer is None:
                 raise RequestError("prompt: this model has no tokenizer; give token ids")
-            self._check_length(given, "prompt")
+            self._limits.check_text(given, "prompt")
             return self.texts.encode(given, "prompt")
         return self._ids(given)
 
@@ -287,47 +289,3 @@ class PromptReader:
         if isinstance(given, (list, tuple, range)) and all(type(i) is int for i in given):
             return list(given)
         raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
-
-    def _check_length(self, text: str, field: str) -> None:
-        if len(text) > self._max_characters:
-            raise ContextLengthError(
-                f"{field}: {len(text)} characters do not fit into a context of {self._max_model_len} tokens "
-                "(max_model_len); shorten it"
-            )
-
-    @functools.cached_property
-    def _max_characters(self) -> int:
-        vocabulary = {} if self._tokenizer is None else self._tokenizer.get_vocab()
-        return self._max_model_len * max(map(len, vocabulary), default=1)
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise RequestError("prompt: empty; give at least one token")
-        if wrong := [i for i in ids if not 0 <= i < self._vocab_size]:
-            raise RequestError(f"prompt: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
-        if len(ids) >= self._max_model_len:
-            raise ContextLengthError(
-                f"prompt: {len(ids)} tokens leave no space for output in a context of {self._max_model_len} "
-                "(max_model_len); shorten it"
-            )
-
-    def _check_params(self, num_prompt: int, params: SamplingParams) -> None:
-        for field, ids in params.named_token_ids().items():
-            if ids and max(ids) >= self._vocab_size:
-                raise RequestError(
-                    f"{field}: token id {max(ids)} is not in the vocabulary of {self._vocab_size} tokens; leave it out"
-                )
-        num_left = self._max_model_len - num_prompt
-        if params.max_tokens is not None and params.max_tokens > num_left:
-            raise ContextLengthError(
-                f"max_tokens: a prompt of {counted(num_prompt, 'token')} and {params.max_tokens} more do not fit into "
-                f"the context of {self._max_model_len} (max_model_len); use at most {num_left}"
-            )
-        ends = {*self._eos_token_ids, *params.stop_tokens}
-        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
-            raise RequestError(
-                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens forbids those; "
-                "allow others or leave min_tokens at 0"
-            )
-        if params.stop_strings and self._tokenizer is None:
-            raise RequestError("stop: this model has no tokenizer; use stop_token_ids")
