@@ -30,6 +30,7 @@ _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
 _NO_POSITIONS = 2**20  # tokens of a request at most, where recurrent layers alone do not limit them
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
+_BLOCK_TYPES = {"recurrent": "linear_attention", "attention": "sliding_attention"}
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _LAYER_TYPES = {"full_attention", "sliding_attention", *LAYER_TYPES, *FEED_FORWARD_TYPES}
 
@@ -62,6 +63,8 @@ def _read_config(folder: Path) -> Any:
     else:
         fields.pop("auto_map", None)
         config = AutoConfig.for_model(**(fields | {"model_type": family}))
+    if config.model_type == "recurrent_gemma" and not hasattr(config, "layer_types"):  # before transformers 5.23
+        config.layer_types = [_BLOCK_TYPES[one] for one in config.layers_block_type]
     for part in (config, config.get_text_config()):  # weights are decoded by `Shards`, not by transformers
         vars(part).pop("quantization_config", None)
     return config
@@ -152,11 +155,13 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     Raises:
         Exception: Any error that transformers raises for a folder that it cannot load.
     """
+    config = load_config(folder)
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        options["attn_implementation"] = "eager"  # SDPA has no soft cap, and transformers before 5.21 leaves it out
     if has_safetensors(folder):
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
         )
-    config = load_config(folder)
     with Shards(folder, dtype if isinstance(dtype, torch.dtype) else None) as shards:
         weights = {name: source.read() for name, source in shards.sources.items()}
     kind = AutoModelForCausalLM._model_mapping[type(config)]

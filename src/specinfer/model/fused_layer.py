@@ -171,6 +171,8 @@ class Rotations:
         if table is None or positions > len(table[0]):
             places = torch.arange(max(2 * positions, 512), device="cpu").unsqueeze(0)
             none = torch.empty(1, places.shape[1], 0)
+            if hasattr(self._rotary, "mrope_section"):  # transformers 5.17 does not repeat them for the axes of images
+                places = places.expand(3, 1, -1)
             cosines, sines = (none, none) if self._rotary is None else self._rotary(torch.empty(0), places, *rotation)
             table = self._tables[rotation] = cosines[0].contiguous(), sines[0].contiguous()
         return table

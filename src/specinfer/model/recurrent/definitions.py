@@ -40,6 +40,30 @@ class Lfm2Layer(nn.Module):
         return out
 
 
+class NemotronHLayer(nn.Module):
+    """A loaded decoder layer of Nemotron-H, with attention, a Mamba-2 layer, an MLP or experts."""
+
+    norm: nn.Module
+    mixer: nn.Module
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.block_type = layer.norm, layer.mixer, layer.block_type
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **more: Any) -> Tensor:
+        weight = self.norm.weight
+        assert isinstance(weight, Tensor)
+        normed = self.norm(hidden_states.to(weight.dtype))
+        if self.block_type == "full_attention":
+            mixed = self.mixer(hidden_states=normed, forward_batch=forward_batch, **more)[0]
+        elif self.block_type == "linear_attention":
+            mixed = self.mixer(normed, forward_batch=forward_batch)
+        else:
+            mixed = self.mixer(normed)
+        out: Tensor = hidden_states + mixed
+        return out
+
+
 class JambaMambaLayer(nn.Module):
     """A loaded decoder layer of Jamba without attention."""
 

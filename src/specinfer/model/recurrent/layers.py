@@ -15,6 +15,7 @@ from specinfer.model.recurrent.definitions import (
     Lfm2Layer,
     MambaLayer,
     MambaModel,
+    NemotronHLayer,
 )
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.kimi_delta import KimiDelta
@@ -51,6 +52,7 @@ _REPLACED: dict[str, type[nn.Module]] = {
 _AROUND: dict[str, type[nn.Module]] = {
     "Lfm2DecoderLayer": Lfm2Layer,
     "Lfm2MoeDecoderLayer": Lfm2Layer,
+    "NemotronHBlock": NemotronHLayer,
     "JambaMambaDecoderLayer": JambaMambaLayer,
     "FalconH1DecoderLayer": FalconH1Layer,
     "FalconH1ForCausalLM": FalconH1Model,

@@ -54,7 +54,7 @@ class Mamba2(nn.Module):
     @property
     def can_fuse(self) -> bool:
         """True if `parts` describes it; a norm over the heads of several ranks is not described."""
-        return not self.has_norm or hasattr(self.norm, "n_groups") or hasattr(self.norm, "group_size")
+        return not self.has_norm or hasattr(self.norm, "variance_epsilon")
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -97,7 +97,9 @@ class Mamba2(nn.Module):
         if not self.has_norm:
             return parts
         norm, weight = self.norm, self.norm.weight.detach().float()
-        group = len(weight) // norm.n_groups if hasattr(norm, "n_groups") else norm.group_size
+        # Before transformers 5.21 some families have one norm over all heads.
+        whole = len(weight) // getattr(norm, "n_groups", 1)
+        group = getattr(norm, "group_size", whole)
         opens_first = not getattr(norm, "norm_before_gate", False)
         return replace(parts, norm=weight, group=group, eps=norm.variance_epsilon, opens_first=opens_first)
 
