@@ -9,6 +9,7 @@ import torch
 
 from attacked import CHAT, TEXT, Attack, Attacked
 from specinfer import LLM
+from specinfer.engine import host_executor
 from specinfer.engine.commit import Committer
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.engine.in_flight_step import InFlightStep
@@ -143,16 +144,16 @@ def test_53_clients_that_leave_in_the_middle_of_a_step(
 
 # 51: values that are no numbers end only the request they came in
 def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = HostExecutor._by_tree
+    kept = host_executor.logits_by_tree
 
-    def spoilt(self: HostExecutor, step: InFlightStep, logits: torch.Tensor) -> list[torch.Tensor]:
-        rows = kept(self, step, logits)
+    def spoilt(step: InFlightStep, logits: torch.Tensor) -> list[torch.Tensor]:
+        rows = kept(step, logits)
         pairs = zip(step.spans, step.trees, strict=True)
         saying = [span.request for span, tree in pairs if tree is not None and not span.request.is_finished]
         is_bad = [request.params.max_tokens == 77 for request in saying]
         return [torch.full_like(row, torch.nan) if bad else row for row, bad in zip(rows, is_bad, strict=True)]
 
-    monkeypatch.setattr(HostExecutor, "_by_tree", spoilt)
+    monkeypatch.setattr(host_executor, "logits_by_tree", spoilt)
     broken = {"prompt": CODE, "max_tokens": 77, "seed": 1}
     server.beside(Attack(broken, 500, "not numbers"), Attack(broken | {"n": 3, "logprobs": 2}, 500, "not numbers"))
     (answer,) = server.beside(Attack(broken | {"stream": True}, 200))

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,15 +16,15 @@ from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter
 from specinfer.engine.drafting import asks_model, fit, is_sound
-from specinfer.engine.emission import note_prompt, reads_prompt
+from specinfer.engine.emission import reads_prompt
 from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.in_flight_step import InFlightStep
 from specinfer.engine.learners import Learners
 from specinfer.engine.metrics import EngineMetrics
+from specinfer.engine.pass_rows import logits_by_tree, pieces_of
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
-from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.rule_choice import RuleChoice
@@ -111,7 +110,7 @@ class HostExecutor:
     def _begin(self, batch: InFlightStep, *, may_pause: bool = False) -> None:
         self._scheduler.mark_in_flight(batch.spans)
         try:
-            pieces = self._pieces(batch)
+            pieces = pieces_of(batch, self.target.cache)
             if may_pause and isinstance(self.target, ModelRunner):
                 batch.target_pass = self.target.begin(pieces, self._pause)
             else:
@@ -130,7 +129,7 @@ class HostExecutor:
         clock = step.clock
         clock.skip_to(self._last_pass_end)
         try:
-            logits = self._by_tree(step, step.wait())
+            logits = logits_by_tree(step, step.wait())
             clock.lap("target")
             waited = self.target.loaded.seconds_waiting - max(step.waited, self._waited)
             self._last_pass_end, self._waited = clock.last, self.target.loaded.seconds_waiting
@@ -270,42 +269,10 @@ class HostExecutor:
         num_prompt_logprobs = sum(span.end - span.start for span in spans if reads_prompt(span))
         return min(num_slots, self.target.capacity.max_guesses(num_known, num_prompt_logprobs))
 
-    def _pieces(self, step: InFlightStep) -> list[Piece]:
-        cache, pieces = self.target.cache, []
-        for span, tree, reads in zip(step.spans, step.trees, step.reads_prompt, strict=True):
-            request_id = span.request.request_id
-            num_new = span.end - span.start + (tree.num_guessed if tree else 0)
-            slots = cache.reserve(request_id, num_new)
-            piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
-            if reads:
-                piece = replace(piece, num_logits=num_new)
-            if span.request.adapter is not None:
-                piece = replace(piece, adapter=span.request.adapter.table)
-            pieces.append(piece)
-        return pieces
-
-    def _by_tree(self, step: InFlightStep, logits: Tensor) -> list[Tensor]:
-        """Return the logits of each tree: [nodes, vocab]. Rows for prompt log-probabilities go to their requests.
-
-        Requests that ended while the pass was in flight are left out.
-        """
-        rows, start = [], 0
-        for span, tree, reads in zip(step.spans, step.trees, step.reads_prompt, strict=True):
-            num_tree = len(tree) if tree else 0
-            if reads:
-                num_before = span.end - span.start - (1 if tree else 0)
-                if not span.request.is_finished:
-                    note_prompt(span, logits[start : start + num_before + (1 if tree else 0)])
-                start += num_before
-            if tree and not span.request.is_finished:
-                rows.append(logits[start : start + num_tree])
-            start += num_tree
-        return rows
-
     def _outcomes(
         self, spans: Sequence[Span], trees: Sequence[TokenTree | None], logits: Sequence[Tensor]
     ) -> list[Outcome]:
-        """Return the outcome of each span; `logits` are those of `_by_tree`."""
+        """Return the outcome of each span; `logits` are those of `logits_by_tree`."""
         pairs = list(zip(spans, trees, strict=True))
         decoding = [(span, tree) for span, tree in pairs if tree is not None and not span.request.is_finished]
         verified = zip(self._verify(decoding, logits), logits, strict=True)
