@@ -143,3 +143,21 @@ def test_steps_without_trees_use_the_same_random_numbers(rule: str, pair: Pair) 
         told.append(list(map(_told, requests)))
     assert told[1] == told[0]
     assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2, 1)], ids=str)
+def test_requests_of_both_rules_share_steps(widths: Sequence[int], pair: Pair) -> None:
+    """Under the rule "auto" each sampled request has a rule of its own."""
+    told = []
+    for has_device_executor in (False, True):
+        requests, tree = _requests(), TreeBudget.expansion(widths)
+        for number, rule in ((0, "traversal"), (2, "coupled"), (3, "traversal"), (5, "coupled")):
+            requests[number].verification = rule
+        engine = _engine(pair, "auto", tree, has_device_executor=has_device_executor)
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+        else:
+            run(engine, requests)
+        told.append(list(map(_told, requests)))
+    assert told[1] == told[0]
+    assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])

@@ -338,7 +338,7 @@ PER_COUNT = 16
 # tokens, to find these, and for each token that requests may name.
 PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
-PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 12, 4, 3
+PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
 
 
 @pytest.mark.parametrize("processing", Processing)

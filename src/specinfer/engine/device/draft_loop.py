@@ -154,7 +154,7 @@ class DraftLoop:
             own.chances, mine, self.trees, lookups if before is None else before.guesses, most, drawing,
         )  # fmt: skip
         if drawing is not None:
-            own.first_draw[:rows] += torch.where(mine.max_nodes > 0, DRAWS_EACH, 0)
+            own.first_draw[:rows].add_((mine.max_nodes > 0) * DRAWS_EACH)
         if is_last:
             return None
         by_path_prob = replace(self.trees, confidence=torch.empty_like(self.trees.confidence))

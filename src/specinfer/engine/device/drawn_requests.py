@@ -19,20 +19,22 @@ class DrawnRequests:
     """The requests of an executor that are under a rule with random numbers.
 
     Args:
-        rule: Verification rule of requests that have none of their own.
+        rule: The rule, or None if no such requests are served.
+        usual: Verification rule of requests that have none of their own.
     """
 
-    def __init__(self, rule: str) -> None:
-        self.rule = rule if rule in RANDOM_RULES else None
+    def __init__(self, rule: str | None, usual: str) -> None:
+        self.rule, self._usual = rule, usual
         self._best_first: set[Request] = set()  # these get trees that are no fixed expansions
 
     def has(self, request: Request) -> bool:
         """Return whether a request is under the rule, where that differs from plain decoding."""
-        return self.rule is not None and not (request.params.is_greedy or request.params.tree == "off")
+        rule = request.verification or self._usual
+        return rule in RANDOM_RULES and not (request.params.is_greedy or request.params.tree == "off")
 
     def may_join(self, request: Request) -> bool:
-        """Return whether no tree was wanted for a request so far that is not drawn on the device."""
-        return request not in self._best_first
+        """Return whether the trees of a request are drawn on the device, as far as is known."""
+        return request not in self._best_first and (self.rule is not None or not self.has(request))
 
     def undrawable(
         self, device_requests: Sequence[DeviceRequest], budgets: Iterable[TreeBudget], shape: DraftShape | None

@@ -36,7 +36,7 @@ from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.processing import Processing, is_served, why_not, why_not_sampled
+from specinfer.engine.device.processing import Processing, drawn_rule, is_served, why_not, why_not_sampled
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
@@ -90,7 +90,7 @@ class DeviceExecutor:
         self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
-        self._drawn = DrawnRequests(rule)
+        self._drawn = DrawnRequests(drawn_rule(merged, rule), rule)
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._budgets = DeviceBudgets(self._drafts.names, calibration, "coupled" if rule == AUTO else None)

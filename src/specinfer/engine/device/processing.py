@@ -19,6 +19,7 @@ from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
+from specinfer.verify.rules import TRAVERSAL
 
 
 class Processing(enum.IntEnum):
@@ -87,6 +88,17 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     return f"draft_sampling is {others.pop()}" if others else None
 
 
+def drawn_rule(drafter: Drafter | None, verification: str) -> str | None:
+    """Return the rule of sampled requests whose tokens are drawn on a device, or None if they take ordinary steps.
+
+    Args:
+        drafter: The drafters.
+        verification: Verification rule; "auto" has requests under traversal, too.
+    """
+    rule = TRAVERSAL if verification == AUTO else verification
+    return rule if drafter is not None and rule in RANDOM_RULES and why_not_sampled(drafter, rule) is None else None
+
+
 def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
     """Return whether steps of this request can be taken on a device from now on.
 
@@ -102,7 +114,6 @@ def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
         or request.bad_words_ids
         or (request.prediction_ids and not may_follow)
         or request.adapter is not None
-        or request.verification in RANDOM_RULES
         or request.trace is not None
     )
 
