@@ -25,8 +25,9 @@ def latency(
         flag(
             "Speculation",
             "Another engine to measure in the same run: transformers, transformers-compiled, llama.cpp or openvino; "
-            "with a drafter, transformers-assisted, llama.cpp-draft or openvino-draft. May end in a type of weights, "
-            "such as :q8_0. May be repeated.",
+            "with a drafter, transformers-assisted, llama.cpp-draft or openvino-draft; with draft tokens looked up in "
+            "their text, transformers-lookup or llama.cpp-lookup. May end in a type of weights, such as :q8_0, or in "
+            ":file, the model's own GGUF file. May be repeated.",
             metavar="NAME",
         ),
     ] = None,

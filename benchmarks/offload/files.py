@@ -68,7 +68,7 @@ def needs_of(config: OffloadBenchConfig, models: Models, plan: GrowthPlan | None
         peer = parse_peer(name, "bfloat16" if dtype == "auto" else dtype, "offload")
         if LIBRARIES[peer.library].needs_gguf and LIBRARIES[peer.library].missing() is None:
             each = _GGUF_BYTES[peer.weights] / (4 if dtype == "float32" else 2)
-            for folder, size in list(sizes.items())[: 2 if peer.drafts else 1]:
+            for folder, size in list(sizes.items())[: 2 if peer.has_drafter else 1]:
                 if not folder.exists() or not gguf_place(folder, peer.weights).exists():
                     files[folder / peer.weights] = int(each * size)
     needs.append(Need("peers", cache_folder(), sum(files.values())))

@@ -1,22 +1,24 @@
-"""llama.cpp through llama-cpp-python's low-level calls, plain and with token chains proposed by a draft model.
+"""llama.cpp through llama-cpp-python's low-level calls, plain and with token chains from a draft model or a lookup.
 
-The package itself speculates with prompt lookup only. The loop here is that of llama.cpp's own programs. The drafter
-proposes its best token repeatedly until its probability is too low. The target scores the chain in one pass and picks
-its own token from each row of logits. The drafter reads only tokens that are not in its cache yet.
+The package itself speculates with prompt lookup only, whose search is used here. The loop is that of llama.cpp's own
+programs. A draft model proposes its best token repeatedly until its probability is too low. The target scores the chain
+in one pass and picks its own token from each row of logits. A draft model reads only tokens that are not in its cache.
 """
 
 import ctypes
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.peers.messages import Ask, Generated, Load, Settings, Stopwatch
 from benchmarks.process import WorkerError
 
 _COUNTS = (2, 3, 4, 5, 6, 8, 12, 16)  # draft tokens in a chain
 _LEAST_PROBS = (0.0, 0.4, 0.75)  # least probability under the drafter at which it proposes a token
+_NGRAMS = (2, 3, 4)  # tokens that are looked up; the package's default is 2
 _SLOW = ((16, 0.0), (16, 0.4), (8, 0.0))  # (count, probability) to try where a pass costs the same at any size
 
 
@@ -38,6 +40,9 @@ class LlamaCppEngine:
     def load(self, job: Load) -> list[Settings]:
         max_len = job.max_len + max(_COUNTS) + 1
         self._target = self._target or Sequence(job.target, max_len, self._num_threads, is_mapped=job.is_slow)
+        if job.looks_up:
+            counts = (16,) if job.is_slow else _COUNTS
+            return [{"num_draft": count, "ngram_size": size} for count in counts for size in _NGRAMS]
         if job.drafter is None:
             return [{}]
         self._drafter = Sequence(job.drafter, max_len, self._num_threads)
@@ -48,11 +53,13 @@ class LlamaCppEngine:
         assert self._target is not None
         chooser = Chooser(ask.temperature, ask.seed)
         self._target.forget(0)
-        if ask.drafts:
-            assert self._drafter is not None
-            self._drafter.forget(0)
-            return _speculate(self._target, self._drafter, ask, chooser)
-        return _decode(self._target, ask, chooser)
+        if not ask.drafts:
+            return _decode(self._target, ask, chooser)
+        if "ngram_size" in ask.settings:
+            return _speculate(self._target, Lookup(ask.settings), ask, chooser)
+        assert self._drafter is not None
+        self._drafter.forget(0)
+        return _speculate(self._target, DraftModel(self._drafter, ask.settings), ask, chooser)
 
 
 def _decode(target: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
@@ -64,7 +71,20 @@ def _decode(target: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
     return stopwatch.stop(generated)
 
 
-def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Chooser") -> Generated:
+class Drafter(Protocol):
+    """A source of draft tokens."""
+
+    def read(self, known: list[int]) -> None:
+        """Read the prompt."""
+
+    def draft(self, known: list[int], most: int) -> list[int]:
+        """Return up to `most` tokens that may follow the known ones."""
+
+    def forget(self, length: int) -> None:
+        """Forget all tokens after the first `length`."""
+
+
+def _speculate(target: "Sequence", drafter: Drafter, ask: Ask, chooser: "Chooser") -> Generated:
     stopwatch = Stopwatch()
     known = list(ask.token_ids)
     drafter.read(known)
@@ -72,7 +92,7 @@ def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Choo
     stopwatch.arrived(1)
     end = len(ask.token_ids) + ask.max_tokens
     while len(known) < end:
-        guesses = _draft(drafter, known, min(ask.settings["num_draft"], end - len(known) - 1), ask.settings["p_min"])
+        guesses = drafter.draft(known, min(ask.settings["num_draft"], end - len(known) - 1))
         rows = target.read([known[-1], *guesses], all_rows=True)
         for row, guess in zip(rows, [*guesses, None], strict=True):
             known.append(chooser.token(row))
@@ -80,22 +100,48 @@ def _speculate(target: "Sequence", drafter: "Sequence", ask: Ask, chooser: "Choo
                 break
         # Neither model has read the last token. Rejected draft tokens are removed from the caches.
         target.forget(len(known) - 1)
-        drafter.forget(min(drafter.length, len(known) - 1))
+        drafter.forget(len(known) - 1)
     return stopwatch.stop(known[len(ask.token_ids) :])
 
 
-def _draft(drafter: "Sequence", known: list[int], most: int, min_path_prob: float) -> list[int]:
-    """Return up to `most` greedy draft tokens, each with at least the probability `min_path_prob`."""
-    guesses: list[int] = []
-    unread = known[drafter.length :]
-    while len(guesses) < most:
-        row = drafter.read(unread)
-        token = int(row.argmax())
-        if min_path_prob > 0 and 1 / np.exp(row - row[token]).sum() < min_path_prob:
-            break
-        guesses.append(token)
-        unread = [token]
-    return guesses
+class DraftModel:
+    """Greedy draft tokens of a model, each with at least the probability `p_min` of the settings."""
+
+    def __init__(self, model: "Sequence", settings: Settings) -> None:
+        self._model, self._least = model, settings["p_min"]
+
+    def read(self, known: list[int]) -> None:
+        self._model.read(known)
+
+    def draft(self, known: list[int], most: int) -> list[int]:
+        guesses: list[int] = []
+        unread = known[self._model.length :]
+        while len(guesses) < most:
+            row = self._model.read(unread)
+            token = int(row.argmax())
+            if self._least > 0 and 1 / np.exp(row - row[token]).sum() < self._least:
+                break
+            guesses.append(token)
+            unread = [token]
+        return guesses
+
+    def forget(self, length: int) -> None:
+        self._model.forget(min(self._model.length, length))
+
+
+class Lookup:
+    """Tokens that followed the last ones before: llama-cpp-python's own search."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._search = LlamaPromptLookupDecoding(settings["ngram_size"], settings["num_draft"])
+
+    def read(self, known: list[int]) -> None: ...
+
+    def draft(self, known: list[int], most: int) -> list[int]:
+        found: list[int] = self._search(np.array(known, dtype=np.intc)).tolist()
+        return found[: max(most, 0)]
+
+    def forget(self, length: int) -> None: ...
 
 
 class Chooser:

@@ -14,12 +14,13 @@ class Load:
 
     Attributes:
         target: Model folder or GGUF file.
-        drafter: Model folder or GGUF file, or None for plain decoding.
+        drafter: Model folder or GGUF file, or None for plain decoding and for tokens that are looked up.
         max_len: Most tokens of a prompt and its output together.
         dtype: Type that our own models compute in.
         offload: Where layers are kept until a pass needs them: "disk", or "cpu" for a model on a GPU. None if they are
             in memory, or wherever the library maps them.
         is_slow: Whether a pass takes seconds at any size, so that only a few settings can be tried.
+        looks_up: Whether draft tokens are looked up in the prompt and the output.
     """
 
     target: str
@@ -29,6 +30,7 @@ class Load:
     device: str
     offload: str | None = None
     is_slow: bool = False
+    looks_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The known peers, their requirements and their names, such as `llama.cpp` and `llama.cpp-draft:q8_0`."""
+"""The known peers, their requirements and their names: `llama.cpp`, `llama.cpp-lookup`, `llama.cpp-draft:q8_0`."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ class Library:
         weights: Types that it can store the weights in.
         nearest: Measured dtype -> the entry of `weights` that is used if a peer's name gives no type.
         drafting: Suffix of its name when it speculates with a drafter, or None if it is measured only without one.
+        lookup: Suffix of its name when it looks draft tokens up in its own text, or None if it cannot.
         samples_with_drafter: Whether tokens that it samples with a drafter have the target's distribution.
         offload: Where it keeps the layers, or None if it maps them or keeps them in memory.
         measurements: The measurements that it can take part in.
@@ -25,6 +26,7 @@ class Library:
     weights: tuple[str, ...]
     nearest: Mapping[str, str]
     drafting: str | None = "draft"
+    lookup: str | None = None
     needs_gguf: bool = True
     cpu_only: bool = True
     gpu_only: bool = False
@@ -66,6 +68,7 @@ LIBRARIES = {
         _FLOATS,
         {name: name for name in _FLOATS},
         drafting="assisted",
+        lookup="lookup",
         needs_gguf=False,
         cpu_only=False,
     ),
@@ -83,6 +86,7 @@ LIBRARIES = {
         {"llama_cpp": "llama-cpp-python", "gguf": "gguf"},
         ("f32", "f16", "bf16", "q8_0", "q4_0", OWN_FILE),
         {"float32": "f32", "bfloat16": "bf16", "float16": "f16"},
+        lookup="lookup",
         measurements=("latency", "offload"),
     ),
     # OpenVINO reads no other types from GGUF files, and computes in bfloat16 where the CPU supports it.
@@ -100,15 +104,22 @@ LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One library with weights of one type, with or without a drafter."""
+    """One library with weights of one type, with or without draft tokens, which may be looked up."""
 
     library: str
     drafts: bool
     weights: str
+    looks_up: bool = False
+
+    @property
+    def has_drafter(self) -> bool:
+        """True if a model drafts."""
+        return self.drafts and not self.looks_up
 
     @property
     def name(self) -> str:
-        suffix = f"-{LIBRARIES[self.library].drafting}" if self.drafts else ""
+        entry = LIBRARIES[self.library]
+        suffix = f"-{entry.lookup if self.looks_up else entry.drafting}" if self.drafts else ""
         return f"{self.library}{suffix}:{self.weights}"
 
 
@@ -122,19 +133,20 @@ def parse_peer(text: str, dtype: str, measurement: str = "latency") -> Peer:
     Raises:
         ValueError: There is no such peer, or it does not support this type of weights.
     """
-    arms: dict[str, tuple[str, bool]] = {}
+    arms: dict[str, tuple[str, bool, bool]] = {}
     for library, entry in LIBRARIES.items():
         if measurement in entry.measurements:
-            arms[library] = (library, False)
-            if entry.drafting is not None:
-                arms[f"{library}-{entry.drafting}"] = (library, True)
+            arms[library] = (library, False, False)
+            for suffix, looks_up in ((entry.drafting, False), (entry.lookup, True)):
+                if suffix is not None:
+                    arms[f"{library}-{suffix}"] = (library, True, looks_up)
     arm, colon, weights = text.partition(":")
     if arm not in arms:
         raise ValueError(f"peers: {text!r} is not known; there are {', '.join(arms)}")
-    library, drafts = arms[arm]
+    library, drafts, looks_up = arms[arm]
     entry = LIBRARIES[library]
     if colon and weights not in entry.weights:
         raise ValueError(f"peers: {arm} has weights in {', '.join(entry.weights)}, not in {weights!r}")
     if not weights and dtype not in entry.nearest:
         raise ValueError(f"peers: {arm} has no weights in {dtype}; choose among {', '.join(entry.weights)}, or a dtype")
-    return Peer(library, drafts, weights or entry.nearest[dtype])
+    return Peer(library, drafts, weights or entry.nearest[dtype], looks_up)

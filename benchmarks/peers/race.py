@@ -154,11 +154,11 @@ class Peers:
             raise WorkerError("it is measured on the CPU only; use --device cpu")
         if library.gpu_only and self._device == "cpu":
             raise WorkerError("it keeps the layers of a model on a GPU in host memory; use --device cuda")
-        if peer.drafts:
-            if params.temperature > 0 and not library.samples_with_drafter:
-                raise WorkerError(
-                    "text it samples with a drafter does not have the target's distribution; use temperature 0"
-                )
+        if peer.drafts and params.temperature > 0 and not library.samples_with_drafter:
+            raise WorkerError(
+                "text it samples with a drafter does not have the target's distribution; use temperature 0"
+            )
+        if peer.has_drafter:
             drafter = self._drafter()
             sizes = [load_config(folder).get_text_config().vocab_size for folder in (drafter, self._models.target)]
             if sizes[0] != sizes[1]:
@@ -173,7 +173,7 @@ class Peers:
     def _load(self, peer: Peer) -> _Entry:
         library = LIBRARIES[peer.library]
         dtype = self._dtype if library.needs_gguf else peer.weights
-        folders = [self._models.target, *([self._drafter()] if peer.drafts else [])]
+        folders = [self._models.target, *([self._drafter()] if peer.has_drafter else [])]
         files = [self._as_read(peer, folder) for folder in folders]
         weights = files if library.needs_gguf else [file for one in files for file in sorted(one.glob("*.safetensors"))]
         if self._memory is not None:
@@ -183,9 +183,8 @@ class Peers:
         if key not in self._processes:
             cap = None if self._memory is None or not self._is_capped else cap_memory(self._memory)
             self._processes[key] = Worker(library.module, torch.get_num_threads(), cap)
-        drafter = str(files[1]) if peer.drafts else None
-        is_slow = self._memory is not None
-        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, library.offload, is_slow)
+        drafter, is_slow = str(files[1]) if peer.has_drafter else None, self._memory is not None
+        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, library.offload, is_slow, peer.looks_up)
         reply = self._processes[key].ask({"do": "load", "job": asdict(job)}, LOADING_TIMEOUT)
         return _Entry(peer, self._processes[key], reply["settings"], reply["version"], weights)
 

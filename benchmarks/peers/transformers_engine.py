@@ -1,4 +1,4 @@
-"""transformers' own `generate`, plain and with an assistant model."""
+"""transformers' own `generate`, plain, with an assistant model, and with prompt lookup."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ from benchmarks.peers.messages import Ask, Generated, Load, Settings, Stopwatch
 _COUNTS = (2, 3, 4, 5, 6, 8, 12)  # draft tokens in a chain
 # The drafter stops at a token with a lower probability than this; 0.4 is transformers' default.
 _THRESHOLDS = (0.0, 0.4)
+_NGRAMS = (2, 3, 4)  # tokens that are looked up; transformers' default is 2
 _DEFAULT = {"num_assistant_tokens": 20, "schedule": "constant", "threshold": 0.4}
 
 
@@ -50,6 +51,9 @@ class TransformersEngine:
         self._target = self._load(job.target, job)
         if self._compiles:
             self._compile(self._models[self._target], job)
+        if job.looks_up:
+            pairs = [(count, size) for count in (*_COUNTS, 16) for size in _NGRAMS]
+            return [{"prompt_lookup_num_tokens": count, "max_matching_ngram_size": size} for count, size in pairs]
         if job.drafter is None:
             return [{}]
         self._drafter = self._load(job.drafter, job)
@@ -67,7 +71,9 @@ class TransformersEngine:
         if ask.temperature > 0:
             torch.manual_seed(ask.seed)
             options |= {"temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
-        if ask.drafts:
+        if "prompt_lookup_num_tokens" in ask.settings:
+            options |= ask.settings
+        elif ask.drafts:
             options["assistant_model"] = self._assistant(ask.settings)
         if self._cache is not None:
             self._cache.reset()

@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     floats = dict.fromkeys(("float32", "bfloat16", "float16"), "f32")
-    fake = Library("fake_peer", {}, ("f32", "q8_0"), floats, needs_gguf=False)
+    fake = Library("fake_peer", {}, ("f32", "q8_0"), floats, lookup="lookup", needs_gguf=False)
     absent = Library("fake_peer", {"no_such_module": "no-such-package", "json": "json"}, ("f32",), floats)
     monkeypatch.setitem(LIBRARIES, "fake", fake)
     monkeypatch.setitem(LIBRARIES, "absent", absent)
@@ -85,13 +85,16 @@ def test_names() -> None:
     assert parse_peer("llama.cpp", "bfloat16") == Peer("llama.cpp", False, "bf16")
     assert parse_peer("llama.cpp-draft:q8_0", "float32").name == "llama.cpp-draft:q8_0"
     assert parse_peer("transformers-assisted", "float32").name == "transformers-assisted:float32"
+    assert parse_peer("llama.cpp-lookup:file", "float32") == Peer("llama.cpp", True, "file", looks_up=True)
+    assert parse_peer("transformers-lookup", "bfloat16").name == "transformers-lookup:bfloat16"
     assert parse_peer("openvino-draft", "bfloat16") == Peer("openvino", True, "f16")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vllm", "peers: 'vllm' is not known; there are transformers, transformers-assisted, transformers-compiled, "),
+        ("vllm", "peers: 'vllm' is not known; there are transformers, transformers-assisted, transformers-lookup, "),
+        ("openvino-lookup", "peers: 'openvino-lookup' is not known"),
         ("transformers-draft", "peers: 'transformers-draft' is not known"),
         ("openvino:bf16", "peers: openvino has weights in f16, q8_0, q4_0, not in 'bf16'"),
         ("llama.cpp-draft:", "peers: llama.cpp-draft has weights in f32, .*, not in ''"),
@@ -222,6 +225,15 @@ def test_a_peer_that_fails_is_out_and_the_run_goes_on(
     assert f"peer fake:f32 skipped: {reason}" in shown(report)
 
 
+def test_a_peer_that_looks_up_needs_no_drafter_and_speculates(folders: tuple[str, str]) -> None:
+    report = measure(folders, "fake-lookup", "fake-draft", drafters=("ngram",), trees=("1",), repeats=1)
+    assert report.peers is not None
+    assert dict(report.peers.skipped) == {"fake-draft:f32": "no drafter is a model"}
+    (arm,) = report.peers.arms
+    assert (arm.name, arm.details["drafts"]) == ("fake-lookup:f32", True)
+    assert arm.details["settings"] == {"num_draft": 3, "looked_up": True}
+
+
 def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = measure(folders, "fake-draft", "fake", drafters=("ngram",), repeats=1)
     assert report.peers is not None
@@ -265,17 +277,19 @@ def check_adapter(
 ) -> None:
     """Greedy text with and without guesses is the text given; sampled text has its length."""
     max_len = len(prompt) + len(text)
-    for path in (None, drafter):
-        offered = adapter.load(Load(target, path, max_len, "float32", "cpu"))
+    arms = [(None, False), (drafter, False), *([(None, True)] if samples else [])]  # the last one looks up
+    for path, looks_up in arms:
+        offered = adapter.load(Load(target, path, max_len, "float32", "cpu", looks_up=looks_up))
+        drafts = looks_up or path is not None
         for settings in offered[:: max(1, len(offered) // 4)]:
-            ask = Ask(list(prompt), len(text), 0.0, 0, path is not None, settings)
+            ask = Ask(list(prompt), len(text), 0.0, 0, drafts, settings)
             said = adapter.generate(ask)
             assert said.token_ids == text, settings
             assert 1 <= said.num_first <= len(text)
             assert min(said.time, said.prompt_time) > 0
-        if path is not None and not samples:
+        if drafts and not samples:
             continue
-        sampled = Ask(list(prompt), len(text), 0.8, 3, path is not None, offered[-1])
+        sampled = Ask(list(prompt), len(text), 0.8, 3, drafts, offered[-1])
         assert len(adapter.generate(sampled).token_ids) == len(text)
 
 

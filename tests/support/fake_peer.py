@@ -30,6 +30,8 @@ class FakePeer:
         print(f"loading {job.target}")  # as libraries do
         if self._failure == "refuse":
             raise WorkerError("it does not like the model")
+        if job.looks_up:
+            return [{"num_draft": 3, "looked_up": True}]
         return [{}] if job.drafter is None else [{"num_draft": count} for count in range(1, 11)]
 
     def generate(self, ask: Ask) -> Generated:
