@@ -9,6 +9,8 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import plain_multi_step, plain_traversal, plain_tree, tree_ops
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
+from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.tree_layout import TreeLayout
 from tree_cases import AttentionCase, Part, bushy, wide
 
@@ -175,3 +177,46 @@ def test_walks_with_random_numbers(name: str) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert a.tolist() == b.tolist()
     assert others[-1].tolist() == arguments[-1].tolist(), "as many coins were tossed"
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_drawn_candidates(width: int) -> None:
+    requests, nodes, support, first = 8, 5, 128, 3
+    source = torch.Generator().manual_seed(width)
+    values = 3 * torch.randn((requests * nodes, support), generator=source)
+    values = values.sort(dim=1, descending=True).values
+    ids = torch.stack([torch.randperm(50257, generator=source)[:support] for _ in values])
+    least = values[:, support // 2].clone()
+    drawn = DrawnRows(
+        torch.arange(requests) != 3, 2**40 * torch.arange(requests), torch.arange(requests) * 256,
+        torch.full((requests,), 0.8),
+    )  # fmt: skip
+    ints = torch.zeros((requests, nodes), dtype=torch.int32)
+    frontier = Frontier(1, ints.long(), ints.unsqueeze(2), ints, torch.ones((requests, nodes)))
+    widths = torch.full((requests, 3), width, dtype=torch.int32)
+    limits = Limits(torch.full((requests,), 99), torch.full((requests,), 3), torch.zeros(requests), widths)
+    found = []
+    for device in ("cpu", "cuda"):
+        candidates = Candidates.empty(requests, first + nodes * width, torch.device(device))
+        draws = Draws.empty(requests, first + nodes * width, 50257, torch.device(device))
+        for tensor in (candidates.tokens, candidates.confidence, candidates.path_prob):
+            tensor.zero_()
+        tensors = [tensor.to(device) for tensor in (values * 0.8, ids, least)]
+        rows = DrawnRows(*(tensor.to(device) for tensor in drawn))
+        above = replace(frontier, **_moved(frontier, device))
+        tree_ops.draw_candidates(
+            *tensors, rows, above, first, width, replace(limits, **_moved(limits, device)), candidates, draws
+        )
+        found.append((candidates, draws))
+    (wanted, wanted_draws), (candidates, draws) = found
+    assert candidates.tokens.tolist() == wanted.tokens.tolist()
+    assert candidates.path_prob.tolist() == wanted.path_prob.tolist()
+    assert torch.allclose(candidates.confidence.cpu(), wanted.confidence)
+    kept = drawn.is_drawn
+    assert torch.equal(draws.tokens.cpu()[kept], wanted_draws.tokens[kept])
+    assert torch.allclose(draws.probs.cpu()[kept], wanted_draws.probs[kept], rtol=1e-12, atol=1e-15)
+
+
+def _moved(one: Any, device: str) -> dict[str, Tensor]:
+    values = {field.name: getattr(one, field.name) for field in fields(one)}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
