@@ -16,10 +16,11 @@ from rich.console import Console
 from torch import Tensor
 
 from specinfer.bench.options import check_seed, check_whole
-from specinfer.core.config import DRAFT_SAMPLINGS, MAX_TREE_NODES
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch

@@ -24,9 +24,10 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import check_distinct, check_dtype, check_seed, check_whole, rotated
 from specinfer.bench.roofline import read_bytes
-from specinfer.core.config import MAX_TREE_NODES, check_quantization
+from specinfer.core.config import check_quantization
 from specinfer.core.lookups import reserved_names
 from specinfer.core.tree import TokenTree
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.model.batch import Piece
 from specinfer.model.definition import known_positions, load_config
 from specinfer.model.device import DTYPES, find_device

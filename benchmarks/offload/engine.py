@@ -9,8 +9,8 @@ import torch
 from specinfer.bench.loop import copied
 from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import PLAIN, bench_params
-from specinfer.core.config import parse_tree
 from specinfer.core.errors import ModelError
+from specinfer.core.tree_shape import parse_tree
 from specinfer.llm import LLM
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 from specinfer.reporting.environment import Environment

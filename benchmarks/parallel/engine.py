@@ -11,8 +11,8 @@ from benchmarks.parallel.namespaces import crossed
 from benchmarks.parallel.part_costs import measure_part
 from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import PLAIN, bench_params
-from specinfer.core.config import parse_tree
 from specinfer.core.errors import ModelError
+from specinfer.core.tree_shape import parse_tree
 from specinfer.llm import LLM
 from specinfer.model.sharding.runner import DistributedRunner
 from specinfer.policy.auto_policy import AutoPolicy

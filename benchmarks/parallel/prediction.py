@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.parallel.plans import Setting
 from specinfer.bench.results import Run
-from specinfer.core.config import parse_tree
 from specinfer.core.step_record import StepRecord
+from specinfer.core.tree_shape import parse_tree
 from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.planning.network import Link
 from specinfer.planning.simulation_plans import Planner, run_round

@@ -15,9 +15,9 @@ from specinfer.bench.options import (
     check_whole,
     rotated,
 )
-from specinfer.core.config import parse_tree
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree_shape import parse_tree
 
 AUTO, LEARNED = "auto", "learned"
 WHICH = ("all", "models", "lookups")

@@ -20,8 +20,8 @@ from specinfer.bench.measurement import measure_request
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import PLAIN, kinds_for, precision_of
 from specinfer.bench.results import Arm, Run
-from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.lookups import LOOKUPS
+from specinfer.core.tree_shape import MAX_TREE_NODES, parse_tree
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions
 from specinfer.model.device import find_device

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from specinfer.core.config import SpeculativeConfig, TreeShape
+from specinfer.core.config import SpeculativeConfig
 from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.flags import current_names
 from specinfer.core.lora import LoRARequest
@@ -17,6 +17,7 @@ from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
+from specinfer.core.tree_shape import TreeShape
 from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor

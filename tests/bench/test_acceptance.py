@@ -22,7 +22,7 @@ from specinfer.bench.acceptance_table import plot_acceptance, print_acceptance
 from specinfer.bench.acceptance_time import fitting_trees
 from specinfer.bench.shift import blocks_of, cut_text, other_domain, prose_prompts
 from specinfer.cli.app import app
-from specinfer.core.config import parse_tree
+from specinfer.core.tree_shape import parse_tree
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.cost_model import CostModel, Curve

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.core.config import DRAFT_SAMPLINGS, parse_tree
+from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree_shape import parse_tree
 from specinfer.drafters import make_drafter
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner

@@ -6,10 +6,10 @@ import pytest
 from torch import Tensor
 
 from simulated_machines import WRONG, make_costs, make_record, make_span
-from specinfer.core.config import parse_tree
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.core.tree_shape import parse_tree
 from specinfer.policy.base import TREE_OFF, FixedPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.request_policy import RequestPolicy, make_policy

@@ -30,9 +30,10 @@ from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
 from specinfer.bench.shift import other_domain, run_shift, shift_setups
-from specinfer.core.config import BEST_FIRST, SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import expansion_nodes
+from specinfer.core.tree_shape import BEST_FIRST
 from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import demo_folders

@@ -15,8 +15,9 @@ from specinfer.bench.options import (
     check_whole,
     kinds_for,
 )
-from specinfer.core.config import MAX_TREE_NODES, check_device, check_verification, parse_select
+from specinfer.core.config import check_device, check_verification, parse_select
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree_shape import MAX_TREE_NODES
 
 SHIFT = "shift"
 PARTS = ("table1", "table2", "table3", "rules", "drafters", SHIFT)

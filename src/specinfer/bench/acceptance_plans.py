@@ -5,7 +5,8 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_report import TOP, Setup
-from specinfer.core.config import AUTO, BEST_FIRST, DRAFT_SAMPLINGS
+from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
+from specinfer.core.tree_shape import BEST_FIRST
 
 # (rule, drawing) of each row: every rule with its default drawing, and other drawings for rules that accept at random.
 RULES = (

@@ -18,7 +18,7 @@ from specinfer.bench.acceptance_report import (
     ShiftArm,
     ratios,
 )
-from specinfer.core.config import BEST_FIRST
+from specinfer.core.tree_shape import BEST_FIRST
 from specinfer.reporting.plots import MARKERS, SERIES_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.tables import Column, millions, print_rows
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_plans import MAX_DEPTH, Plan
 from specinfer.bench.acceptance_report import Counts, Row, Setup
-from specinfer.core.config import BEST_FIRST, MAX_TREE_NODES, SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
+from specinfer.core.tree_shape import BEST_FIRST, MAX_TREE_NODES
 from specinfer.llm import LLM
 from specinfer.policy.cost_measurement import measure_costs
 from specinfer.policy.cost_model import CostModel

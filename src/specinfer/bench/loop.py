@@ -22,8 +22,8 @@ from specinfer.bench.models import Models, at_size, dtype_of, find_models
 from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, precision_of, rotated
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.roofline import Roofline
-from specinfer.core.config import MAX_TREE_NODES, parse_tree
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree_shape import MAX_TREE_NODES, parse_tree
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.llm import LLM
 from specinfer.model.device import find_device

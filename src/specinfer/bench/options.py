@@ -15,10 +15,10 @@ from specinfer.core.config import (
     check_quantization,
     check_verification,
     parse_select,
-    parse_tree,
 )
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.tree_shape import parse_tree
 from specinfer.demo.chat_model import CHAT
 
 _T = TypeVar("_T")

@@ -27,8 +27,8 @@ from specinfer.bench.serve_requests import LoadRequest, load_requests
 from specinfer.bench.serve_search import highest_rate, next_rate, targets_met
 from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url
-from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.llm import LLM
 from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, options_of

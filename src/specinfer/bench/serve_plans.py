@@ -10,7 +10,8 @@ import numpy as np
 
 from specinfer.bench.options import PLAIN, check_models, check_once, check_seed, check_whole, rotated
 from specinfer.client import server_url
-from specinfer.core.config import check_device, parse_tree
+from specinfer.core.config import check_device
+from specinfer.core.tree_shape import parse_tree
 
 DEFAULT = "default"  # the arm whose requests name no tree, so that the server uses its own setting
 METRICS = ("ttft", "tpot", "itl", "e2el")

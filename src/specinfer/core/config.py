@@ -9,14 +9,12 @@ from pathlib import Path
 from specinfer.core.errors import check_float, check_int
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.sizes import parse_size
+from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
 
-MAX_TREE_NODES = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = ("int8", "int4", "fp8")
-BEST_FIRST = "best-first"
 _MAX_NGRAM = 64  # each length takes memory for every token
-BEST_FIRST_DEPTH = 8  # the depth of the paper's trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +119,6 @@ class OffloadConfig:
         return None if self.memory_budget is None else parse_size("memory_budget", self.memory_budget)
 
 
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """The parsed `tree` option: a fixed expansion, best first within limits, or neither of them for "off"."""
-
-    widths: tuple[int, ...] = ()
-    max_nodes: int = 0
-    max_depth: int = 0
-    is_auto: bool = False
-
-    @property
-    def is_off(self) -> bool:
-        return not (self.is_auto or self.max_nodes)
-
-
 # Draft sampling methods that each verification rule supports; the first is the rule's own. multi-step and traversal
 # need the distributions that draft tokens were really drawn from, with separate noise.
 DRAFT_SAMPLINGS: dict[str, tuple[str, ...]] = {
@@ -228,55 +212,6 @@ class SpeculativeConfig:
         return parse_select(self.select)
 
 
-_TREE_FORMS = 'use "auto", "off", children per level such as "1,1,3,1", or "best-first:32" (nodes, or nodes:depth)'
-
-
-def parse_tree(tree: str) -> TreeShape:
-    """Return the tree shape that a `tree` option stands for.
-
-    Raises:
-        ValueError: The option has none of the forms, or the tree is too large.
-    """
-    if tree == "auto":
-        return TreeShape(is_auto=True)
-    if tree == "off":
-        return TreeShape()
-    if not isinstance(tree, str):
-        raise ValueError(f"tree: {tree!r} is no string; {_TREE_FORMS}")
-    if tree.startswith(f"{BEST_FIRST}:"):
-        return _parse_best_first(tree)
-    parts = [part.strip() for part in tree.strip().removeprefix("<").removesuffix(">").split(",")]
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"tree: {tree[:60]!r} is not understood; {_TREE_FORMS}")
-    widths = tuple(map(_count, parts))
-    if 0 in widths:
-        raise ValueError(f'tree: a level of {tree[:60]!r} has no children; each needs at least 1, or use "off"')
-    nodes, level = 0, 1
-    for width in widths:
-        level *= width
-        nodes += level
-        if nodes > MAX_TREE_NODES:
-            raise ValueError(f"tree: {tree[:60]!r} has more than {MAX_TREE_NODES} nodes; make it smaller")
-    return TreeShape(widths, nodes, len(widths))
-
-
-def _parse_best_first(tree: str) -> TreeShape:
-    parts = [part.strip() for part in tree.removeprefix(f"{BEST_FIRST}:").split(":")]
-    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"tree: {tree[:60]!r} is not understood; {_TREE_FORMS}")
-    nodes, depth = _count(parts[0]), _count(parts[1]) if len(parts) == 2 else BEST_FIRST_DEPTH
-    if not 1 <= nodes <= MAX_TREE_NODES:
-        raise ValueError(f'tree: {tree[:60]!r} must have from 1 to {MAX_TREE_NODES} nodes, or use "off"')
-    if not 1 <= depth <= MAX_TREE_NODES:
-        raise ValueError(f"tree: the depth of {tree[:60]!r} must be from 1 to {MAX_TREE_NODES}")
-    return TreeShape((), nodes, min(depth, nodes))
-
-
-def _count(digits: str) -> int:
-    """Return the number, or 10**6 (too large for any tree) for a long one, since Python limits the digits it parses."""
-    return int(digits[-6:]) if not digits[:-6].strip("0") else 10**6
-
-
 HEDGE = "hedge"
 _HEDGE_ASKED = 2  # the generalist, and the drafter that suits the text best
 
@@ -292,9 +227,9 @@ def parse_select(select: str) -> int | None:
     if select == HEDGE:
         return _HEDGE_ASKED
     count = select.removeprefix(f"{HEDGE}:") if isinstance(select, str) else ""
-    if count == select or not (count.isascii() and count.isdecimal()) or not _count(count):
+    if count == select or not (count.isascii() and count.isdecimal()) or not parse_count(count):
         raise ValueError(f'select: {select!r:.60} is not understood; use "all", "hedge", or "hedge:1" (models asked)')
-    return _count(count)
+    return parse_count(count)
 
 
 _DRAFTER_FORMS = f'"auto", or a list of folders, hub names, {quoted_lookups("and")}'

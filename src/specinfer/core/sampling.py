@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from specinfer.core.config import parse_tree
 from specinfer.core.errors import as_tuple, check_float, check_int
 from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.tree_shape import parse_tree
 from specinfer.core.vllm_names import SAMPLING, without_vllm_names
 
 T = TypeVar("T")

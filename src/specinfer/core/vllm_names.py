@@ -7,8 +7,8 @@ A name that is also one of ours is not in them, because it works.
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
+from specinfer.core.tree_shape import MAX_TREE_NODES
 
 
 class VllmName(NamedTuple):

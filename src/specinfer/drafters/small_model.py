@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.draft_loop import DraftLoop, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.core.config import MAX_TREE_NODES
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
 from specinfer.kernels.plain_layer import rotation_table
 from specinfer.model.attention import AttentionFeatures, attend_stored

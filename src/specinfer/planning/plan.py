@@ -16,10 +16,11 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
-from specinfer.core.config import OffloadConfig, SpeculativeConfig, parse_tree
+from specinfer.core.config import OffloadConfig, SpeculativeConfig
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree_shape import parse_tree
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.planning.offload_plan import command_of, offload_choices

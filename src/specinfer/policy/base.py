@@ -5,10 +5,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specinfer.core.config import TreeShape
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.core.tree_shape import TreeShape
 from specinfer.verify import Acceptance
 
 TREE_OFF = "tree off: plain decoding was asked for"

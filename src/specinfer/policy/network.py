@@ -17,9 +17,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specinfer.core.config import MAX_TREE_NODES
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.policy.features import feature_names
 
 Floats = npt.NDArray[np.float64]

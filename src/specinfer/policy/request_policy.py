@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from specinfer.core.config import TreeShape, parse_tree
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree_shape import TreeShape, parse_tree
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from specinfer.core.config import parse_tree
 from specinfer.core.errors import RequestError
 from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import CompletionOutput, TextChunk
@@ -18,6 +17,7 @@ from specinfer.core.request import Fault
 from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_trace import StepTrace
+from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
 from specinfer.server.auth import body_size_of, cache_salt_of, tenant_of
 from specinfer.server.errors import ApiError, as_api_error

@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.config import DTYPES, MAX_TREE_NODES, parse_drafters
+from specinfer.core.config import DTYPES, parse_drafters
 from specinfer.core.errors import check_float, check_int
 from specinfer.core.sampling import MAX_SEED
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.demo import corpus
 
 DEMO_DATA = "demo"  # the embedded pair's own text: its training files and its held-out files

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from specinfer.core.atomic_file import write_atomically
-from specinfer.core.config import MAX_TREE_NODES
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.demo import corpus
 from specinfer.llm import LLM
 from specinfer.policy.cost_cache import cached_costs
