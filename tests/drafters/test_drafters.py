@@ -438,6 +438,13 @@ def test_tokens_of_lookups_must_be_probable_enough_under_rules_that_draw_too() -
     assert sizes == [1, 8]
 
 
+def test_lookups_are_asked_alone_under_every_rule() -> None:
+    merged, request = MergedDrafter([Script("lookup", _chain(7, 8))], may_choose=False), make_request("0", [5])
+    request.verification = "traversal"
+    (tree,) = merged.look_up([Span(request, 0, 1)], [TreeBudget(8, 8)])
+    assert paths_of(tree) == [(), (7,), (7, 8)]
+
+
 def test_shares_follow_what_was_accepted() -> None:
     budget_split = BudgetSplit(["a", "b", "c"])
     assert budget_split.share(30, [0, 1, 2]) == 10

@@ -13,6 +13,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.launch import Marks
 from specinfer.model.load import LoadedModel
+from specinfer.verify import RANDOM_RULES
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -59,6 +60,18 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair) -> None:
         assert max(request.speculation.max_depth for request in requests) > 1, "lookups go deeper than the model"
     assert engine.target.cache.is_balanced()
     assert isinstance(engine.drafter, MergedDrafter)
+
+
+@pytest.mark.parametrize("rule", RANDOM_RULES)
+def test_lookups_guess_for_greedy_requests_under_every_rule(rule: str, pair: Pair) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), [make_request("0", [5, 6, 7] * 4, params)])
+    engine = make_device_engine(*pair, TREES["best-first"], lookups=["ngram"], verification=rule)
+    request = make_request("0", [5, 6, 7] * 4, params)
+    served = run_on_device(engine, [request])
+    assert [request.output_ids] == wanted
+    assert served == {request}
+    assert "ngram" in request.origins
 
 
 def test_fixed_trees_are_those_of_ordinary_steps(pair: Pair) -> None:

@@ -93,7 +93,7 @@ class MergedDrafter:
         for i, one in enumerate(self._guarded):
             if one.is_able and one.as_async is None:
                 shares = [
-                    self._share_of(i, (), span.request, budget, budget.max_nodes)
+                    self._share_of(i, (i,), span.request, budget, budget.max_nodes)
                     for span, budget in zip(spans, budgets, strict=True)
                 ]
                 drafted.append(one.collect(one.launch(spans, shares), spans, shares))
