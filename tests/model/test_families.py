@@ -15,7 +15,7 @@ from native import native
 from specinfer import LLM
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
-from specinfer.model import layer_kind
+from specinfer.model import layer_families
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
@@ -29,6 +29,7 @@ from tiny import (
     GEMMA_4,
     HYBRIDS,
     KINDS_OF_HYBRIDS,
+    MORE_FUSED,
     VOCAB,
     load_runner,
     make_model,
@@ -57,7 +58,7 @@ def _piece(runner: ModelRunner, name: str, chain: Sequence[int], tree: TokenTree
     return Piece.of_span(chain, tree, runner.cache.slots(name), slots)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GEMMA_4, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FUSED, *GEMMA_4, *HYBRIDS])
 def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     """Two requests in one pass, one of them long enough to leave every sliding window."""
     runner, model = runner_of(family), make_model(family)
@@ -101,9 +102,9 @@ def test_a_node_that_continues_another_branch_is_noticed(
 
 
 @native
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FUSED, *HYBRIDS])
 def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
-    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family.split("-")[0] in layer_kind.FAMILIES)
+    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family.split("-")[0] in layer_families.FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import reference
 from native import native
+from native_layers import CPU, TREE, Reader
 from specinfer import LLM, SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.kernels import PackedLinear
 from specinfer.model import packing
-from specinfer.model.batch import Piece, pack
+from specinfer.model.batch import pack
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.layer_check import Verdict
 from specinfer.model.load import load_model
@@ -26,33 +27,7 @@ from specinfer.model.runner import ModelRunner
 from tiny import make_model, paths_of, random_prompts
 
 pytestmark = native
-CPU = torch.device("cpu")
-TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
-
-
-class Reader:
-    """Reads texts into a runner's cache, in chunks and in company."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-
-    def read(self, name: str, tokens: list[int]) -> None:
-        slots = self.runner.cache.reserve(name, len(tokens))
-        self.runner.forward([Piece.of_span(tokens, None, self.runner.cache.slots(name), slots)])
-        self.runner.cache.commit(name, range(len(tokens)))
-
-    def piece(self, name: str, tree: TokenTree) -> Piece:
-        slots = self.runner.cache.reserve(name, len(tree))
-        return Piece.of_span(tree.tokens[:1], tree, self.runner.cache.slots(name), slots)
-
-    def alone(self, name: str, tokens: list[int]) -> Tensor:
-        """[vocab] after the last token; all of them one at a time."""
-        for token in tokens[:-1]:
-            self.read(name, [token])
-        logits = self.runner.forward([self.piece(name, TokenTree.root(tokens[-1]))])
-        self.runner.cache.free(name)
-        return logits[0]
 
 
 @pytest.mark.covering(2)

@@ -167,7 +167,7 @@ def _is_fused(arch: str, changes: dict[str, Any]) -> bool:
         return True
     fused = (
         "qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "mamba2", "falcon-h1", "nemotron_h",
-        "nemotron_h_moe",
+        "nemotron_h_moe", "granite", "smollm3", "olmo2", "granitemoe", "glm4moe", "glm4", "qwen2moe", "olmo3",
     )  # fmt: skip
     return arch in fused and changes.get("linear_value_head_dim") != 8 and changes.get("moe_latent_size") is None
 

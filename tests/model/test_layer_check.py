@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import tiny
 from benchmarks.peers.plain_folder import plain_folder
 from native import native
 from specinfer.core.config import OffloadConfig
@@ -28,7 +27,7 @@ from tiny import make_model
 
 pytestmark = native
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-FAMILIES = sorted(layer_kind.FAMILIES.keys() & tiny.FAMILIES.keys())
+FAMILIES = ["gemma3_text", "llama", "mistral", "qwen2", "qwen3"]  # whose layers can all be made wrong in these ways
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOS, CHANNEL = 1, 5
 

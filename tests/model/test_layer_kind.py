@@ -7,59 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import reference
 from native import native
-from specinfer.core.tree import TokenTree
+from native_layers import PROMPT, error, last_logits, load, make, saved
 from specinfer.kernels import Attends, Ending, ExpertsCall, LayerCall, Opens
-from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.load import load_model
-from specinfer.model.runner import ModelRunner
-from tiny import HYBRIDS, make_model, random_prompts
-
-CPU = torch.device("cpu")
-PROMPT = random_prompts([40])[0]  # five windows
-
-
-def make(family: str, **changes: Any) -> Any:
-    """A model whose norms are not those it begins with."""
-    model = make_model(family, **changes)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
-                weight += torch.randn_like(weight) * 0.3
-    return model
-
-
-def saved(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> ModelRunner:
-    return ModelRunner(load_model(folder, dtype, CPU, quantization), 64)
-
-
-def last_logits(runner: ModelRunner) -> Tensor:
-    """[vocab] after the prompt, which is read in two chunks."""
-    cache = runner.cache
-    for chunk in (PROMPT[:25], PROMPT[25:-1]):
-        slots = cache.reserve("a", len(chunk))
-        runner.forward([Piece.of_span(chunk, None, cache.slots("a"), slots)])
-        cache.commit("a", range(len(chunk)))
-    slots = cache.reserve("a", 1)
-    logits = runner.forward([Piece.of_span(PROMPT[-1:], TokenTree.root(PROMPT[-1]), cache.slots("a"), slots)])
-    cache.free("a")
-    return logits[0]
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """The error's size, of what the logits differ by among themselves."""
-    return float((found - wanted).norm() / (wanted - wanted.mean()).norm())
-
+from tiny import HYBRIDS, make_model
 
 # Tokens are the same at any position to what is turned alike: thetas that the short prompt tells apart.
 _THETAS = {

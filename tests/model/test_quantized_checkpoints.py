@@ -15,6 +15,7 @@ from pair_heads import save_mtp
 from quantized_files import FORMATS, awq, gptq, save_gpt_oss, save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
+from specinfer.kernels.panels import TYPES
 from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
@@ -155,9 +156,10 @@ def test_experts_compute_with_their_codes_or_are_decoded(family: str, name: str,
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     kind = "int4" if name == "AWQ" else "FP8"
-    assert (loaded.compute_path, loaded.stored_types) == ("native linear layers", kind)
-    has_codes = any(isinstance(module, QuantizedExperts) for module in loaded.model.modules())
-    assert has_codes == (family == "qwen3_moe")
+    assert (loaded.compute_path, loaded.stored_types) == ("native fused layers", kind)
+    (part,) = (part for part in loaded.model.layers[0].call.parts if part.experts is not None)
+    has_codes = {call.panels.type not in TYPES.values() for call in part.experts.calls}
+    assert has_codes == {family == "qwen3_moe"}
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
 

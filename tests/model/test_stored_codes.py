@@ -48,7 +48,18 @@ MIXES: dict[str, dict[str, Any]] = {
     "gpt-oss without codes for outputs": {"arch": "gpt-oss", "kind": "Q4_0", "kinds": {"down_exps": "BF16"}},
     "experts in 16 bits": {"arch": "qwen3moe", "kind": "Q4_0", "kinds": {"exps": "F16"}, **MIXTURE},
 }
-FUSED = {"Q4_K_M", "Q4_0", "Q5_K_S", "MXFP4", "NVFP4"}
+FUSED = {
+    "Q4_K_M",
+    "Q4_0",
+    "Q5_K_S",
+    "MXFP4",
+    "NVFP4",
+    "phi3",
+    "experts",
+    "experts without codes for outputs",
+    "experts in 16 bits",
+    "experts in NVFP4",
+}
 
 
 def weights(name: str, rows: int, blocks: int, scale: float | None) -> tuple[QuantizedWeight, torch.Tensor]:

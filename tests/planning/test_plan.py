@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from specinfer.bench.models import find_models
 from specinfer.cli.app import app
+from specinfer.core.config import OffloadConfig
+from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.llm import LLM
 from specinfer.model.offload.stream import Stream
 from specinfer.model.runner import ModelRunner
 from specinfer.planning import plan
+from specinfer.planning.offload_plan import offload_choices
 from specinfer.planning.options import PlanConfig
 from specinfer.planning.plan import run_plan
 from specinfer.planning.plan_table import bar, plot_plan, print_plan
@@ -338,3 +342,29 @@ def test_a_budget_that_streams_the_embedded_target_shows_a_plan(
 def test_a_budget_without_offloading_is_refused(folders: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="memory_budget: it is for targets that are streamed"):
         make_config(folders, memory_budget="2GiB")
+
+
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid", "qwen3_moe"])
+def test_a_copy_takes_the_memory_that_the_plan_of_a_streamed_target_expects(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are not rounded, and layers differ in size."""
+    monkeypatch.setattr(
+        Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 0)
+    )  # so small a model would stay
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    if family == "granitemoehybrid":
+        types = ["mamba", "attention", "mamba", "mamba", "attention"]
+        sizes |= {"mamba_d_head": 64, "shared_intermediate_size": 128, "layer_types": types}
+    target = save_model(tmp_path / "model", family, num_hidden_layers=5, **sizes)
+    options: dict[str, Any] = {"offload": "disk", "offload_folder": tmp_path / "packed", "memory_budget": "8GiB"}
+    with LLM(target, drafters=["self:int8"], **options) as llm:
+        llm.generate([{"prompt_token_ids": list(PROMPTS[0])}], SamplingParams(max_tokens=2))
+        (copy,) = llm.small_models.values()
+        assert copy.loaded.stream is not None
+        taken = copy.loaded.stream.num_layers * copy.loaded.stream.buffer_bytes
+        models = find_models(str(target), ("ngram",), OffloadConfig(**options), None)
+        costs = CostModel(Curve((1, 64), (0.1, 0.2)), Curve((1, 64), (0.01, 0.01)))
+        choices = offload_choices(llm, models, costs, AcceptanceModel.assumed((0.5,)))
+    found = next(one.candidate.num_bytes for one in choices if one.candidate.drafters == ("self:int8",))
+    assert found == pytest.approx(taken, rel=0.1)

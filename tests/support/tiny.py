@@ -110,6 +110,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE,
 }
 
+_KINDS_OF_ATTENTION = {"layer_types": ["sliding_attention", "full_attention"]}
+_GRANITE = {
+    "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+}  # fmt: skip
+_GROUPED = _HEAD | {
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+# Other families that have native layers, each with what it differs from Llama in.
+MORE_FUSED: dict[str, dict[str, Any]] = {
+    "iquestcoder": _LLAMA,
+    "internlm3": _LLAMA,
+    "granite": _LLAMA | _GRANITE,
+    "smollm3-mixed": _LLAMA | {"no_rope_layers": [1, 0]},
+    "seed_oss": _LLAMA | _HEAD | {"attention_out_bias": True},
+    "ministral": _LLAMA | _WINDOW | _HEAD | _KINDS_OF_ATTENTION,
+    "arcee": _LLAMA,
+    "olmo2": _LLAMA,
+    "olmo3-mixed": _LLAMA | _WINDOW | _KINDS_OF_ATTENTION,
+    "exaone4-mixed": _LLAMA | _WINDOW | _KINDS_OF_ATTENTION,
+    "glm": _LLAMA | _HEAD,
+    "glm4": _LLAMA | _HEAD,
+    "ernie4_5": _LLAMA | _HEAD | {"use_bias": True},
+    "helium": _LLAMA | _HEAD,
+    "qwen2_moe-mixed": _LLAMA | _MOE | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    "glm4_moe-grouped": _LLAMA | _GROUPED | {"use_qk_norm": True},
+    "dots1": _LLAMA | _WINDOW | _GROUPED | _KINDS_OF_ATTENTION | {"n_shared_experts": 1},
+    "solar_open": _LLAMA | _GROUPED,
+    "exaone_moe": _LLAMA
+    | _WINDOW
+    | _HEAD
+    | _KINDS_OF_ATTENTION
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+    | {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
+    "hy_v3": _LLAMA | _HEAD | _MOE | {"num_experts": 8, "router_scaling_factor": 1.5, "first_k_dense_replace": 1},
+    "minimax_m2": _LLAMA | _HEAD | _LOCAL_MOE | {"num_local_experts": 8, "rotary_dim": 4},
+    "olmoe": _LLAMA | _MOE | {"norm_topk_prob": True},
+    "ernie4_5_moe": _LLAMA | _MOE | {"num_experts": 8, "moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 1},
+    "granitemoe": _LLAMA | _LOCAL_MOE | _GRANITE,
+    "granitemoeshared": _LLAMA | _LOCAL_MOE | _GRANITE | {"shared_intermediate_size": 24},
+}
+MORE_FUSED = {name: fields for name, fields in MORE_FUSED.items() if name.split("-")[0] in CONFIG_MAPPING}
+
 # Gemma 4, whose layers store keys of two sizes, as the smallest, the dense and the sparse one of its models.
 GEMMA_4: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA_4,
@@ -222,7 +265,7 @@ def make_model(family: str, seed: int = 0, noise: float = 0.0, **changes: Any) -
     if family in HYBRIDS and family.split("-")[0] not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers_version} has no {family}")
     config = AutoConfig.for_model(
-        family.split("-")[0], **((FAMILIES | GEMMA_4 | HYBRIDS).get(family, _LLAMA) | changes)
+        family.split("-")[0], **((FAMILIES | MORE_FUSED | GEMMA_4 | HYBRIDS).get(family, _LLAMA) | changes)
     )
     torch.manual_seed(seed)
     # Eager knows soft caps and sinks; but Falcon's adds its ALiBi twice.

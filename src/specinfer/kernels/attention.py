@@ -37,7 +37,7 @@ class _Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_float) for name in ("key_inverse", "value_inverse", "value_scale")),
-        *((name, ctypes.c_int32) for name in ("type", "is_gated")),
+        *((name, ctypes.c_int32) for name in ("type", "is_gated", "joins_heads", "rotates_pairs")),
     )
 
 
@@ -90,9 +90,10 @@ class AttentionCall:
     Args:
         keys, values: [slots, kv_heads, dim] of float32, bfloat16, float16, or e4m3 or e5m2.
         window: A token sees keys less than this many positions back.
-        query_norm, key_norm: [dim] float32 weights of norms before rotation.
+        query_norm, key_norm: [dim] float32 weights of norms before rotation, or [heads * dim] of one over all heads.
         rotated: Number of a head's values, from the first, that are rotated.
         is_gated: Whether each head's queries come with gates of its results, for `LayerCall`.
+        rotates_pairs: Whether neighbouring values are rotated together, not those `rotated / 2` apart.
         kv_scales: What keys and values of 8 bits are stored as multiples of.
     """
 
@@ -109,6 +110,7 @@ class AttentionCall:
         eps: float = 0.0,
         rotated: int = 0,
         is_gated: bool = False,
+        rotates_pairs: bool = False,
         kv_scales: KVScales = NO_SCALES,
     ) -> None:
         _, kv_heads, dim = keys.shape
@@ -121,7 +123,9 @@ class AttentionCall:
         sizes = (num_heads, kv_heads, dim, rotated, window or 0)
         scales = (*kv_scales.inverses, kv_scales.value)
         scale *= kv_scales.key
-        self._structure = _Attention(*addresses, *sizes, scale, eps, *scales, _TYPES[keys.dtype], is_gated)
+        joins_heads = query_norm is not None and len(query_norm) != dim
+        flags = (is_gated, joins_heads, rotates_pairs)
+        self._structure = _Attention(*addresses, *sizes, scale, eps, *scales, _TYPES[keys.dtype], *flags)
         self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
 

@@ -23,7 +23,7 @@ static void decode(const Part *part, const void *mixer, const Pieces *pieces, co
     const int64_t rows = pieces->tokens, size = part->hidden;
     float *normed = room, *mixed = normed + rows * size;
     if (!inputs && part->norm) norm(hidden, part->norm, normed, rows, size, part->eps, threads);
-    const float *x = inputs ? inputs : normed;
+    const float *x = inputs ? inputs : part->skips_norm ? hidden : normed;
     if (part->between == SELECTS)
         return add_experts(part, (const Experts *)mixer, x, hidden, mixed, rows, threads);
     const bool at_once = part->between == OPENS && part->opening == IN_PANELS;

@@ -20,7 +20,7 @@ class LayerCall:
         self.parts = list(parts)
         before: PartCall | None = None
         for part in parts:  # what a part reads again must be there still
-            assert part.norm is not None or (before is not None and before.post_norm is None)
+            assert part.norm is not None or part.skips_norm or (before is not None and before.post_norm is None)
             before = part
         self.linears = [one for part in parts for one in part.linears]
         self.calls = [one for part in parts for one in part.calls]
@@ -93,10 +93,11 @@ class LayerCall:
             return
         read = inputs
         for i, (part, mixer) in enumerate(zip(self.parts, mixers, strict=True)):
-            if part.norm is not None and (i or inputs is None):
-                read = norm(hidden, part.norm, part.eps)
+            if (part.norm is not None or part.skips_norm) and (i or inputs is None):
+                read = hidden if part.norm is None else norm(hidden, part.norm, part.eps)
             assert read is not None
-            part.run_apart(mixer, pieces, tables, read, hidden, sum_over_ranks, runs)
+            summed = sum_over_ranks if part.is_split else None
+            part.run_apart(mixer, pieces, tables, read, hidden, summed, runs)
 
 
 class LayersCall:

@@ -24,7 +24,7 @@ class _Part(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first", "second", "gate", "norm", "post_norm", "scales")),
         ("hidden", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "factor")),
-        *((name, ctypes.c_int32) for name in ("between", "ending", "opening")),
+        *((name, ctypes.c_int32) for name in ("between", "ending", "opening", "skips_norm")),
     )
 
 
@@ -52,6 +52,7 @@ class PartCall:
     Args:
         linears: The two linear layers. Of experts the router, which is all.
         norm: [hidden] float32 weight of the norm of the hidden states, or None to read what the part before has read.
+        skips_norm: Whether it reads the hidden states as they are. Experts do not.
         post_norm: [hidden] float32 weight of the norm of what is added, or None.
         scales: [outputs] float32 what the outputs of the first linear layer are multiplied by, or None.
         factor: What the inputs of the second one are multiplied by.
@@ -65,6 +66,7 @@ class PartCall:
         norm: Tensor | None,
         eps: float,
         *,
+        skips_norm: bool = False,
         post_norm: Tensor | None = None,
         scales: Tensor | None = None,
         factor: float = 1.0,
@@ -72,9 +74,11 @@ class PartCall:
     ) -> None:
         self.first, self.second = linears[0], linears[1] if len(linears) > 1 else None
         self.between, self.norm, self.eps, self.post_norm = between, norm, eps, post_norm
-        self.scales, self.factor, self.gate = scales, factor, gate
+        self.scales, self.factor, self.gate, self.skips_norm = scales, factor, gate, skips_norm
+        self.is_split = True  # whether ranks with shards of the layer add up its results
         self.experts = between if isinstance(between, ExpertsCall) else None
         assert (self.second is None) == (self.experts is not None)
+        assert not skips_norm or (norm is None and self.experts is None)
         opens = between if isinstance(between, Opens) else Opens(Opening.IN_PANELS, Ending.STORE)
         self.ending = opens.ending if opens.opening == Opening.IN_PANELS else Ending.STORE
         self.is_opened_at_once = self.ending != Ending.STORE
@@ -85,7 +89,8 @@ class PartCall:
         self.hidden = self.first.panels.inputs if self.second is None else self.second.outputs
         addresses = (None if one is None else one.address for one in (self.first, self.second, gate))
         weights = (None if one is None else one.data_ptr() for one in (norm, post_norm, scales))
-        self._structure = _Part(*addresses, *weights, self.hidden, eps, factor, kind, self.ending, opens.opening)
+        numbers = (self.hidden, eps, factor, kind, self.ending, opens.opening, skips_norm)
+        self._structure = _Part(*addresses, *weights, *numbers)
         self.address = ctypes.addressof(self._structure)
         self.max_rows = min((one.max_rows for one in self.linears), default=ANY_ROWS)
         self.scratch_floats = self.hidden + self._floats()  # for each token

@@ -14,18 +14,24 @@ static INLINE void store(void *pool, int type, int64_t place, float value, float
 
 static void rotate_token(const Attention *layer, int64_t slot, const float *cosines, const float *sines, float *qkv) {
     const int64_t dim = layer->dim, half = layer->rotated / 2;
+    const int64_t next = layer->rotates_pairs ? 1 : half, step = layer->rotates_pairs ? 2 : 1;
+    float *key = qkv + layer->heads * dim, *value = key + layer->kv_heads * dim;
+    const int64_t size = layer->kv_heads * dim;
+    if (layer->joins_heads) {
+        norm_row(qkv, layer->query_norm, qkv, layer->heads * dim, layer->eps);
+        norm_row(key, layer->key_norm, key, size, layer->eps);
+    }
     for (int64_t head = 0; head < layer->heads + layer->kv_heads; head++) {
         float *x = qkv + head * dim;
         const float *weight = head < layer->heads ? layer->query_norm : layer->key_norm;
-        if (weight) norm_row(x, weight, x, dim, layer->eps);
+        if (weight && !layer->joins_heads) norm_row(x, weight, x, dim, layer->eps);
         for (int64_t d = 0; d < half; d++) {
-            const float a = x[d], b = x[d + half];
-            x[d] = a * cosines[d] - b * sines[d];
-            x[d + half] = b * cosines[d + half] + a * sines[d + half];
+            float *const first = x + d * step, *const second = first + next;
+            const float a = *first, b = *second;
+            *first = a * cosines[d] - b * sines[d];
+            *second = b * cosines[d + half] + a * sines[d + half];
         }
     }
-    const float *key = qkv + layer->heads * dim, *value = key + layer->kv_heads * dim;
-    const int64_t size = layer->kv_heads * dim;
     for (int64_t i = 0; i < size; i++) {
         store(layer->keys, layer->type, slot * size + i, key[i], layer->key_inverse);
         store(layer->values, layer->type, slot * size + i, value[i], layer->value_inverse);

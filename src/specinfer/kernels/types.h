@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 27;
+static const int LAYOUT = 28;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -55,7 +55,7 @@ struct Runs {  // neighbouring rows with the same adapter; as in low_rank.py
 
 struct Attention {  // as in attention.py
     void *keys, *values;                // [slots][kv_heads][dim]
-    const float *query_norm, *key_norm;  // [dim], or null
+    const float *query_norm, *key_norm;  // [dim], of all heads if they are joined, or null
     int64_t heads, kv_heads, dim;
     int64_t rotated;  // of dim, the first so many are
     int64_t window;   // a key so many positions back is no longer seen; 0: all are
@@ -64,6 +64,7 @@ struct Attention {  // as in attention.py
     float value_scale;
     int32_t type;
     int32_t is_gated;  // each head's queries come with as many gates after them, which open its results
+    int32_t joins_heads, rotates_pairs;  // one norm over all heads; neighbours are rotated together, not halves
 };
 
 struct Scan;
@@ -94,6 +95,7 @@ struct Part {  // of a decoder layer; as in decoder.py
     int64_t hidden;
     float eps, factor;  // factor: of the results, before the second linear layer
     int32_t between, ending, opening;  // ending: of the first linear layer
+    int32_t skips_norm;                // it reads the hidden states as they are
 };
 
 enum Scores { SOFTMAX, SIGMOIDS, SOFTMAX_OF_CHOSEN };  // of experts, from the router's results; as in experts.py

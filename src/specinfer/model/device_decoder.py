@@ -1,6 +1,6 @@
 """Decoder of Llama-like models on GPUs: few launches per layer, all of fixed shapes, so that passes can be captured.
 
-It supports the families of the kind `LLAMA` (`layer_kind.py`). Products with the same input are computed together
+It supports the families of the kind `LLAMA` (`layer_families.py`). Products with the same input are computed together
 (queries, keys and values; gates and values). Each of these is one launch: the residual sum with the norm; head norms,
 rotation and the store of keys and values; SiLU with its product. Nothing is read back from the device. Rotations are
 looked up by position in a table made at load. On a CPU the same code runs with the plain versions in
@@ -19,7 +19,8 @@ from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch
 from specinfer.model.fused_layer import taken_apart
-from specinfer.model.layer_kind import LLAMA, activation_of, kind_of, linears_of, window_of
+from specinfer.model.layer_families import LLAMA, activation_of, kind_of
+from specinfer.model.layer_kind import linears_of, window_of
 from specinfer.model.linears import can_join, joined
 
 

@@ -4,7 +4,7 @@ Products with the same input are computed together (queries, keys and values; ga
 float32 from layer to layer. Models of other kinds run as transformers defines them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_layer import Layer, Rotations, can_fuse_layers, norm_weight, taken_apart
-from specinfer.model.layer_kind import eps_of, kind_of, trunk_of
+from specinfer.model.layer_families import eps_of, kind_of, trunk_of
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.packing import Packing, call_of
@@ -44,6 +44,7 @@ class FusedDecoder(nn.Module):
         trunk, kind = trunk_of(model), kind_of(model.config)
         assert kind is not None
         self.width = int(model.config.hidden_size)
+        self._numbers = [i for i, layer in enumerate(trunk.layers) if not isinstance(layer, Placeholder)]
         parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
         self.layers = [Layer(layer, kind, model.config, packing) for layer in parts]
         self.recurrent = nn.ModuleList(layer.recurrent for layer in self.layers if layer.recurrent is not None)
@@ -178,6 +179,17 @@ class FusedDecoder(nn.Module):
         return DecoderParts(
             layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, layers.num_positions
         )
+
+    def connect(self, group: Group, sums: Sequence[str]) -> None:
+        """Add up results over the ranks with shards of the same layers, where only a part of them is computed.
+
+        Args:
+            sums: Names of the definition's modules whose results are added up.
+        """
+        self.group = group
+        for number, layer in zip(self._numbers, self.layers, strict=True):
+            for kind, part in zip(layer.kinds, layer.call.parts, strict=True):
+                part.is_split = f"{self.layers_name}.{number}.{kind.second}" in sums
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] float32 rows of the embedding, without its scale."""

@@ -19,19 +19,43 @@ def _softmax(router: Any, *, normalizes: bool) -> Routing:
     return Routing(Scores.SOFTMAX, router.top_k, normalizes=normalizes)
 
 
+def _by_probability(router: Any, _block: Any) -> Routing:
+    return _softmax(router, normalizes=router.norm_topk_prob)
+
+
 def _sigmoids(router: Any, bias: Tensor | None, groups: tuple[int, int] = (1, 1)) -> Routing:
-    bias = None if bias is None else bias.detach().float().contiguous()
     factor = float(router.routed_scaling_factor)
-    return Routing(Scores.SIGMOIDS, router.top_k, router.norm_topk_prob, factor, bias, groups)
+    return Routing(Scores.SIGMOIDS, router.top_k, router.norm_topk_prob, factor, _as_bias(bias), groups)
+
+
+def _sigmoids_of(router: Any, block: Any, factor: float) -> Routing:
+    bias = _as_bias(block.e_score_correction_bias)
+    return Routing(Scores.SIGMOIDS, router.top_k, normalizes=True, factor=float(factor), bias=bias)
+
+
+def _as_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().float().flatten().contiguous()
 
 
 # How the routers of transformers choose, by class name: functions of a router and the module that it is in.
 _ROUTINGS: dict[str, Callable[[Any, Any], Routing]] = {
-    "Qwen3NextTopKRouter": lambda router, _: _softmax(router, normalizes=router.norm_topk_prob),
-    "Qwen3_5MoeTopKRouter": lambda router, _: _softmax(router, normalizes=True),
-    "GraniteMoeHybridTopKRouter": lambda router, _: Routing(Scores.SOFTMAX_OF_CHOSEN, router.top_k),
-    "NemotronHTopkRouter": lambda router, _: _sigmoids(
-        router, router.e_score_correction_bias, (router.num_group, router.topk_group)
+    **dict.fromkeys(
+        ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter"), _by_probability
+    ),
+    **dict.fromkeys(("Qwen3_5MoeTopKRouter", "MixtralTopKRouter"), lambda router, _: _softmax(router, normalizes=True)),
+    **dict.fromkeys(
+        ("GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeHybridTopKRouter"),
+        lambda router, _: Routing(Scores.SOFTMAX_OF_CHOSEN, router.top_k),
+    ),
+    **dict.fromkeys(
+        ("NemotronHTopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "ExaoneMoeTopkRouter"),
+        lambda router, _: _sigmoids(router, router.e_score_correction_bias, (router.num_group, router.topk_group)),
+    ),
+    "MiniMaxM2TopKRouter": lambda router, block: _sigmoids_of(router, block, 1.0),
+    "HYV3TopKRouter": lambda router, block: _sigmoids_of(router, block, router.router_scaling_factor),
+    # The sum of the probabilities, which it divides by, is limited to a small number from below.
+    "Ernie4_5_MoeTopKRouter": lambda router, _: replace(
+        _softmax(router, normalizes=True), bias=_as_bias(router.moe_statics.e_score_correction_bias)
     ),
     # It adds 1e-6 to the sum of the scores before it divides by it: less than float32 shows, but for tiny scores.
     "Lfm2MoeTopKRouter": lambda router, block: _sigmoids(router, block.expert_bias if router.use_expert_bias else None),

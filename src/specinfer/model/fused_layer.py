@@ -30,7 +30,8 @@ from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_experts import HALVES, UNGATED, can_fuse_experts, experts_of
 from specinfer.model.layer_factors import factors_of
-from specinfer.model.layer_kind import LayerKind, PartKind, activation_of, eps_of, find, kind_of, window_of
+from specinfer.model.layer_families import activation_of, eps_of, kind_of
+from specinfer.model.layer_kind import LayerKind, PartKind, find, type_of, window_of
 from specinfer.model.linears import ROUTER
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.packing import GATES_OF_PANEL, Origin, Packing, are_alike, call_of, can_join
@@ -43,7 +44,7 @@ class Layer:
     """One decoder layer.
 
     Attributes:
-        rotation: Arguments that select this layer's rotation in the model's rotary embedding.
+        rotation: Arguments that select this layer's rotation in the model's rotary embedding, or None for no rotation.
         recurrent: The module without attention, which keeps all but its linear layers, or None.
         recurrence: What it computes between its linear layers, or None.
         names, shapes: Names, and inputs and outputs, of the linear layers that each of its calls computes.
@@ -54,7 +55,7 @@ class Layer:
     def __init__(self, layer: Any, kind: LayerKind, config: Any, packing: Packing) -> None:
         self.recurrent: Any = None
         self.recurrence: RecurrentParts | None = None
-        self.rotation: tuple[str, ...] = ()
+        self.rotation: tuple[str, ...] | None = ()
         self.window: int | None = None
         self.eps, self._activation = eps_of(config), activation_of(config)
         self.names: list[tuple[str, ...]] = []
@@ -68,7 +69,10 @@ class Layer:
 
     def _part(self, layer: Any, part: PartKind, kind: LayerKind, packing: Packing) -> PartCall:
         """Return a part's call; the linear layers of a recurrence are taken away from its module."""
-        norm, post_norm = (None if name is None else _weight(layer, name, kind) for name in (part.norm, part.post_norm))
+        norm, post_norm = (
+            None if name is None else _weight(layer, name, kind)
+            for name in (None if part.reads_again else part.norm, part.post_norm)
+        )
         columns, factor = factors_of(layer, part)
         if part.between == "experts":
             router, experts = experts_of(layer, part, self._activation, factor)
@@ -82,13 +86,14 @@ class Layer:
                 delattr(self.recurrent, name.rpartition(".")[2])
         gate = calls[2] if part.gate is not None else None
         return PartCall(
-            calls[:2], between, norm, self.eps, post_norm=post_norm, scales=columns, factor=factor, gate=gate
-        )
+            calls[:2], between, norm, self.eps, skips_norm=part.norm is None, post_norm=post_norm, scales=columns,
+            factor=factor, gate=gate,
+        )  # fmt: skip
 
     def _between(self, layer: Any, part: PartKind, kind: LayerKind) -> Between:
         module = find(layer, part.module)
         if part.between == "attention":
-            self._take_attention(module, kind)
+            self._take_attention(module, layer.get_submodule(part.second), kind)
             return Attends()
         if part.between == "recurrence":
             self.recurrent, self.recurrence = module, module.parts()
@@ -108,10 +113,13 @@ class Layer:
         self.origins.append(Origin(call, sources, interleaved=interleaved))
         return call
 
-    def _take_attention(self, attention: Any, kind: LayerKind) -> None:
+    def _take_attention(self, attention: Any, output: Any, kind: LayerKind) -> None:
         self.is_gated, self.scale, self.window = kind.is_gated, attention.scaling, window_of(attention)
-        self.heads = attention.q_proj.out_features // attention.head_dim // (2 if kind.is_gated else 1)
-        self.rotation = (attention.layer_type,) if kind.rotates_by_type else ()
+        self.rotates_pairs, self.heads = kind.rotates_pairs, output.in_features // attention.head_dim
+        if not kind.rotates(attention):
+            self.rotation = None
+        elif kind.rotates_by_type:
+            self.rotation = (type_of(attention),)
         self.head_norms = [
             norm_weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
             for name in kind.head_norms
@@ -154,6 +162,7 @@ class Layer:
             eps=self.eps,
             rotated=table[0].shape[1],
             is_gated=self.is_gated,
+            rotates_pairs=self.rotates_pairs,
             kv_scales=store.scales[index],
         )
 
@@ -163,9 +172,9 @@ class Rotations:
 
     def __init__(self, rotary: nn.Module | None) -> None:
         self._rotary = rotary
-        self._tables: dict[tuple[str, ...], _Table] = {}
+        self._tables: dict[tuple[str, ...] | None, _Table] = {}
 
-    def table(self, rotation: tuple[str, ...], positions: int) -> _Table:
+    def table(self, rotation: tuple[str, ...] | None, positions: int) -> _Table:
         """Return a rotation's table for at least this many positions; a table too short is replaced by a longer one."""
         table = self._tables.get(rotation)
         if table is None or positions > len(table[0]):
@@ -173,7 +182,10 @@ class Rotations:
             none = torch.empty(1, places.shape[1], 0)
             if hasattr(self._rotary, "mrope_section"):  # transformers 5.17 does not repeat them for the axes of images
                 places = places.expand(3, 1, -1)
-            cosines, sines = (none, none) if self._rotary is None else self._rotary(torch.empty(0), places, *rotation)
+            if self._rotary is None or rotation is None:
+                cosines, sines = none, none
+            else:
+                cosines, sines = self._rotary(torch.empty(0), places, *rotation)
             table = self._tables[rotation] = cosines[0].contiguous(), sines[0].contiguous()
         return table
 

@@ -20,7 +20,7 @@ from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import KVTensors, LayerShape
-from specinfer.model.layer_kind import trunk_of
+from specinfer.model.layer_families import trunk_of
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 
 _WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache

@@ -1,10 +1,11 @@
-"""The structure of each family's decoder layers, for the decoders that compute layers themselves.
+"""The structure of decoder layers, for the decoders that compute layers themselves (families: `layer_families.py`).
 
 A layer is a list of parts. Each is a norm, linear layers with the same input, what lies between, and a linear layer
 whose results are added to the hidden states. A Llama layer consists of two: attention with rotated queries and keys,
 and a gated MLP. `LayerKind` describes the differences of other kinds.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,10 +20,12 @@ class PartKind:
         first: The linear layers with the same input, within a layer; of experts the router. A layer that does not have
             the first of them does not have the part.
         second: The linear layer of the results; of experts their module.
-        norm: The norm of what it reads. A part with that of the part before it reads what this has read: it is None in
-            what `LayerKind.parts_of` returns.
+        norm: The norm of what it reads, or None if it reads the hidden states as they are.
         post_norm: The norm of the results before they are added, or None.
         gate: The linear layer of one output whose sigmoid the results are multiplied by, or None.
+        beside: A module that a layer has if it has the part, too, or None: layers may differ in the norms of a part.
+        reads_again: Whether it reads what the part before it has read, whose norm is the same: see
+            `LayerKind.parts_of`.
     """
 
     between: Literal["attention", "recurrence", "mlp", "halves", "squares", "experts"]
@@ -31,6 +34,8 @@ class PartKind:
     norm: str | None
     post_norm: str | None = None
     gate: str | None = None
+    beside: str | None = None
+    reads_again: bool = False
 
     @property
     def module(self) -> str:
@@ -53,7 +58,9 @@ class LayerKind:
         parts: The parts that layers may have, in order.
         norm_offset: Number added to the weights of all norms, for checkpoints that store differences from it.
         rotates_by_type: Whether each layer type (sliding and full attention) has its own rotation.
-        head_norms: Norms of queries and keys in attention, which may have none.
+        rotates_pairs: Whether neighbouring numbers of a head are rotated together, not those half a head apart.
+        rotates: Function of an attention module, whether it rotates queries and keys.
+        head_norms: Norms of queries and keys in attention, which may have none: of each head, or of all together.
         is_gated: Whether the outputs of `q_proj` alternate, head by head, with gates of the results.
         trunk, embedding, rotary, last_norm: The module with the layers, and within it the embedding, the rotary
             embedding and the norm before the head.
@@ -65,6 +72,8 @@ class LayerKind:
     parts: tuple[PartKind, ...]
     norm_offset: float = 0.0
     rotates_by_type: bool = False
+    rotates_pairs: bool = False
+    rotates: Callable[[Any], bool] = lambda _: True
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     is_gated: bool = False
     trunk: str = "model"
@@ -79,8 +88,9 @@ class LayerKind:
     def parts_of(self, layer: Any) -> list[PartKind]:
         """Return the parts that a decoder layer has."""
         found = [part for part in self.parts if find(layer, part.first[0]) is not None]
-        again = [i for i in range(1, len(found)) if found[i].norm == found[i - 1].norm]
-        return [replace(part, norm=None) if i in again else part for i, part in enumerate(found)]
+        found = [part for part in found if part.beside is None or find(layer, part.beside) is not None]
+        again = [i for i in range(1, len(found)) if found[i].norm is not None and found[i].norm == found[i - 1].norm]
+        return [replace(part, reads_again=i in again) for i, part in enumerate(found)]
 
     def linear_names(self, layer: Any) -> tuple[tuple[str, ...], ...]:
         """Return the names of the linear layers of a decoder layer, those with the same input together."""
@@ -99,145 +109,19 @@ def find(module: Any, name: str) -> Any:
     return module
 
 
-def _under(module: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{module}.{name}" for name in names)
-
-
-def _attention(module: str = "self_attn", norm: str = "input_layernorm", **changes: Any) -> PartKind:
-    first = _under(module, "q_proj", "k_proj", "v_proj")
-    return replace(PartKind("attention", first, f"{module}.o_proj", norm), **changes)
-
-
-def _mlp(module: str = "mlp", norm: str = "post_attention_layernorm", **changes: Any) -> PartKind:
-    first = _under(module, "gate_proj", "up_proj")
-    return replace(PartKind("mlp", first, f"{module}.down_proj", norm), **changes)
-
-
-def _recurrence(module: str, *first: str, norm: str = "input_layernorm") -> PartKind:
-    return PartKind("recurrence", _under(module, *(first or ("in_proj",))), f"{module}.out_proj", norm)
-
-
-LLAMA = LayerKind((_attention(), _mlp()))
-_GEMMA3 = LayerKind(
-    (
-        _attention(post_norm="post_attention_layernorm"),
-        _mlp(norm="pre_feedforward_layernorm", post_norm="post_feedforward_layernorm"),
-    ),
-    norm_offset=1.0,
-    rotates_by_type=True,
-)
-_ATTENTION_2 = "post_attention_layernorm"  # despite its name the norm before the MLP
-_QWEN_EXPERTS = PartKind("experts", ("mlp.gate",), "mlp.experts", _ATTENTION_2)
-_QWEN_SHARED = _mlp("mlp.shared_expert", gate="mlp.shared_expert_gate", between="halves")
-_QWEN3_5 = LayerKind(
-    (
-        _attention(),
-        _recurrence("linear_attn", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-        _mlp(), _QWEN_EXPERTS, _QWEN_SHARED,
-    ),
-    norm_offset=1.0,
-    is_gated=True,
-)  # fmt: skip
-_QWEN3_NEXT = replace(
-    _QWEN3_5,
-    parts=(_attention(), _recurrence("linear_attn", "in_proj_qkvz", "in_proj_ba"), *_QWEN3_5.parts[2:]),
-)
-_BAMBA = LayerKind(
-    (_attention(), _recurrence("mamba"), _mlp("feed_forward", norm="pre_ff_layernorm")), last_norm="final_layernorm"
-)
-_LFM2 = LayerKind(
-    (
-        _attention(norm="operator_norm", second="self_attn.out_proj"),
-        _recurrence("conv", norm="operator_norm"),
-        PartKind("mlp", _under("feed_forward", "w1", "w3"), "feed_forward.w2", "ffn_norm"),
-    ),
-    head_norms=("q_layernorm", "k_layernorm"),
-    last_norm="embedding_norm",
-    eps="norm_eps",
-)
-_LFM2_MOE = replace(
-    _LFM2,
-    parts=(*_LFM2.parts, PartKind("experts", ("feed_forward.gate",), "feed_forward.experts", "ffn_norm")),
-    rotary="pos_emb",
-)
-_GRANITE = LayerKind(
-    (
-        _attention(),
-        _recurrence("mamba"),
-        PartKind("experts", ("block_sparse_moe.router",), "block_sparse_moe.experts", _ATTENTION_2),
-        PartKind("halves", ("shared_mlp.input_linear",), "shared_mlp.output_linear", _ATTENTION_2),
-    ),
-    embedding_factor="embedding_multiplier",
-    head_divisor="logits_scaling",
-)
-_FALCON_H1 = LayerKind(
-    (
-        _recurrence("mamba"),
-        _attention(),
-        _mlp("feed_forward", norm="pre_ff_layernorm", between="halves"),
-    ),
-    last_norm="final_layernorm",
-    embedding_factor="embedding_multiplier",
-    head_factor="lm_head_multiplier",
-)
-_NEMOTRON_H = LayerKind(
-    (
-        _recurrence("mixer", norm="norm"),
-        _attention("mixer", norm="norm"),
-        PartKind("squares", ("mixer.up_proj",), "mixer.down_proj", "norm"),
-        PartKind("experts", ("mixer.gate",), "mixer.experts", "norm"),
-        PartKind("squares", ("mixer.shared_experts.up_proj",), "mixer.shared_experts.down_proj", "norm"),
-    ),
-    embedding="embeddings",
-    last_norm="norm_f",
-    eps="layer_norm_epsilon",
-)
-_MAMBA2 = LayerKind(
-    (_recurrence("mixer", norm="norm"),), trunk="backbone", embedding="embeddings", last_norm="norm_f",
-    eps="layer_norm_epsilon",
-)  # fmt: skip
-# Families whose layers have exactly this structure in all supported versions of transformers.
-FAMILIES = {
-    "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gemma3_text": _GEMMA3, "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5, "qwen3_next": _QWEN3_NEXT, "bamba": _BAMBA, "lfm2": _LFM2, "lfm2_moe": _LFM2_MOE,
-    "granitemoehybrid": _GRANITE, "falcon_h1": _FALCON_H1, "nemotron_h": _NEMOTRON_H, "mamba2": _MAMBA2,
-}  # fmt: skip
-# Rotations that depend only on the position.
-_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-
-
-def kind_of(config: Any) -> LayerKind | None:
-    """Return the kind of a model's layers, or None if the layers or the head have a feature that no kind has."""
-    kind = FAMILIES.get(config.model_type)
-    if kind is None or getattr(config, "final_logit_softcapping", None) is not None:
-        return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    rotations = rope.values() if kind.rotates_by_type else [rope]
-    return kind if all(one.get("rope_type", "default") in _ROTATIONS for one in rotations) else None
-
-
-def activation_of(config: Any) -> str:
-    """Return the name of the activation of an MLP's gates."""
-    names = ("hidden_activation", "mlp_hidden_act", "hidden_act")
-    return str(next((found for name in names if (found := getattr(config, name, None))), "silu"))  # LFM2 has no other
-
-
-def eps_of(config: Any) -> float:
-    """Return the epsilon of a model's norms."""
-    return float(getattr(config, FAMILIES[config.model_type].eps))
-
-
-def trunk_of(model: Any) -> Any:
-    """Return the module of a definition that has its layers."""
-    return getattr(model, FAMILIES[model.config.model_type].trunk)
-
-
 def linears_of(layer: Any, kind: LayerKind) -> tuple[tuple[Any, ...], ...]:
     """Return the linear layers of a decoder layer, those with the same input together."""
     return tuple(tuple(layer.get_submodule(name) for name in names) for names in kind.linear_names(layer))
 
 
+def type_of(attention: Any) -> str:
+    """Return the type of a layer with attention, which selects its rotation."""
+    return str(attention.attention_type if hasattr(attention, "attention_type") else attention.layer_type)
+
+
 def window_of(attention: Any) -> int | None:
     """Return how many positions back a layer sees, or None for all; families set it per layer or in the config."""
+    if not getattr(attention, "is_sliding", True):
+        return None
     window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     return window

@@ -128,7 +128,7 @@ def _piece(config: Any) -> Piece:
     """Return a piece whose tokens resemble the beginning of a text."""
     text_config = config.get_text_config()
     window, first = getattr(text_config, "sliding_window", None), getattr(text_config, "bos_token_id", None)
-    ends = range(window - 1, window + 2) if isinstance(window, int) else ()
+    ends = range(window - 1, window + 2) if isinstance(window, int) and window else ()  # 0 is none, in qwen2_moe
     positions = sorted(place for place in {*_POSITIONS, *ends} if place < max_position_of(config))
     tokens, count = common_tokens(text_config.vocab_size, len(positions)), len(positions)
     if isinstance(first, int) and 0 <= first < text_config.vocab_size:

@@ -33,11 +33,12 @@ def offload_choices(
         points = zip(costs.target.sizes.tolist(), costs.target.seconds.tolist(), strict=True)
         computing = StreamedCurve([Pass(size, seconds, 0.0) for size, seconds in points])
         layer_seconds = stream.seconds_reading * stream.buffer_bytes / stream.bytes_read
-    weights, num_layers = layer_weights(models.target)
+    rounded, kept, _ = layer_weights(models.target)
     taken = sum(_memory_of(runner.loaded) for runner in llm.small_models.values())
     memory = LayerMemory(
-        stream.num_layers, stream.buffer_bytes, weights * stream.num_layers // num_layers, stream.settled_bytes + taken
-    )
+        stream.num_layers, stream.buffer_bytes, rounded * stream.num_layers, stream.settled_bytes + taken,
+        kept * stream.num_layers * target.dtype.itemsize,
+    )  # fmt: skip
     given = Candidate(
         models.drafters, taken, tuple(acceptance.by_rank().tolist()), costs, acceptance.share, is_measured=True
     )

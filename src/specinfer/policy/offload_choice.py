@@ -7,10 +7,12 @@ Example: there is memory for 10 of 20 layers, a layer is read in 0.1 s, and a co
 Then 4 layers stay, and passes take 1.6 s, not 1. With 7 tokens a pass this is 4.4 times as fast as plain decoding.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from specinfer.core.config import OffloadConfig
 from specinfer.core.lookups import SELF_DRAFTERS
@@ -38,18 +40,20 @@ class LayerMemory:
 
     Attributes:
         layer_bytes: Bytes of the largest layer.
-        weights: Numbers of all layers together.
+        weights: Numbers that a copy has in fewer bits, of all layers together, if each is as large as the largest.
         spare_bytes: Bytes for layers that stay, in addition to the ring, and for drafters.
+        kept_bytes: Bytes of what a copy has as the target does: experts.
     """
 
     num_layers: int
     layer_bytes: int
     weights: int
     spare_bytes: int
+    kept_bytes: int = 0
 
     def copy_bytes(self, copy: str) -> int:
         """Return the bytes of a copy in fewer bits."""
-        return int(BYTES_PER_WEIGHT[str(SELF_DRAFTERS[copy].quantization)] * self.weights)
+        return int(BYTES_PER_WEIGHT[str(SELF_DRAFTERS[copy].quantization)] * self.weights) + self.kept_bytes
 
     def num_resident(self, taken: int) -> int | None:
         """Return how many layers stay if drafters take these bytes, or None if they do not fit."""
@@ -188,18 +192,40 @@ def _estimate(target: Path, offload: OffloadConfig, quantization: str | None) ->
     """Return the layers of a target that is not loaded, and about the memory that its budget leaves for them."""
     with Shards(target) as shards:
         sizes = {name: source.num_bytes for name, source in shards.sources.items()}
-    weights, layers = layer_weights(target)
+    rounded, kept, layers = layer_weights(target)
+    by_layer: dict[int | None, int] = defaultdict(int)
+    for name, size in sizes.items():
+        by_layer[layer_number(name)] += size
+    outside = by_layer.pop(None, 0)
+    layer_bytes = max(by_layer.values())
+    kept_bytes = layer_bytes * kept // (rounded + kept)
     if quantization in BYTES_PER_WEIGHT:
-        layer_bytes = int(BYTES_PER_WEIGHT[quantization] * weights / layers)
-    else:
-        layer_bytes = sum(size for name, size in sizes.items() if layer_number(name) is not None) // layers
-    outside = sum(size for name, size in sizes.items() if layer_number(name) is None)
+        layer_bytes = int(BYTES_PER_WEIGHT[quantization] * rounded) + kept_bytes
     budget = offload.budget_bytes or usual_budget()
     spare = int((1 - CACHE_SHARE - GUESS_SHARE) * budget) - used_bytes() - outside - _NUM_BUFFERS * layer_bytes
-    return LayerMemory(layers, layer_bytes, weights, spare)
+    return LayerMemory(layers, layer_bytes, rounded * layers, spare, kept_bytes * layers)
 
 
-def layer_weights(target: Path) -> tuple[int, int]:
-    """Return the numbers of all decoder layers of a folder together, and how many layers there are."""
-    shapes = {name: shape for name, shape in weight_shapes(target).items() if layer_number(name) is not None}
-    return sum(map(prod, shapes.values())), len({layer_number(name) for name in shapes})
+class LayerWeights(NamedTuple):
+    """The numbers of the largest decoder layer.
+
+    Attributes:
+        rounded: Those that a copy has in fewer bits.
+        kept: Those of its experts.
+        num_layers: Number of layers.
+    """
+
+    rounded: int
+    kept: int
+    num_layers: int
+
+
+def layer_weights(target: Path) -> LayerWeights:
+    """Return the sizes of the decoder layers of a folder. What has one dimension is small, and not streamed."""
+    layers: dict[int, list[int]] = {}
+    for name, shape in weight_shapes(target).items():
+        if (number := layer_number(name)) is not None:
+            is_expert = len(shape) > 2 or ".experts." in name  # each for itself, or in a stack
+            layers.setdefault(number, [0, 0])[is_expert] += prod(shape)
+    rounded, kept = max(layers.values(), key=sum)
+    return LayerWeights(rounded, kept, len(layers))

@@ -12,7 +12,7 @@ from native import native
 from specinfer.core.errors import ModelError
 from specinfer.kernels import choose
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.layer_kind import FAMILIES as FUSED
+from specinfer.model.layer_families import FAMILIES as FUSED
 from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes
 from tiny import FAMILIES, HYBRIDS, make_model, quick, save_model
@@ -102,6 +102,24 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
         ranks = Ranks(folder, split)
         fits = 64 // split[0] % 16 == 0  # panels of the gated MLP are halves of 16
         assert isinstance(ranks.stages[0][0].model, FusedDecoder) == (family in FUSED and fits)
+        for found, whole in zip(ranks.logits(), wanted, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.usefixtures("always_native")
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "ernie4_5_moe", "exaone4-mixed", "arcee", "olmo_hybrid"],
+)
+def test_native_shards_add_up_what_each_computes_a_part_of(tmp_path: Path, family: str) -> None:
+    """Ranks have the shared expert of qwen2_moe, and the attention of granitemoe and olmo_hybrid, as a whole."""
+    changes = {"moe_intermediate_size": 32} if family.split("-")[0] in ("qwen2_moe", "glm4_moe", "ernie4_5_moe") else {}
+    folder = save(tmp_path, family, intermediate_size=64, **changes)
+    wanted = Ranks(folder, WHOLE, native=False).logits()
+    for split in ((2, 1), (2, 2)):
+        ranks = Ranks(folder, split)
+        assert isinstance(ranks.stages[0][0].model, FusedDecoder)
         for found, whole in zip(ranks.logits(), wanted, strict=True):
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 

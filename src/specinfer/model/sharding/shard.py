@@ -56,6 +56,6 @@ def shard_model(model: nn.Module, config: Any, shard: ShardSpec, quantization: s
 def connect_shards(model: nn.Module, sums: list[str], shard: ShardSpec) -> None:
     """Make passes of the model exchange results with the other ranks of its tensor group from now on."""
     if isinstance(model, FusedDecoder):
-        model.group = shard.tensor
+        model.connect(shard.tensor, sums)
     elif sums:
         sum_over_ranks(model, sums, shard.tensor)

@@ -1,0 +1,178 @@
+"""The structure of each family's decoder layers, see `layer_kind.py`."""
+
+from dataclasses import replace
+from typing import Any
+
+from specinfer.model.layer_kind import LayerKind, PartKind
+
+
+def _under(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for name in names)
+
+
+def _attention(module: str = "self_attn", norm: str | None = "input_layernorm", **changes: Any) -> PartKind:
+    first = _under(module, "q_proj", "k_proj", "v_proj")
+    return replace(PartKind("attention", first, f"{module}.o_proj", norm), **changes)
+
+
+def _mlp(module: str = "mlp", norm: str | None = "post_attention_layernorm", **changes: Any) -> PartKind:
+    first = _under(module, "gate_proj", "up_proj")
+    return replace(PartKind("mlp", first, f"{module}.down_proj", norm), **changes)
+
+
+def _recurrence(module: str, *first: str, norm: str = "input_layernorm", second: str = "out_proj") -> PartKind:
+    return PartKind("recurrence", _under(module, *(first or ("in_proj",))), f"{module}.{second}", norm)
+
+
+LLAMA = LayerKind((_attention(), _mlp()))
+_GEMMA3 = LayerKind(
+    (
+        _attention(post_norm="post_attention_layernorm"),
+        _mlp(norm="pre_feedforward_layernorm", post_norm="post_feedforward_layernorm"),
+    ),
+    norm_offset=1.0,
+    rotates_by_type=True,
+)
+_ATTENTION_2 = "post_attention_layernorm"  # despite its name the norm before the MLP
+_QWEN_EXPERTS = PartKind("experts", ("mlp.gate",), "mlp.experts", _ATTENTION_2)
+_QWEN_SHARED = _mlp("mlp.shared_expert", gate="mlp.shared_expert_gate", between="halves")
+_QWEN3_5 = LayerKind(
+    (
+        _attention(),
+        _recurrence("linear_attn", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        _mlp(), _QWEN_EXPERTS, _QWEN_SHARED,
+    ),
+    norm_offset=1.0,
+    is_gated=True,
+)  # fmt: skip
+_QWEN3_NEXT = replace(
+    _QWEN3_5,
+    parts=(_attention(), _recurrence("linear_attn", "in_proj_qkvz", "in_proj_ba"), *_QWEN3_5.parts[2:]),
+)
+_BAMBA = LayerKind(
+    (_attention(), _recurrence("mamba"), _mlp("feed_forward", norm="pre_ff_layernorm")), last_norm="final_layernorm"
+)
+_LFM2 = LayerKind(
+    (
+        _attention(norm="operator_norm", second="self_attn.out_proj"),
+        _recurrence("conv", norm="operator_norm"),
+        PartKind("mlp", _under("feed_forward", "w1", "w3"), "feed_forward.w2", "ffn_norm"),
+    ),
+    head_norms=("q_layernorm", "k_layernorm"),
+    last_norm="embedding_norm",
+    eps="norm_eps",
+)
+_LFM2_MOE = replace(
+    _LFM2,
+    parts=(*_LFM2.parts, PartKind("experts", ("feed_forward.gate",), "feed_forward.experts", "ffn_norm")),
+    rotary="pos_emb",
+)
+_GRANITE = LayerKind(
+    (
+        _attention(),
+        _recurrence("mamba"),
+        PartKind("experts", ("block_sparse_moe.router",), "block_sparse_moe.experts", _ATTENTION_2),
+        PartKind("halves", ("shared_mlp.input_linear",), "shared_mlp.output_linear", _ATTENTION_2),
+    ),
+    embedding_factor="embedding_multiplier",
+    head_divisor="logits_scaling",
+)
+_FALCON_H1 = LayerKind(
+    (
+        _recurrence("mamba"),
+        _attention(),
+        _mlp("feed_forward", norm="pre_ff_layernorm", between="halves"),
+    ),
+    last_norm="final_layernorm",
+    embedding_factor="embedding_multiplier",
+    head_factor="lm_head_multiplier",
+)
+_NEMOTRON_H = LayerKind(
+    (
+        _recurrence("mixer", norm="norm"),
+        _attention("mixer", norm="norm"),
+        PartKind("squares", ("mixer.up_proj",), "mixer.down_proj", "norm"),
+        PartKind("experts", ("mixer.gate",), "mixer.experts", "norm"),
+        PartKind("squares", ("mixer.shared_experts.up_proj",), "mixer.shared_experts.down_proj", "norm"),
+    ),
+    embedding="embeddings",
+    last_norm="norm_f",
+    eps="layer_norm_epsilon",
+)
+_MAMBA2 = LayerKind(
+    (_recurrence("mixer", norm="norm"),), trunk="backbone", embedding="embeddings", last_norm="norm_f",
+    eps="layer_norm_epsilon",
+)  # fmt: skip
+_FUSED_MLP = PartKind("halves", ("mlp.gate_up_proj",), "mlp.down_proj", _ATTENTION_2)
+_ROUTED = (_QWEN_EXPERTS, _mlp("mlp.shared_experts", between="halves"))
+_MOE = LayerKind((_attention(), _mlp(), *_ROUTED))
+_QWEN2_MOE = LayerKind((_attention(), _mlp(), _QWEN_EXPERTS, _QWEN_SHARED))
+_ROTATED_IN_PAIRS = replace(LLAMA, rotates_pairs=True)
+_GRANITE_DENSE = replace(LLAMA, embedding_factor="embedding_multiplier", head_divisor="logits_scaling")
+_ARCEE = LayerKind((_attention(), PartKind("squares", ("mlp.up_proj",), "mlp.down_proj", _ATTENTION_2)))
+_PHI3 = LayerKind((_attention(first=("self_attn.qkv_proj",)), _FUSED_MLP))
+_GLM = LayerKind((_attention(), _FUSED_MLP), rotates_pairs=True)
+_GLM4 = replace(
+    _GLM,
+    parts=(
+        _attention(post_norm="post_self_attn_layernorm"),
+        replace(_FUSED_MLP, post_norm="post_mlp_layernorm"),
+    ),
+)
+_AFTER = (  # norms come after, not before
+    _attention(norm=None, post_norm=_ATTENTION_2),
+    _mlp(norm=None, post_norm="post_feedforward_layernorm"),
+)
+_OLMO2 = LayerKind(_AFTER)
+_OLMO3 = replace(_OLMO2, rotates_by_type=True)
+_OLMO_HYBRID = LayerKind(
+    (
+        _AFTER[0],
+        replace(_AFTER[1], beside="self_attn"),
+        _recurrence("linear_attn", "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", second="o_proj"),
+        _mlp(beside="linear_attn"),
+    )
+)
+_EXAONE4 = replace(_OLMO2, rotates=lambda attention: attention.sliding_window is None or attention.is_sliding)
+# Families whose layers have exactly this structure in all supported versions of transformers.
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "ministral", "seed_oss", "internlm3", "iquestcoder"), LLAMA),
+    **dict.fromkeys(("qwen3_moe", "mixtral", "glm4_moe", "dots1", "solar_open", "hy_v3", "olmoe", "minimax_m2"), _MOE),
+    "smollm3": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)), "arcee": _ARCEE, "phi3": _PHI3,
+    "olmo2": _OLMO2, "olmo3": _OLMO3, "olmo_hybrid": _OLMO_HYBRID, "exaone4": _EXAONE4, "glm": _GLM, "glm4": _GLM4,
+    "exaone_moe": replace(_MOE, rotates=_EXAONE4.rotates), "qwen2_moe": _QWEN2_MOE, "granite": _GRANITE_DENSE,
+    "ernie4_5": _ROTATED_IN_PAIRS, "ernie4_5_moe": replace(_MOE, rotates_pairs=True), "helium": _ROTATED_IN_PAIRS,
+    "granitemoe": _GRANITE, "granitemoeshared": _GRANITE,
+    "gemma3_text": _GEMMA3, "qwen3_5_text": _QWEN3_5, "qwen3_5_moe_text": _QWEN3_5, "qwen3_next": _QWEN3_NEXT,
+    "bamba": _BAMBA, "lfm2": _LFM2, "lfm2_moe": _LFM2_MOE, "granitemoehybrid": _GRANITE, "falcon_h1": _FALCON_H1,
+    "nemotron_h": _NEMOTRON_H, "mamba2": _MAMBA2,
+}  # fmt: skip
+# Rotations that depend only on the position.
+_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+_UNKNOWN = ("final_logit_softcapping", "clip_qkv")  # fields that have no value in a model that is known
+
+
+def kind_of(config: Any) -> LayerKind | None:
+    """Return the kind of a model's layers, or None if the layers or the head have a feature that no kind has."""
+    kind = FAMILIES.get(config.model_type)
+    if kind is None or any(getattr(config, name, None) is not None for name in _UNKNOWN):
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotations = [one for one in rope.values() if one] if kind.rotates_by_type else [rope]
+    return kind if all(one.get("rope_type", "default") in _ROTATIONS for one in rotations) else None
+
+
+def activation_of(config: Any) -> str:
+    """Return the name of the activation of an MLP's gates."""
+    names = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+    return str(next((found for name in names if (found := getattr(config, name, None))), "silu"))  # LFM2 has no other
+
+
+def eps_of(config: Any) -> float:
+    """Return the epsilon of a model's norms."""
+    return float(getattr(config, FAMILIES[config.model_type].eps))
+
+
+def trunk_of(model: Any) -> Any:
+    """Return the module of a definition that has its layers."""
+    return getattr(model, FAMILIES[model.config.model_type].trunk)
