@@ -454,7 +454,10 @@ def refuse_to_load(*_: object, **__: object) -> None:
         ({"memory_budget": "much"}, "memory_budget: 'much' is no size"),
         ({"memory_budget": 0}, "memory_budget: 0 is nothing"),
         ({"offload_folder": ""}, "offload_folder: an empty name"),
-        ({"peers": ("vllm",)}, "peers: 'vllm' is not known; there are .*llama.cpp, llama.cpp-draft, llama.cpp-lookup, accelerate"),
+        (
+            {"peers": ("vllm",)},
+            "peers: 'vllm' is not known; there are .*llama.cpp, llama.cpp-draft, llama.cpp-lookup, accelerate",
+        ),
         ({"peers": ("transformers",)}, "peers: 'transformers' is not known"),
         ({"peers": ("accelerate-draft",)}, "peers: 'accelerate-draft' is not known"),
         ({"peers": ("accelerate",), "batch_sizes": (3,)}, "peers: they are measured one request at a time; add 1"),
