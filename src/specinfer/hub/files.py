@@ -116,11 +116,12 @@ def may_be_eagle(config: Mapping[str, Any]) -> bool:
     return config.get("num_hidden_layers") == 1 and head_format(config) is None
 
 
-def already_quantized(settings: Mapping[str, Any]) -> str:
-    """Return why a checkpoint with this quantization_config is refused."""
+def already_quantized(settings: Mapping[str, Any], field: str | None = None) -> str:
+    """Return why a checkpoint with this quantization_config is refused; `field` is the part that is not read."""
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "method not named")
+    where = f" ({field})" if field else ""
     return (
-        f"its weights are quantized already ({_METHODS.get(method, method)}) in a way that is not read; use the "
+        f"its weights are quantized already ({_METHODS.get(method, method)}) in a way that is not read{where}; use the "
         'original one with quantization="int4" or "int8", or a GGUF file'
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
-from specinfer.model.quantized.format import Fields, Format, Scaling, Sources, Tensors, matrix_shape
+from specinfer.model.quantized.format import FLOATS, Fields, Format, Scaling, Sources, Tensors, matrix_shape
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
 
@@ -19,7 +19,7 @@ def find_fp8(settings: Fields) -> Format | None:
     return Format(
         ("weight", "weight_scale_inv"), (), lambda sources: matrix_shape(sources["weight"]), 8,
         lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors["weight_scale_inv"], (rows, columns)),
-        levels=LEVELS,
+        levels=LEVELS, types={"weight": (torch.float8_e4m3fn,), "weight_scale_inv": (*FLOATS, torch.float8_e8m0fnu)},
     )  # fmt: skip
 
 
@@ -39,6 +39,7 @@ def find_fp4(settings: Fields, weights: Fields) -> Format | None:
         lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), 4,
         lambda tensors: _nibbles(tensors["weight_packed"], lower_first=True), scaling, levels=_FP4,
         least=16 if is_nv else 32,
+        types={"weight_packed": (torch.uint8,), "weight_scale": (torch.float8_e4m3fn if is_nv else torch.uint8,)},
     )  # fmt: skip
 
 

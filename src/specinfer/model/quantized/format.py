@@ -1,7 +1,7 @@
 """Format: how a linear layer's weight is stored as several tensors, and the numbers and codes that they stand for."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from specinfer.kernels.float8 import LEVELS
 
 _FP8_GROUP = 128  # inputs of a scale in the kernels
 _GROUP = 32  # the smallest groups of inputs of most formats
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Sources = Mapping[str, Any]  # with `shape` and `read`
@@ -48,6 +49,7 @@ class Format:
         levels: [16] numbers that codes of 4 bits stand for, halves of whole ones, or those of FP8; None for themselves.
         scaling: Function from the other tensors to the scales.
         least: Inputs of the smallest groups that share a scale in codes which kernels compute with.
+        types: Types that tensors may have, by the ends of their names; of others not listed any.
     """
 
     names: tuple[str, ...]
@@ -58,6 +60,7 @@ class Format:
     scaling: Callable[[Tensors], Scaling]
     levels: Tensor | None = None
     least: int = _GROUP
+    types: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -72,7 +75,7 @@ class Format:
 
     def decode(self, tensors: Tensors) -> Tensor:
         """Return the weight [out, in] float32 that tensors stand for."""
-        codes, scaling = self.codes(tensors), self.scaling(tensors)
+        codes, scaling = self._parts(tensors)
         numbers = codes.float() if self.levels is None or self.is_fp8 else self.levels[codes.long()]
         scales, zeros, block = _two_dims(scaling.scales.float()), scaling.zeros, scaling.block
         if scaling.groups is not None:
@@ -83,6 +86,20 @@ class Format:
         elif self.bits is not None and self.levels is None:
             numbers -= 1 << self.bits - 1
         return numbers.mul_(_spread(scales, numbers.shape, block))
+
+    def _parts(self, tensors: Tensors) -> tuple[Tensor, Scaling]:
+        """Return codes and scales that fit each other.
+
+        Raises:
+            ValueError: A tensor is of another type or size.
+        """
+        for name, known in self.types.items():
+            if name in tensors and tensors[name].dtype not in known:
+                wanted = ", ".join(str(one).removeprefix("torch.") for one in known)
+                raise ValueError(f"{name} is of type {str(tensors[name].dtype).removeprefix('torch.')}, not {wanted}")
+        codes, scaling = self.codes(tensors), self.scaling(tensors)
+        _check(scaling, codes.shape)
+        return codes, scaling
 
     def keeps(self, tensors: Tensors, shape: tuple[int, int]) -> bool:
         """Return whether our kernels take codes with the scales in these tensors as they are.
@@ -104,7 +121,7 @@ class Format:
 
     def quantized(self, tensors: Tensors) -> QuantizedWeight:
         """Return the weight that tensors stand for, if `keeps` is true of them."""
-        codes, scaling = self.codes(tensors), self.scaling(tensors)
+        codes, scaling = self._parts(tensors)
         outputs, inputs = codes.shape
         size, bits, scales = _group_size(scaling, codes.shape), 8 if self.bits == 8 else 4, self._narrowed(scaling)
         assert self.bits is not None
@@ -142,6 +159,22 @@ class Format:
             if torch.equal(scales.to(dtype).float(), scales.float()):
                 return scales.to(dtype)
         return None
+
+
+def _check(scaling: Scaling, shape: tuple[int, ...]) -> None:
+    """Refuse scales and groups that do not belong to a weight of this shape."""
+    if scaling.scales.ndim > 2:
+        raise ValueError(f"scales have {scaling.scales.ndim} dimensions")
+    counts = _two_dims(scaling.scales).shape
+    if scaling.groups is not None:
+        least, most = int(scaling.groups.min()), int(scaling.groups.max())
+        if len(scaling.groups) != shape[1] or least < 0 or most >= counts[1]:
+            given = f"{len(scaling.groups)} numbers from {least} to {most}"
+            raise ValueError(f"g_idx has {given}, for {shape[1]} inputs in {counts[1]} groups")
+        counts = counts[:1]
+    for count, size, each in zip(counts, shape, scaling.block, strict=False):
+        if each > 1 and count != -(-size // each):  # one of a dimension is for all of it only where blocks are not
+            raise ValueError(f"{count} scales for {size} weights, {each} each")
 
 
 def _padded(codes: Tensor, group: int, value: int = 0) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.floats import find_bitsandbytes, find_fp4, find_fp8
-from specinfer.model.quantized.format import Block, Fields, Format, Scaling, Sources, Tensors, matrix_shape
+from specinfer.model.quantized.format import FLOATS, Block, Fields, Format, Scaling, Sources, Tensors, matrix_shape
+from specinfer.model.quantized.settings import BITS, gptq_format, unread_field
 
-_BITS = (1, 2, 4, 8)  # of codes in words
+_WORDS = {"qweight": (torch.int32,), "qzeros": (torch.int32,)}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight neighbouring outputs
 
 
@@ -20,7 +21,7 @@ def find_format(settings: Fields) -> Format | None:
     """Return the format of a quantization_config, or None if it is not read."""
     try:
         make = _METHODS.get(str(settings.get("quant_method")))
-        return None if make is None else make(settings)
+        return None if make is None or unread_field(settings) else make(settings)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -49,7 +50,7 @@ def _compressed(settings: Fields) -> Format | None:
     def scaling(tensors: Tensors, zeros: Tensor | None) -> Scaling:
         return Scaling(tensors["weight_scale"], block, zeros, tensors.get("weight_g_idx"))
 
-    if stored == "pack-quantized" and kind == "int" and bits in _BITS:
+    if stored == "pack-quantized" and kind == "int" and bits in BITS:
 
         def zeros_of(tensors: Tensors) -> Tensor | None:  # packed along the outputs
             zeros, rows = tensors.get("weight_zero_point"), int(tensors["weight_shape"][0])
@@ -58,6 +59,7 @@ def _compressed(settings: Fields) -> Format | None:
         return Format(
             ("weight_packed", "weight_scale", "weight_shape"), others, _stored_shape, bits,
             lambda tensors: _unpacked(tensors, bits), lambda tensors: scaling(tensors, zeros_of(tensors)),
+            types={"weight_packed": (torch.int32,), "weight_zero_point": (torch.int32,), "weight_scale": FLOATS},
         )  # fmt: skip
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         is_int = kind == "int"
@@ -73,6 +75,7 @@ def _compressed(settings: Fields) -> Format | None:
             ("weight", "weight_scale"), (*others, "input_scale"), lambda sources: matrix_shape(sources["weight"]),
             8, lambda tensors: from_zero(tensors["weight"]), lambda tensors: scaling(tensors, zeros_from_zero(tensors)),
             levels=None if is_int else LEVELS,
+            types={"weight": (torch.int8 if is_int else torch.float8_e4m3fn,), "weight_scale": FLOATS},
         )  # fmt: skip
     return None
 
@@ -87,16 +90,12 @@ def _block_of(weights: Fields) -> Block:
     if weights["strategy"] == "block":
         rows, columns = map(int, weights["block_structure"])
         return rows, columns
-    return 1, int(weights.get("group_size") or 1)
+    is_group = weights["strategy"] not in ("channel", "tensor")  # whose groups are of no account
+    return 1, int(weights.get("group_size") or 1) if is_group else 1
 
 
 def _gptq(settings: Fields) -> Format | None:
-    bits = int(settings["bits"])
-    if bits not in _BITS or settings.get("is_marlin_format") or settings.get("checkpoint_format", "gptq") not in (
-        "gptq", "gptq_v2",
-    ):  # fmt: skip
-        return None
-    added = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    bits, added = int(settings["bits"]), 0 if gptq_format(settings) == "gptq_v2" else 1
     size = int(settings.get("group_size", 128))
 
     def scaling(tensors: Tensors) -> Scaling:
@@ -108,6 +107,7 @@ def _gptq(settings: Fields) -> Format | None:
         ("qweight", "qzeros", "scales"), ("g_idx",),
         lambda sources: (sources["qweight"].shape[1], sources["qweight"].shape[0] * 32 // bits), bits,
         lambda tensors: _unpack(tensors["qweight"].T, bits), scaling,
+        types=_WORDS | {"scales": FLOATS, "g_idx": (torch.int32, torch.int64)},
     )  # fmt: skip
 
 
@@ -121,14 +121,13 @@ def _turned(words: Tensor) -> Tensor:
 
 
 def _awq(settings: Fields) -> Format | None:
-    if int(settings["bits"]) != 4 or str(settings.get("version", "gemm")).lower() != "gemm":
-        return None
     size = int(settings.get("group_size", 128))
     return Format(
         ("qweight", "qzeros", "scales"), (),
         lambda sources: (sources["qweight"].shape[1] * 8, sources["qweight"].shape[0]), 4,
         lambda tensors: _turned(tensors["qweight"]),
         lambda tensors: Scaling(tensors["scales"].T, (1, size), _turned(tensors["qzeros"])),
+        types=_WORDS | {"scales": FLOATS},
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from specinfer.model.cut import Cut
 from specinfer.model.quantized.floats import GPT_OSS
 from specinfer.model.quantized.format import Format, Tensors
 from specinfer.model.quantized.formats import find_format
+from specinfer.model.quantized.settings import unread_field
 from specinfer.model.stacked_source import StackedSource
 
 T = TypeVar("T")
@@ -34,9 +35,11 @@ class DecodedSource:
     """A weight that is stored as several tensors.
 
     Attributes:
+        layer: Name of the layer, for messages.
         stored: Sources of the tensors, by the ends of their names.
     """
 
+    layer: str
     format: Format
     stored: Mapping[str, Any]
     shape: tuple[int, int]
@@ -86,11 +89,14 @@ class DecodedSource:
         try:
             return make(tensors)
         except _MISFITS as error:
-            raise ModelError(f"model: quantized weights do not fit each other: {str(error)[:200]}") from error
+            fault = f"quantized weights of {self.layer} do not fit each other: {str(error)[:200]}"
+            raise ModelError(f"model: {fault}; fetch the model again") from error
 
     def _check(self, shape: tuple[int, ...]) -> None:
         if shape != self.shape:
-            raise ModelError(f"model: quantized weights give {shape}, not {self.shape}")
+            raise ModelError(
+                f"model: quantized weights of {self.layer} give {shape}, not {self.shape}; fetch the model again"
+            )
 
     def read_part(self, cut: Cut) -> Tensor:
         """Read a part of the weight."""
@@ -118,7 +124,7 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
         return _with_stacks(sources, dtype or usual)
     found = find_format(settings)
     if found is None:
-        raise ModelError(f"model: {folder}: {already_quantized(settings)}")
+        raise ModelError(f"model: {folder}: {already_quantized(settings, unread_field(settings))}")
     result, layers = dict(sources), []
     for name in sources:
         layer = name.removesuffix(f".{found.names[0]}")
@@ -129,7 +135,7 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
         if missing := [end for end in found.names if stored[end] is None]:
             raise ModelError(f"model: tensor {layer}.{missing[0]} is missing; fetch the model again")
         own = {end: source for end, source in stored.items() if source is not None}
-        result[f"{layer}.weight"] = DecodedSource(found, own, _shape(found, own, layer), dtype or usual)
+        result[f"{layer}.weight"] = DecodedSource(layer, found, own, _shape(found, own, layer), dtype or usual)
     return result
 
 
@@ -145,13 +151,16 @@ def _with_stacks(sources: Mapping[str, Any], dtype: torch.dtype) -> dict[str, An
         if stored["blocks"].shape != (*scales.shape, 16) or len(scales.shape) != 3:
             raise ModelError(f"model: the tensors of {name} have shapes that no weight has; fetch the model again")
         each = [{end: source.rows(range(i, i + 1)) for end, source in stored.items()} for i in range(scales.shape[0])]
-        result[name] = StackedSource([[DecodedSource(GPT_OSS, own, GPT_OSS.shape(own), dtype)] for own in each])
+        result[name] = StackedSource([[DecodedSource(name, GPT_OSS, own, GPT_OSS.shape(own), dtype)] for own in each])
     return result
 
 
 def _shape(found: Format, stored: Mapping[str, Any], layer: str) -> tuple[int, int]:
     try:
-        return found.shape(stored)
+        shape = found.shape(stored)
+        if min(shape) < 1:
+            raise ValueError(f"a weight of {shape}")
+        return shape
     except _MISFITS as error:
         fault = f"the tensors of {layer} have shapes that no weight has ({str(error)[:100]})"
         raise ModelError(f"model: {fault}; fetch the model again") from error
