@@ -36,16 +36,13 @@ RUNS = pytest.mark.parametrize(
 VOCAB = 30
 
 
-def _tree(rule: str, source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
-    """Draws without replacement from a few of the likely tokens, and duplicates; chosen guesses for the first rule.
-
-    The kernel of the traversal rule takes draws of a node that could have produced the same tokens.
-    """
+def _tree(source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
+    """Draws without replacement from a few of the likely tokens of a node, and duplicates."""
     tokens, parents, made = [0], [-1], list[Draw]()
     supports = dict[int, Any]()
     while len(tokens) < size:
         parent = int(source.integers(len(tokens)))
-        if rule == MULTI_STEP or parent not in supports:
+        if parent not in supports:
             supports[parent] = source.choice(logits[parent].topk(9).indices, support, replace=False)
         ids = supports[parent]
         distribution = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
@@ -54,7 +51,6 @@ def _tree(rule: str, source: np.random.Generator, size: int, support: int, logit
         for _ in range(int(source.integers(1, 4))):
             whole = Distribution(ids, distribution, removed)
             place = int(source.choice(support, p=whole.weights()))
-            drawn = whole if rule == TRAVERSAL or source.random() < 0.8 else None
             known = next(
                 (n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (parent, int(ids[place]))), None
             )
@@ -62,7 +58,7 @@ def _tree(rule: str, source: np.random.Generator, size: int, support: int, logit
                 known = len(tokens)
                 tokens.append(int(ids[place]))
                 parents.append(parent)
-            made.append(Draw(known, "a", drawn))
+            made.append(Draw(known, "a", whole))
             if source.random() < 0.7 and len(removed) < support - 1:
                 removed = (*removed, place)
     return TokenTree(tuple(tokens), tuple(parents), tuple(made))
@@ -129,7 +125,7 @@ def _requests(count: int, seed: int, temperatures: Sequence[float] = (1.0, 0.7, 
 def test_decisions_are_those_of_the_rule(rule: str, run: Any, seed: int, sizes: list[int]) -> None:
     source, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     logits = [torch.randn((size + 3, VOCAB), generator=generator) * 2 for size in sizes]
-    forest = [_tree(rule, source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
+    forest = [_tree(source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
     requests = _requests(len(sizes), seed)
     found = _run(run, logits, requests, forest)
@@ -155,7 +151,7 @@ def test_what_truncation_drops_has_no_probability(rule: str, run: Any) -> None:
     """With the same trees as for the logits that are kept."""
     source, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
     logits = [torch.randn((9, VOCAB), generator=generator) * 2 for _ in range(6)]
-    forest = [_tree(rule, source, 7, 5, rows) for rows in logits]
+    forest = [_tree(source, 7, 5, rows) for rows in logits]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
     requests = _requests(6, 5)
     over_temperature = [
@@ -200,22 +196,3 @@ def test_no_tree_is_no_walk(rule: str, run: Any) -> None:
     )  # fmt: skip
     assert [tensor.tolist() for tensor in walked] == [tensor.tolist() for tensor in _nothing_walked(1, 2)]
     assert torch.equal(uniforms, before)
-
-
-def test_the_scratch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes of a walk use it one after the other."""
-    made: list[Tensor] = []
-    full = torch.full
-
-    def noted(*args: Any, **kwargs: Any) -> Tensor:
-        made.append(full(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(multi_step.torch, "full", noted)
-    source, logits = np.random.default_rng(4), torch.zeros((12, VOCAB))
-    tree = _tree(MULTI_STEP, source, 9, 5, logits)
-    for seed in range(6):
-        _run(multi_step.walk_multi_step, [logits[: len(tree)]], _requests(1, seed), [tree])
-    lefts = [tensor for tensor in made if tensor.dtype == torch.float64]
-    assert len(lefts) == 6
-    assert all(bool((left == -1).all()) for left in lefts)

@@ -76,8 +76,8 @@ def walk_multi_step(
         tokens, parents: [requests, max_nodes] of the trees, the root first.
         sizes: [requests] nodes in use, or 0 for no tree.
         draws: [requests, max_draws] node that each draw produced, in draw order; -1 after the last.
-        distribution_tokens: [requests, max_draws, support] tokens that the draw could have produced; -1 for padding. A
-            guess that was chosen deterministically has only its own token.
+        distribution_tokens: [requests, max_draws, support] tokens that the draw could have produced; -1 for padding.
+            The Triton kernel needs the same ones in the same order for all draws of a node, as those of one race have.
         distribution_probs: [requests, max_draws, support] float64 probabilities, which sum to 1.
         uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
         least: [rows] float32 least score, divided by the temperature, of a token that may follow; None to keep all.

@@ -28,8 +28,7 @@ def walk_traversal(
     """Go to the first leaf and back towards the root, as `verify.verify_traversal`.
 
     Decisions are the same unless a random number is within about 1e-13 of the number it is compared with. Arguments are
-    those of `walk_multi_step`. The draws of a node must have the same tokens in the same order, as those of
-    one race have.
+    those of `walk_multi_step`.
     """
     distributions = (draws, distribution_tokens, distribution_probs)
     walk_each(_walk, (logits, starts, temperatures, least), (tokens, parents, sizes), distributions, uniforms, out)

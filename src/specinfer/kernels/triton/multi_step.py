@@ -1,10 +1,10 @@
 """The walk of the multi-step rule of verify/multi_step.py, one program per request, in double precision.
 
-What it has in common with the walk of the traversal rule is here, too. A first launch computes the parts of every
-node's softmax: the greatest logit of each chunk of the vocabulary, and the sum of the chunk's exponentials. Rejected
-draws change the target's distribution only at the few tokens that they could have produced. A row of `left` stores the
-changed values of these tokens, and -1 for tokens whose probability is unchanged. The residual distribution is this row
-divided by `total`.
+What it has in common with the walk of the traversal rule is here, too. A first launch computes the parts of a node's
+softmax: the greatest logit of each chunk of the vocabulary, and the sum of the chunk's exponentials. The draws of a node
+come from one race over the same tokens, and rejected ones change the target's distribution only there. `kept` has the
+changed values of these tokens. The residual distribution is `kept`, and the target's probabilities of all other tokens,
+divided by `total`. A token is drawn from it by the masses of chunks, so the logits of one chunk alone are read again.
 """
 
 from typing import Any, NamedTuple
@@ -76,33 +76,43 @@ def next_uniform(state):
 
 @triton.jit
 def sample(
-    scores, left, uniform, total, temperature, least, row, highest, norm, vocab, num_chunks,
-    CHUNK: tl.constexpr,
+    logits, temperature, least, highest, sums, row, ids, kept, scratch, uniform, total, top, norm, vocab, num_chunks,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the token that a uniform number chooses from a residual distribution."""
+    """Return the token that a uniform number chooses from a residual distribution.
+
+    `ids` are tokens with other values, `kept`, and -1 for padding; `scratch` is the request's.
+    """
+    chunks, places = tl.arange(0, BLOCK_CHUNKS), tl.arange(0, CHUNK)
+    of_chunks = tl.load(highest + row * num_chunks + chunks, chunks < num_chunks, other=float("-inf")).to(tl.float64)
+    of_sums = tl.load(sums + row * num_chunks + chunks, chunks < num_chunks, other=0.0)
+    change = tl.where(ids >= 0, kept - probs_of(logits, ids, ids >= 0, temperature, least, row, top, norm), 0.0)
+    changes = tl.sum(tl.where((ids // CHUNK)[None, :] == chunks[:, None], change[None, :], 0.0), 1)
+    masses = of_sums * tl.exp(of_chunks - top) / norm + changes
     wanted = uniform * total
-    before = tl.full((), 0.0, tl.float64)
-    found = tl.full((), -1, tl.int32)
-    last = tl.full((), 0, tl.int32)  # a token with nonzero probability, in case rounding leaves none
-    chunk = tl.full((), 0, tl.int32)
-    while (chunk < num_chunks) & (found < 0):
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        kept = tl.load(left + ids, ids < vocab, other=0.0)
-        kept = tl.where(kept < 0, probs_of(scores, ids, ids < vocab, temperature, least, row, highest, norm), kept)
-        mass = before + tl.cumsum(kept, 0)
-        # Only tokens with nonzero probability: the mass of another equals that of the token before it.
-        first = tl.min(tl.where((mass > wanted) & (kept > 0), ids, vocab), 0)
-        last = tl.maximum(last, tl.max(tl.where(kept > 0, ids, 0), 0))
-        found = tl.where(first < vocab, first, -1)
-        before += tl.sum(kept, 0)
-        chunk += 1
-    return tl.where(found < 0, last, found).to(tl.int64)
+    ends = tl.cumsum(masses, 0)
+    chunk = tl.min(tl.where((ends > wanted) & (masses > 0), chunks, BLOCK_CHUNKS), 0)
+    if chunk == BLOCK_CHUNKS:  # rounding leaves none
+        chunk = tl.min(tl.where(masses == tl.max(masses, 0), chunks, BLOCK_CHUNKS), 0)
+    before = tl.sum(tl.where(chunks < chunk, masses, 0.0), 0)
+    tl.store(scratch + places, tl.full((CHUNK,), -1.0, tl.float64))
+    tl.debug_barrier()
+    tl.store(scratch + ids - chunk * CHUNK, kept, (ids >= 0) & (ids // CHUNK == chunk))
+    tl.debug_barrier()
+    tokens = chunk * CHUNK + places
+    changed = tl.load(scratch + places)
+    probs = probs_of(logits, tokens, tokens < vocab, temperature, least, row, top, norm)
+    probs = tl.where(changed < 0, probs, changed)
+    # Only tokens with nonzero probability: the mass of another equals that of the token before it.
+    found = tl.min(tl.where((before + tl.cumsum(probs, 0) > wanted) & (probs > 0), tokens, vocab), 0)
+    last = tl.max(tl.where(probs > 0, tokens, 0), 0)  # in case rounding leaves none
+    return tl.where(found < vocab, found, last).to(tl.int64)
 
 
 @triton.jit
 def multi_step_program(
     logits, highest, sums, starts, temperatures, least, tokens, parents, sizes,
-    draws, distribution_tokens, distribution_probs, uniforms, left, path, lengths, following,
+    draws, distribution_tokens, distribution_probs, uniforms, path, lengths, following, scratch,
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +128,7 @@ def multi_step_program(
     draws += request * num_draws
     distribution_tokens += request * num_draws * support
     distribution_probs += request * num_draws * support
-    left += request * vocab
+    scratch += request * CHUNK
     numbers = tl.arange(0, BLOCK_DRAWS)
     drawn = tl.load(draws + numbers, numbers < num_draws, other=-1)
     parent_of = tl.load(parents + request * stride_tree + drawn, drawn > 0, other=-1)
@@ -146,19 +156,18 @@ def multi_step_program(
             total = tl.full((), 1.0, tl.float64)
             mine = (parent_of == node) & (length < max_depth)
             draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
+            num_ids = tl.where(draw < BLOCK_DRAWS, support, 0)
+            ids = tl.load(distribution_tokens + draw * support + places, places < num_ids, other=-1)
+            kept = probs_of(scores, ids, ids >= 0, temperature, least, row, top, norm)
             while (draw < BLOCK_DRAWS) & (going == 0):
                 child = tl.load(draws + draw)
-                guess = tl.load(tokens + child)
-                ids = tl.load(distribution_tokens + draw * support + places, places < support, other=-1)
-                could = ids >= 0
-                weights = tl.load(distribution_probs + draw * support + places, could, other=0.0)
-                kept = tl.load(left + ids, could, other=0.0)
-                kept = tl.where(kept < 0, probs_of(scores, ids, could, temperature, least, row, top, norm), kept)
-                p = tl.sum(tl.where(ids == guess, kept, 0.0), 0) / total
-                q = tl.sum(tl.where(ids == guess, weights, 0.0), 0)
+                is_guess = (ids == tl.load(tokens + child)) & (ids >= 0)
+                weights = tl.load(distribution_probs + draw * support + places, ids >= 0, other=0.0)
+                p = tl.sum(tl.where(is_guess, kept, 0.0), 0) / total
+                q = tl.sum(tl.where(is_guess, weights, 0.0), 0)
                 state, uniform = next_uniform(state)
                 rest = tl.maximum(kept - weights * total, 0.0)
-                remains = total - tl.sum(tl.where(could, kept - rest, 0.0), 0)
+                remains = total - tl.sum(kept - rest, 0)
                 # A remainder that is only rounding error counts as certain acceptance.
                 if (uniform * q < p) | (remains <= 1e-13 * total):
                     going = tl.full((), 1, tl.int32)
@@ -166,22 +175,15 @@ def multi_step_program(
                     tl.store(path + length, child)
                     length += 1
                 else:
-                    tl.store(left + ids, rest, could)
+                    kept = rest
                     total = remains
-                    tl.debug_barrier()
                     draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
             if going == 0:
                 state, uniform = next_uniform(state)
                 token = sample(
-                    scores, left, uniform, total, temperature, least, row, top, norm, vocab, num_chunks, CHUNK
-                )
-            tl.debug_barrier()
-            draw = tl.min(tl.where(mine, numbers, BLOCK_DRAWS), 0)
-            while draw < BLOCK_DRAWS:
-                ids = tl.load(distribution_tokens + draw * support + places, places < support, other=-1)
-                tl.store(left + ids, tl.full((BLOCK_SUPPORT,), -1.0, tl.float64), ids >= 0)
-                draw = tl.min(tl.where(mine & (numbers > draw), numbers, BLOCK_DRAWS), 0)
-            tl.debug_barrier()
+                    scores, temperature, least, highest, sums, row, ids, kept, scratch, uniform, total, top, norm,
+                    vocab, num_chunks, CHUNK, BLOCK_CHUNKS,
+                )  # fmt: skip
     for depth in range(length, max_depth):  # nodes taken back from the path
         tl.store(path + depth, -1)
     tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
@@ -243,7 +245,7 @@ def prepare_walk(
     num_chunks, device = triton.cdiv(vocab, _CHUNK), logits.device
     highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
     sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=device)
-    left = torch.full((requests, vocab), -1.0, dtype=torch.float64, device=device)
+    scratch = torch.empty((requests, _CHUNK), dtype=torch.float64, device=device)
     assert all(each.is_contiguous() for each in out)
     softmax_program[(num_chunks, nodes, requests)](
         logits, starts, temperatures, least, sizes, highest, sums, vocab, logits.stride(0), num_chunks,
@@ -252,7 +254,7 @@ def prepare_walk(
     blocks = {"BLOCK_CHUNKS": num_chunks, "BLOCK_DRAWS": num_draws, "BLOCK_SUPPORT": support}
     options = {name: triton.next_power_of_2(count) for name, count in blocks.items()}
     return WalkLaunch(
-        (logits, highest, sums, starts, temperatures, least, *trees, *distributions, uniforms, left, *out),
+        (logits, highest, sums, starts, temperatures, least, *trees, *distributions, uniforms, *out, scratch),
         (vocab, logits.stride(0), num_chunks, nodes, num_draws, support, out[0].shape[1]),
         {**options, "CHUNK": _CHUNK, "num_warps": 8, "enable_fp_fusion": True},
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """The walk of the traversal rule of verify/traversal.py, one program per request, in double precision.
 
-All draws of a node come from one race over the same tokens. So what they leave of the target's distribution is a row of
-scratch memory for each level of the current path, with the changed values of these tokens, divided by a total. Other
-tokens are unchanged: only the row of the node at which a token is drawn is spread over the vocabulary.
+What the draws of a node leave of the target's distribution are changed values of the tokens of their race, as in
+multi_step.py: here a row of scratch memory for each level of the current path.
 """
 
 import torch
@@ -25,7 +24,7 @@ def _at(values, levels, level):
 @triton.jit
 def traversal_program(
     logits, highest, sums, starts, temperatures, least, tokens, parents, sizes,
-    draws, distribution_tokens, distribution_probs, uniforms, left, path, lengths, following, kept_rows,
+    draws, distribution_tokens, distribution_probs, uniforms, path, lengths, following, scratch, kept_rows,
     vocab, stride, num_chunks, stride_tree, num_draws, support, max_depth,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_DRAWS: tl.constexpr, BLOCK_SUPPORT: tl.constexpr,
     BLOCK_LEVELS: tl.constexpr,
@@ -42,7 +41,7 @@ def traversal_program(
     distribution_tokens += request * num_draws * support + places
     distribution_probs += request * num_draws * support + places
     kept_rows += request * max_depth * support + places
-    left += request * vocab
+    scratch += request * CHUNK
     in_support = places < support
     drawn = tl.load(draws + numbers, numbers < num_draws, other=-1)
     parent_of = tl.load(parents + request * stride_tree + drawn, drawn > 0, other=-1)
@@ -142,14 +141,15 @@ def traversal_program(
                 length -= 1
         else:
             draw = tl.min(tl.where((parent_of == node) & (level < max_depth), numbers, BLOCK_DRAWS), 0)
-            if draw < BLOCK_DRAWS:
-                ids = tl.load(distribution_tokens + draw * support, in_support, other=-1)
-                tl.store(left + ids, tl.load(kept_rows + level * support, ids >= 0, other=0.0), ids >= 0)
-                tl.debug_barrier()
+            num_ids = tl.where(draw < BLOCK_DRAWS, support, 0)
+            ids = tl.load(distribution_tokens + draw * support, places < num_ids, other=-1)
+            kept = tl.load(kept_rows + level * support, ids >= 0, other=0.0)
             scores = logits + (first_row + node) * stride
             state, uniform = next_uniform(state)
-            row, top = first_row + node, best.to(tl.float64)
-            token = sample(scores, left, uniform, total, temperature, least, row, top, norm, vocab, num_chunks, CHUNK)
+            token = sample(
+                scores, temperature, least, highest, sums, first_row + node, ids, kept, scratch, uniform, total,
+                best.to(tl.float64), norm, vocab, num_chunks, CHUNK, BLOCK_CHUNKS,
+            )  # fmt: skip
         nodes = tl.where(levels == level, node, nodes)
     tl.store(path, tl.where(levels <= length, nodes, -1), on_path)
     tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
