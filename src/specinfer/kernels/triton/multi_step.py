@@ -4,7 +4,7 @@ What it has in common with the walk of the traversal rule is here, too. A first 
 softmax: the greatest logit of each chunk of the vocabulary, and the sum of the chunk's exponentials. The draws of a
 node come from one race over the same tokens, and rejected ones change the target's distribution only there. `kept` has
 the changed values of these tokens. The residual distribution is `kept`, and the target's probabilities of all other
-tokens, divided by `total`. A token is drawn from it by the masses of chunks, so the logits of one chunk alone are read again.
+tokens, divided by `total`. A token is drawn from it by the masses of chunks, so only the logits of one are read.
 """
 
 from typing import Any, NamedTuple
