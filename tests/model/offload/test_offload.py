@@ -74,7 +74,9 @@ def serve(runner: ModelRunner, params: SamplingParams = GREEDY, **settings: Any)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "glm4", "granite", "ernie4_5", "phi3"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_model_in_memory(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     # 36 outputs of keys and values, and 40 of the MLP's middle: neither ends with a panel
