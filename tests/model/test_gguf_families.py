@@ -52,6 +52,7 @@ DEEPSEEK_YARN = {
     "mscale_all_dim": 0.7,
 }  # fmt: skip
 ERNIE = {
+    "use_bias": False,
     "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
     "moe_layer_start_index": 1, "moe_layer_end_index": 1,
 }  # fmt: skip
@@ -74,7 +75,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32,
     },
     "deepseek2": PLAIN | DEEPSEEK,
-    "ernie4_5": PLAIN | {"head_dim": 16},
+    "ernie4_5": PLAIN | {"head_dim": 16, "use_bias": False},
     "ernie4_5-moe": PLAIN | ERNIE,
     "lfm2": ROWS,
     "lfm2moe": ROWS | {"moe_intermediate_size": 32},
@@ -167,7 +168,8 @@ def _is_fused(arch: str, changes: dict[str, Any]) -> bool:
         return True
     fused = (
         "qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe", "granitehybrid", "mamba2", "falcon-h1", "nemotron_h",
-        "nemotron_h_moe", "granite", "smollm3", "olmo2", "granitemoe", "glm4moe", "glm4", "qwen2moe", "olmo3",
+        "nemotron_h_moe", "ernie4_5", "ernie4_5-moe",
+        "granite", "smollm3", "olmo2", "granitemoe", "glm4moe", "glm4", "qwen2moe", "olmo3",
     )  # fmt: skip
     return arch in fused and changes.get("linear_value_head_dim") != 8 and changes.get("moe_latent_size") is None
 

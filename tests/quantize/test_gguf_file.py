@@ -32,6 +32,7 @@ DEEPSEEK = {
     "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 ERNIE = {
+    "use_bias": False,
     "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
     "moe_layer_start_index": 1, "moe_layer_end_index": 1,
 }  # fmt: skip
@@ -56,7 +57,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2_moe", {}), ("mamba", {"intermediate_size": 128}), ("falcon_mamba", {"intermediate_size": 128}),
     ("mamba2", {"num_heads": 8}), ("jamba", {}), ("granitemoehybrid", {"mamba_n_heads": 8}), ("nemotron_h", {}),
     ("nemotron_h", DENSE),
-    ("falcon_h1", FALCON), ("ernie4_5", {}), ("ernie4_5_moe", ERNIE),
+    ("falcon_h1", FALCON), ("ernie4_5", {"use_bias": False}), ("ernie4_5_moe", ERNIE),
     ("ernie4_5_moe", ERNIE | {"moe_num_shared_experts": 0}),
     ("deepseek_v3", DEEPSEEK), ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}),
     ("qwen3_next", {"linear_value_head_dim": 8}),
