@@ -20,6 +20,7 @@ import reference
 from native import native
 from specinfer.model.definition import load_plain
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.layer_families import kind_of
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import logits, make_model, random_prompts
@@ -125,3 +126,12 @@ def test_soft_caps_are_kept_where_sdpa_would_leave_them_out(
     model.save_pretrained(tmp_path)
     found = reference.last_logits(load_plain(tmp_path, torch.float32, **attention), PROMPT)
     torch.testing.assert_close(found, reference.last_logits(model, PROMPT), **CLOSE)
+
+
+def test_a_type_of_all_rotations_beside_those_of_layer_types_is_not_read() -> None:
+    """As 5.16 writes it for a Gemma 3 whose layers are all of one type."""
+    config = make_model("gemma3_text").config
+    known = kind_of(config)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
+    assert known is not None
+    assert kind_of(config) is known

@@ -158,7 +158,9 @@ def kind_of(config: Any) -> LayerKind | None:
     if kind is None or any(getattr(config, name, None) is not None for name in _UNKNOWN):
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    rotations = [one for one in rope.values() if one] if kind.rotates_by_type else [rope]
+    # transformers 5.16 may write a type of all layers beside theirs, which is not read.
+    own = [one for one in rope.values() if one and isinstance(one, dict)]
+    rotations = own if kind.rotates_by_type else [rope]
     return kind if all(one.get("rope_type", "default") in _ROTATIONS for one in rotations) else None
 
 
