@@ -462,19 +462,6 @@ def test_shares_follow_what_was_accepted() -> None:
     assert budget_split.share(1000, [2, 0, 1]) > 900, "what changes is followed"
 
 
-def test_a_share_of_less_than_a_node_is_a_node_now_and_then() -> None:
-    """Otherwise a drafter that has been useless for a while could never show that it has become useful."""
-    budget_split, tree = BudgetSplit(["a", "b"]), TokenTree.chain(0, [5], "a")
-    for _ in range(500):
-        budget_split.observe(tree, Acceptance((1,), 7))
-    first = [budget_split.share(8, [1, 0]) for _ in range(1000)]
-    last = [8 - budget_split.share(8, [0, 1]) for _ in range(1000)]
-    for shares in (first, last):
-        assert sum(shares) == pytest.approx(8 * 1000 * 0.05 / 1.05, abs=1)
-        assert set(shares) == {0, 1}
-    assert budget_split.share(0, [1, 0]) == 0
-
-
 def test_drafters_of_which_nothing_was_accepted_for_long_share_evenly() -> None:
     """A drafter so poor that its share rounds to no node is asked alone once the others have had their nodes."""
     budget_split, tree = BudgetSplit(["a", "b", "c"]), TokenTree.chain(0, [5], "a")

@@ -21,7 +21,6 @@ class BudgetSplit:
     def __init__(self, names: Sequence[str]) -> None:
         self._kept = dict.fromkeys(names, 1.0)
         self._parts: dict[tuple[int, ...], float] = {}  # of the first of these drafters, until the next tree
-        self._owed: dict[tuple[int, ...], float] = {}  # parts of nodes that it is to have next time
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         self._parts.clear()
@@ -45,7 +44,4 @@ class BudgetSplit:
             # Squared: nodes given to the better drafter yield more, as long as it has tokens left to propose.
             weights = np.maximum(kept**2 / (kept**2).sum(), self._LEAST / len(asked))
             self._parts[asked] = float(weights[0] / weights.sum())
-        exact = max_nodes * self._parts[asked] + self._owed.get(asked, 0.0)
-        count = min(max(round(exact), 0), max_nodes)
-        self._owed[asked] = exact - count
-        return count
+        return round(max_nodes * self._parts[asked])
