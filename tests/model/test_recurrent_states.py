@@ -19,7 +19,7 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token, num_states, plan_capacity
 from specinfer.model.load import load_model
-from specinfer.model.recurrent.gated_delta import GatedDelta
+from specinfer.model.recurrent.kimi_delta import KimiDelta
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.recurrent.scan import Scan, parents_of
 from specinfer.model.recurrent.states import RecurrentStates
@@ -74,10 +74,10 @@ def test_a_pass_that_fails_between_layers_leaves_no_half_written_state(
     runner_of: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a family whose layers are not fused."""
-    family = "olmo_hybrid"
+    family = "kimi_linear"
     wanted = [reference.greedy(make_model(family), prompt, 12) for prompt in PROMPTS]
     target, num_calls = _target(runner_of, 16, family=family), 0
-    last = [module for module in target.loaded.model.modules() if isinstance(module, GatedDelta)][-1]
+    last = [module for module in target.loaded.model.modules() if isinstance(module, KimiDelta)][-1]
 
     def failing(module: nn.Module, _args: Any) -> None:
         nonlocal num_calls

@@ -66,11 +66,11 @@ def quantize_linears(
     inside = ("",) if config is None else layer_names(model, config.get_text_config().num_hidden_layers)
     heads = _head_names(model)
     names = [name for name in quantizable_names(model, inside) if name not in heads]
-    weights = [(name, weight) for name, weight in model.named_parameters() if name.startswith(inside)]
-    stacks = {name for name, weight in weights if sum(size > 1 for size in weight.shape) > 2}  # no convolutions
     if not names:
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
         raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")
+    if warns:
+        warn_of_stacks(model, inside)
     for name in [*names, *heads]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -78,7 +78,17 @@ def quantize_linears(
             layer.to(device)
         kind = f"int{HEAD_BITS}" if quantization in BITS and name in heads else quantization
         model.set_submodule(name, QUANTIZE[kind](layer, native))
-    if stacks and warns:
+
+
+def warn_of_stacks(model: nn.Module, inside: tuple[str, ...]) -> None:
+    """Log a warning that names the stacks of matrices, such as experts, which are not quantized with the linear layers.
+
+    Args:
+        inside: What the names of weights in decoder layers begin with.
+    """
+    weights = [(name, weight) for name, weight in model.named_parameters() if name.startswith(inside)]
+    stacks = {name for name, weight in weights if sum(size > 1 for size in weight.shape) > 2}  # no convolutions
+    if stacks:
         kinds = sorted({name.removeprefix(next(p for p in inside if name.startswith(p))) for name in stacks})
         logger.warning("stacked matrices stay as they are, only the other layers are quantized: %s", ", ".join(kinds))
 

@@ -176,7 +176,10 @@ def test_streamed_parts_compute_what_resident_ones_do(
         whole = Ranks(folder, split, quantization).logits()
         streamed = Ranks(folder, split, quantization, offload=offload)
         for found, wanted in zip(streamed.logits(), whole, strict=True):
-            assert torch.equal(found, wanted)
+            if family == "mixtral":  # only in memory are its experts part of fused layers
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            else:
+                assert torch.equal(found, wanted)
         streamed.close()
     if copies:
         assert len(list((tmp_path / "copies").glob("*.layers"))) == 2 + 4  # each rank its own
