@@ -513,7 +513,7 @@ def test_the_decoder_of_gpus_generates_the_same_tokens(
 OPTIONS: list[dict[str, Any]] = [
     {"tree": "2,1,1"},
     {"tree": "best-first:8:4", "select": "hedge:1"},
-    {"tree": "best-first:6:3", "verification": "multi-step"},
+    {"tree": "2,2", "verification": "multi-step"},  # best-first trees follow what is learned of other requests' trees
     {"drafters": [], "tree": "off"},
 ]
 
