@@ -28,6 +28,7 @@ from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Gro
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
+from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.adjustment import adjust_logits
 from specinfer.kernels.triton.attention import attend
@@ -149,7 +150,10 @@ def step_cases() -> Iterator[Case]:
     for vocab, least in ((50257, None), (128256, _empty(requests * nodes, dtype=_FULL))):
         logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
         for name, walk_drawn in (("multi-step", walk_multi_step), ("traversal", walk_traversal)):
-            yield f"{name} {vocab}", partial(walk_drawn, logits, starts, temperatures, *trees, least, out=walked)
+            yield (
+                f"{name} {vocab}",
+                partial(walk_drawn, WalkInputs(logits, starts, temperatures, *trees, least), out=walked),
+            )
     yield from _processing_cases(requests, nodes)
     tables = (_empty(requests, _CONTEXT), _empty(requests), _empty(requests, nodes))
     yield "commit", partial(commit, *tables, _empty(requests, depth), _empty(requests))

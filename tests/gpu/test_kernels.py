@@ -172,8 +172,8 @@ def test_walks_with_random_numbers(name: str) -> None:
     plain = plain_traversal.walk_traversal if name == "walk_traversal" else plain_multi_step.walk_multi_step
     wanted = [torch.zeros((requests, 3)).int(), torch.zeros(requests).int(), torch.zeros(requests).long()]
     found = [there(tensor) for tensor in wanted]
-    plain(*arguments, out=wanted)
-    getattr(tree_ops, name)(*others, out=found)
+    plain(plain_multi_step.WalkInputs(*arguments), out=wanted)
+    getattr(tree_ops, name)(plain_multi_step.WalkInputs(*others), out=found)
     for a, b in zip(found, wanted, strict=True):
         assert a.tolist() == b.tolist()
     assert others[-1].tolist() == arguments[-1].tolist(), "as many coins were tossed"

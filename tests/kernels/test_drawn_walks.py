@@ -103,10 +103,11 @@ def _run(
     sizes = torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
     depth = max(tree.max_depth for tree in forest) + 1
     path, lengths, following = walked = _nothing_walked(len(forest), depth)
-    run(
+    inputs = plain_multi_step.WalkInputs(
         torch.cat(list(logits)), starts, temperatures, tokens, parents, sizes,
-        draws, distribution_tokens, distribution_probs, uniforms, least, out=walked,
+        draws, distribution_tokens, distribution_probs, uniforms, least,
     )  # fmt: skip
+    run(inputs, out=walked)
     kept = []
     for nodes_kept, length, token in zip(path.tolist(), lengths.tolist(), following.tolist(), strict=True):
         assert nodes_kept[length:] == [-1] * (len(nodes_kept) - length)
@@ -190,9 +191,10 @@ def test_no_tree_is_no_walk(rule: str, run: Any) -> None:
     )
     before = uniforms.clone()
     walked = _nothing_walked(1, 2)
-    run(
+    inputs = plain_multi_step.WalkInputs(
         torch.zeros((1, 4)), zeros[:, 0], torch.zeros(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
-        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms, out=walked,
+        zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms,
     )  # fmt: skip
+    run(inputs, out=walked)
     assert [tensor.tolist() for tensor in walked] == [tensor.tolist() for tensor in _nothing_walked(1, 2)]
     assert torch.equal(uniforms, before)

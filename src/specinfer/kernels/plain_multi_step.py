@@ -49,27 +49,10 @@ class DrawnTree(NamedTuple):
         return (path[:-1], self.tokens[path[-1]]) if path else ([], NO_VALID_TOKEN)
 
 
-def walk_multi_step(
-    logits: Tensor,
-    starts: Tensor,
-    temperatures: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    sizes: Tensor,
-    draws: Tensor,
-    distribution_tokens: Tensor,
-    distribution_probs: Tensor,
-    uniforms: Tensor,
-    least: Tensor | None = None,
-    *,
-    out: Walk,
-) -> None:
-    """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
+class WalkInputs(NamedTuple):
+    """The inputs of a walk with random numbers.
 
-    SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. The decisions are the same unless a random
-    number is within about 1e-13 of the number it is compared with, because sums are computed in another order.
-
-    Args:
+    Attributes:
         logits: [rows, vocab].
         starts: [requests] row of each request's root in `logits`; its other nodes follow.
         temperatures: [requests] float32, above 0.
@@ -77,46 +60,58 @@ def walk_multi_step(
         sizes: [requests] nodes in use, or 0 for no tree.
         draws: [requests, max_draws] node that each draw produced, in draw order; -1 after the last.
         distribution_tokens: [requests, max_draws, support] tokens that the draw could have produced; -1 for padding.
-            The Triton kernel needs the same ones in the same order for all draws of a node, as those of one race have.
+            The Triton kernels need the same ones in the same order for all draws of a node, as those of one race have.
         distribution_probs: [requests, max_draws, support] float64 probabilities, which sum to 1.
         uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
         least: [rows] float32 least score, divided by the temperature, of a token that may follow; None to keep all.
+    """
+
+    logits: Tensor
+    starts: Tensor
+    temperatures: Tensor
+    tokens: Tensor
+    parents: Tensor
+    sizes: Tensor
+    draws: Tensor
+    distribution_tokens: Tensor
+    distribution_probs: Tensor
+    uniforms: Tensor
+    least: Tensor | None = None
+
+    def tree(self, request: int) -> DrawnTree:
+        """Return the tree of a request."""
+        first = int(self.starts[request])
+        nodes = slice(first, first + int(self.sizes[request]))
+        rows = self.logits[nodes].float() / self.temperatures[request]
+        if self.least is not None:
+            rows = rows.masked_fill(rows < self.least[nodes].unsqueeze(1), -torch.inf)
+        of_tree = (self.tokens[request].tolist(), self.parents[request].tolist(), self.draws[request].tolist())
+        of_draws = self.distribution_tokens[request].long(), self.distribution_probs[request]
+        return DrawnTree(rows.double(), *of_tree, *of_draws, self.uniforms[request : request + 1])
+
+
+def walk_multi_step(inputs: WalkInputs, *, out: Walk) -> None:
+    """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
+
+    SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. The decisions are the same unless a random
+    number is within about 1e-13 of the number it is compared with, because sums are computed in another order.
+
+    Args:
         out: The tensors that `plain_tree.walk` returns, written to for the requests that have a tree. The path of one
             whose logits allow no token is empty.
     """
-    distributions = (draws, distribution_tokens, distribution_probs)
-    walk_each(_walk, (logits, starts, temperatures, least), (tokens, parents, sizes), distributions, uniforms, out)
+    walk_each(_walk, inputs, out)
 
 
-def walk_each(
-    walk: Callable[[DrawnTree, int], Kept],
-    target: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    trees: tuple[Tensor, Tensor, Tensor],
-    distributions: tuple[Tensor, Tensor, Tensor],
-    uniforms: Tensor,
-    out: Walk,
-) -> None:
+def walk_each(walk: Callable[[DrawnTree, int], Kept], inputs: WalkInputs, out: Walk) -> None:
     """Walk the tree of each request.
 
     Args:
         walk: Function from a tree and the longest possible path to what is kept.
-        target: logits, starts, temperatures, and least.
-        trees: tokens, parents, and sizes.
-        distributions: draws, distribution_tokens, and distribution_probs.
     """
-    (tokens, parents, sizes), (draws, distribution_tokens, distribution_probs) = trees, distributions
-    (logits, starts, temperatures, least), (path, lengths, following) = target, out
-    for request, size in enumerate(sizes.tolist()):
-        if size == 0:
-            continue
-        nodes = slice(int(starts[request]), int(starts[request]) + size)
-        rows = logits[nodes].float() / temperatures[request]
-        if least is not None:
-            rows = rows.masked_fill(rows < least[nodes].unsqueeze(1), -torch.inf)
-        of_tree = tokens[request].tolist(), parents[request].tolist(), draws[request].tolist()
-        of_draws = distribution_tokens[request].long(), distribution_probs[request]
-        tree = DrawnTree(rows.double(), *of_tree, *of_draws, uniforms[request : request + 1])
-        kept, token = walk(tree, path.shape[1])
+    path, lengths, following = out
+    for request in inputs.sizes.nonzero().flatten().tolist():
+        kept, token = walk(inputs.tree(request), path.shape[1])
         path[request].fill_(-1)[: len(kept)] = torch.tensor(kept, dtype=torch.int32)
         lengths[request], following[request] = len(kept), token
 

@@ -6,32 +6,17 @@ The rule is that of verify/traversal.py. As that of the multi-step rule, this wa
 import torch
 from torch import Tensor
 
-from specinfer.kernels.plain_multi_step import DrawnTree, Kept, walk_each
+from specinfer.kernels.plain_multi_step import DrawnTree, Kept, WalkInputs, walk_each
 from specinfer.kernels.plain_tree import NAN, Walk
 
 
-def walk_traversal(
-    logits: Tensor,
-    starts: Tensor,
-    temperatures: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    sizes: Tensor,
-    draws: Tensor,
-    distribution_tokens: Tensor,
-    distribution_probs: Tensor,
-    uniforms: Tensor,
-    least: Tensor | None = None,
-    *,
-    out: Walk,
-) -> None:
+def walk_traversal(inputs: WalkInputs, *, out: Walk) -> None:
     """Go to the first leaf and back towards the root, as `verify.verify_traversal`.
 
-    Decisions are the same unless a random number is within about 1e-13 of the number it is compared with. Arguments are
-    those of `walk_multi_step`.
+    Decisions are the same unless a random number is within about 1e-13 of the number it is compared with. `out` is as
+    for `walk_multi_step`.
     """
-    distributions = (draws, distribution_tokens, distribution_probs)
-    walk_each(_walk, (logits, starts, temperatures, least), (tokens, parents, sizes), distributions, uniforms, out)
+    walk_each(_walk, inputs, out)
 
 
 def _walk(tree: DrawnTree, max_depth: int) -> Kept:

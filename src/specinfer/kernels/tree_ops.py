@@ -32,12 +32,16 @@ def _guesses_run_on(guesses: plain_guesses.Guesses) -> bool:
     return runs_on(guesses.tokens)
 
 
+def _walk_runs_on(inputs: plain_multi_step.WalkInputs) -> bool:
+    return runs_on(inputs.logits)
+
+
 attend = by_device(_runs_on, plain_tree.attend, "attention")
 store = by_device(_runs_on, plain_tree.store, "store")
 choose = by_device(_runs_on, plain_tree.choose, "choose")
 walk = by_device(_runs_on, plain_tree.walk, "walk")
-walk_multi_step = by_device(_runs_on, plain_multi_step.walk_multi_step, "multi_step")
-walk_traversal = by_device(_runs_on, plain_traversal.walk_traversal, "traversal")
+walk_multi_step = by_device(_walk_runs_on, plain_multi_step.walk_multi_step, "multi_step")
+walk_traversal = by_device(_walk_runs_on, plain_traversal.walk_traversal, "traversal")
 commit = by_device(_runs_on, plain_tree.commit, "commit")
 least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")

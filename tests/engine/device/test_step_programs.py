@@ -26,6 +26,7 @@ from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Gro
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
+from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
@@ -101,14 +102,11 @@ class Kernels:
         return path, lengths, torch.empty(len(tokens), dtype=torch.int64, device=META)
 
     @staticmethod
-    def walk_multi_step(
-        logits: Tensor, starts: Tensor, temperatures: Tensor, *trees: Tensor | None, out: tuple[Tensor, ...]
-    ) -> None:
-        given = [one for one in trees if one is not None]
-        _on_device(logits, starts, temperatures, *given, *out, contiguous=True)
-        _, _, _, draws, distribution_tokens, distribution_probs, uniforms, *least = given
-        assert not least or least[0].shape == (len(logits),)
-        assert {one.dtype for one in given[:5]} == {torch.int32}
+    def walk_multi_step(inputs: WalkInputs, *, out: tuple[Tensor, ...]) -> None:
+        _on_device(*(one for one in inputs if one is not None), *out, contiguous=True)
+        logits, _, _, *trees, draws, distribution_tokens, distribution_probs, uniforms, least = inputs
+        assert least is None or least.shape == (len(logits),)
+        assert {one.dtype for one in (*trees, draws, distribution_tokens)} == {torch.int32}
         assert (distribution_probs.dtype, uniforms.dtype) == (torch.float64, torch.int64)
         assert distribution_tokens.shape == distribution_probs.shape == (*draws.shape, min(SUPPORT, logits.shape[1]))
 

@@ -7,6 +7,7 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.plain_draft import Grown
 from specinfer.kernels.plain_drawn import Draws
+from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.verify.rules import TRAVERSAL
 
 
@@ -30,8 +31,9 @@ def walk_drawn(
     """
     rows = len(trees.tokens)
     walk = tree_ops.walk_traversal if rule == TRAVERSAL else tree_ops.walk_multi_step
-    walk(
+    inputs = WalkInputs(
         logits, starts, state.temperatures[:rows], trees.tokens, trees.parents,
         torch.where(state.is_drawn[:rows], trees.sizes, 0), draws.nodes, draws.tokens, draws.probs,
-        state.uniforms[:rows], least, out=walked,
+        state.uniforms[:rows], least,
     )  # fmt: skip
+    walk(inputs, out=walked)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton.choose import GAMMA, mix
 
@@ -191,26 +192,10 @@ def multi_step_program(
     tl.store(following + request, token)
 
 
-def walk_multi_step(
-    logits: Tensor,
-    starts: Tensor,
-    temperatures: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    sizes: Tensor,
-    draws: Tensor,
-    distribution_tokens: Tensor,
-    distribution_probs: Tensor,
-    uniforms: Tensor,
-    least: Tensor | None = None,
-    *,
-    out: Walk,
-) -> None:
+def walk_multi_step(inputs: WalkInputs, *, out: Walk) -> None:
     """Compute `plain_multi_step.walk_multi_step`."""
-    distributions = (draws, distribution_tokens, distribution_probs)
-    target = (logits, starts, temperatures, least)
-    launch = prepare_walk(target, (tokens, parents, sizes), distributions, uniforms, out)
-    multi_step_program[(len(tokens),)](*launch.tensors, *launch.numbers, **launch.options)
+    launch = prepare_walk(inputs, out)
+    multi_step_program[(len(inputs.tokens),)](*launch.tensors, *launch.numbers, **launch.options)
 
 
 class WalkLaunch(NamedTuple):
@@ -221,27 +206,16 @@ class WalkLaunch(NamedTuple):
     options: dict[str, Any]
 
 
-def prepare_walk(
-    target: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    trees: tuple[Tensor, Tensor, Tensor],
-    distributions: tuple[Tensor, Tensor, Tensor],
-    uniforms: Tensor,
-    out: Walk,
-) -> WalkLaunch:
-    """Launch the first program, and return what the second one is given.
-
-    Args:
-        target: logits, starts, temperatures, and least.
-        trees: tokens, parents, and sizes.
-        distributions: draws, distribution_tokens, and distribution_probs.
-    """
-    logits, starts, temperatures, least = target
-    (tokens, parents, sizes), (_, distribution_tokens, distribution_probs) = trees, distributions
-    (requests, nodes), (rows, vocab), (_, num_draws, support) = tokens.shape, logits.shape, distribution_tokens.shape
+def prepare_walk(inputs: WalkInputs, out: Walk) -> WalkLaunch:
+    """Launch the first program, and return what the second one is given."""
+    logits, starts, temperatures, *of_trees, uniforms, least = inputs
+    tokens, parents, sizes, *distributions = of_trees
+    (requests, nodes), (rows, vocab) = tokens.shape, logits.shape
+    _, num_draws, support = inputs.distribution_tokens.shape
     assert logits.stride(1) == 1
     assert tokens.stride() == parents.stride() == (nodes, 1)
     assert all(each.is_contiguous() for each in distributions)
-    assert distribution_probs.dtype == torch.float64
+    assert inputs.distribution_probs.dtype == torch.float64
     num_chunks, device = triton.cdiv(vocab, _CHUNK), logits.device
     highest = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
     sums = torch.empty((rows, num_chunks), dtype=torch.float64, device=device)
@@ -254,7 +228,7 @@ def prepare_walk(
     blocks = {"BLOCK_CHUNKS": num_chunks, "BLOCK_DRAWS": num_draws, "BLOCK_SUPPORT": support}
     options = {name: triton.next_power_of_2(count) for name, count in blocks.items()}
     return WalkLaunch(
-        (logits, highest, sums, starts, temperatures, least, *trees, *distributions, uniforms, *out, scratch),
+        (logits, highest, sums, starts, temperatures, least, *of_trees, uniforms, *out, scratch),
         (vocab, logits.stride(0), num_chunks, nodes, num_draws, support, out[0].shape[1]),
         {**options, "CHUNK": _CHUNK, "num_warps": 8, "enable_fp_fusion": True},
     )  # fmt: skip

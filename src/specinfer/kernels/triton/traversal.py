@@ -7,8 +7,8 @@ multi_step.py: here a row of scratch memory for each level of the current path.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton.multi_step import next_uniform, node_softmax, prepare_walk, probs_of, sample
 
@@ -157,28 +157,12 @@ def traversal_program(
     tl.store(following + request, token)
 
 
-def walk_traversal(
-    logits: Tensor,
-    starts: Tensor,
-    temperatures: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    sizes: Tensor,
-    draws: Tensor,
-    distribution_tokens: Tensor,
-    distribution_probs: Tensor,
-    uniforms: Tensor,
-    least: Tensor | None = None,
-    *,
-    out: Walk,
-) -> None:
+def walk_traversal(inputs: WalkInputs, *, out: Walk) -> None:
     """Compute `plain_traversal.walk_traversal`."""
-    distributions = (draws, distribution_tokens, distribution_probs)
-    target, max_depth = (logits, starts, temperatures, least), out[0].shape[1]
-    launch = prepare_walk(target, (tokens, parents, sizes), distributions, uniforms, out)
-    shape = len(tokens), max_depth, distribution_tokens.shape[2]
-    kept_rows = torch.empty(shape, dtype=torch.float64, device=logits.device)
-    traversal_program[(len(tokens),)](
+    launch, max_depth = prepare_walk(inputs, out), out[0].shape[1]
+    requests, _, support = inputs.distribution_tokens.shape
+    kept_rows = torch.empty((requests, max_depth, support), dtype=torch.float64, device=inputs.logits.device)
+    traversal_program[(requests,)](
         *launch.tensors, kept_rows, *launch.numbers,
         **launch.options, BLOCK_LEVELS=triton.next_power_of_2(max_depth + 1),
     )  # fmt: skip
