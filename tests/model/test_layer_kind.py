@@ -10,7 +10,7 @@ import torch
 
 import reference
 from native import native
-from native_layers import PROMPT, error, last_logits, load, make, saved
+from native_layers import PROMPT, error, last_logits, load, load_fused, make, saved
 from specinfer.kernels import Attends, Ending, ExpertsCall, LayerCall, Opens
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.fused import FusedDecoder
@@ -158,9 +158,7 @@ def test_a_part_of_gemma_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     """Else the tests above would not show it."""
     model = make("gemma3_text", **GEMMA)
     wanted = reference.last_logits(model, PROMPT)
-    runner = load(saved(model, tmp_path))
-    decoder = runner.loaded.model
-    assert isinstance(decoder, FusedDecoder)
+    runner, decoder = load_fused(model, tmp_path)
     MUTATIONS[name](decoder)
     assert error(last_logits(runner), wanted) > 1e-3
 
@@ -204,9 +202,7 @@ def test_a_part_of_a_hybrid_that_is_wrong_shows(name: str, tmp_path: Path) -> No
     family, mutate = HYBRID_MUTATIONS[name]
     model = make(family)
     wanted = reference.last_logits(model, PROMPT)
-    runner = load(saved(model, tmp_path))
-    decoder = runner.loaded.model
-    assert isinstance(decoder, FusedDecoder)
+    runner, decoder = load_fused(model, tmp_path)
     mutate(decoder)
     assert not error(last_logits(runner), wanted) < 1e-3
 
@@ -278,9 +274,7 @@ def test_a_part_of_a_layer_that_is_wrong_shows(name: str, tmp_path: Path) -> Non
             if name_.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer += torch.randn_like(buffer)
     wanted = reference.last_logits(model, PROMPT)
-    runner = load(saved(model, tmp_path))
-    decoder = runner.loaded.model
-    assert isinstance(decoder, FusedDecoder)
+    runner, decoder = load_fused(model, tmp_path)
     assert error(last_logits(runner), wanted) < 1e-5
     mutate(decoder)
     decoder._calls.clear()

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from native import native
-from native_layers import CPU, PROMPT, TREE, Reader, error, last_logits, load, make, saved
+from native_layers import CPU, PROMPT, TREE, Reader, error, last_logits, load, load_fused, make, saved
 from specinfer.kernels import AttentionCall, ExpertsCall
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.fused import FusedDecoder
@@ -36,8 +36,7 @@ def biased(family: str, **changes: Any) -> Any:
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = biased(family)
     wanted = reference.last_logits(model, PROMPT)
-    runner = load(saved(model, tmp_path))
-    assert isinstance(runner.loaded.model, FusedDecoder)
+    runner, _ = load_fused(model, tmp_path)
     assert error(last_logits(runner), wanted) < 1e-5
 
 
@@ -99,8 +98,7 @@ def test_variants_compute_what_transformers_does(name: str, tmp_path: Path) -> N
     family, changes = VARIANTS[name]
     model = biased(family, **changes)
     wanted = reference.last_logits(model, PROMPT)
-    runner = load(saved(model, tmp_path))
-    assert isinstance(runner.loaded.model, FusedDecoder)
+    runner, _ = load_fused(model, tmp_path)
     assert error(last_logits(runner), wanted) < 1e-5
 
 
@@ -155,9 +153,7 @@ def test_a_part_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     family, mutate = MUTATIONS[name]
     model = biased(family)
     wanted = reference.last_logits(model, PROMPT)
-    runner = load(saved(model, tmp_path))
-    decoder = runner.loaded.model
-    assert isinstance(decoder, FusedDecoder)
+    runner, decoder = load_fused(model, tmp_path)
     assert error(last_logits(runner), wanted) < 1e-5
     mutate(decoder)
     assert not error(last_logits(runner), wanted) < 1e-3

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
+from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import make_model, random_prompts
@@ -34,6 +35,13 @@ def saved(model: Any, folder: Path) -> Path:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> ModelRunner:
     return ModelRunner(load_model(folder, dtype, CPU, quantization), 64)
+
+
+def load_fused(model: Any, folder: Path) -> tuple[ModelRunner, FusedDecoder]:
+    runner = load(saved(model, folder))
+    decoder = runner.loaded.model
+    assert isinstance(decoder, FusedDecoder)
+    return runner, decoder
 
 
 def last_logits(runner: ModelRunner) -> Tensor:

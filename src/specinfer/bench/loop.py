@@ -162,17 +162,14 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
             f"batch_sizes: {config.largest} requests of {longest} tokens and their trees need {num_slots} slots of the "
             f"KV cache, and memory allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars"
         )
+    for executor in llm.engine.executors:
+        if isinstance(executor, DeviceExecutor):  # as at the start of an engine with these trees
+            executor.prepare([budget for shape in shapes for budget in usual_budgets(shape)])
     return llm
 
 
 def make_policies(config: CompareConfig, llm: LLM) -> dict[Key, SpeculationPolicy]:
-    """Return the policy of each arm at each batch size. Policies that learn do so separately for each size.
-
-    On a GPU the steps of all arms are captured now, as they would be at the start of an engine with that tree.
-    """
-    for executor in llm.engine.executors:
-        if isinstance(executor, DeviceExecutor):
-            executor.prepare([budget for name in config.trees for budget in usual_budgets(parse_tree(name))])
+    """Return the policy of each arm at each batch size. Policies that learn do so separately for each size."""
     named = {
         # Costs are measured for this run, since its results must not depend on an old file.
         name: FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)

@@ -232,12 +232,9 @@ class Metrics:
 
     def _by_key(self) -> Iterable[Metric]:
         """Yield what each key uses, by its name, and its limits."""
-        engine, quotas = self._engine, self._engine.admission.quotas
-        live, running, usage = (
-            engine.admission.num_live_by_tenant(),
-            engine.num_running_by_tenant(),
-            quotas.usage.items(),
-        )
+        engine, admission = self._engine, self._engine.admission
+        live, running = admission.num_live_by_tenant(), engine.num_running_by_tenant()
+        quotas, usage = admission.quotas, admission.quotas.usage.items()
         for name, help, values in (
             ("key_requests_running", "Outputs of a key in the batch.", {key: running[key] for key in quotas.limits}),
             (
