@@ -476,14 +476,14 @@ def test_draining_lets_what_runs_end(llm: LLM) -> None:
 
 
 def test_draining_waits_for_a_prompt_that_is_just_being_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_read, job = threading.Event(), llm.job
+    may_read, job = threading.Event(), llm.jobs.read
 
     def slowly(*args: Any) -> Any:
         may_read.wait(30)
         return job(*args)
 
     async def use(engine: AsyncLLM) -> None:
-        monkeypatch.setattr(llm, "job", slowly)
+        monkeypatch.setattr(llm.jobs, "read", slowly)
         asked = asyncio.create_task(engine.generate("the", LONG))
         await _until(lambda: engine.num_live == 1)
         drained = asyncio.create_task(engine.drain(30.0))

@@ -271,7 +271,7 @@ def test_completion_offers_what_is_meant_for_users(model: str) -> None:
     names = dir(LLM(model))
     assert {"generate", "chat", "stream", "get_metrics", "get_tokenizer", "embed", "shutdown"} <= set(names)
     assert not [name for name in names if name.startswith("_")]
-    assert not {"engine", "reader", "job", "next_seed", "target"} & set(names)
+    assert not {"engine", "reader", "jobs", "target"} & set(names)
 
 
 def test_the_page_has_a_row_for_each_name_of_vllm() -> None:

@@ -122,10 +122,10 @@ class AsyncLLM:
         with self.admission.reading(params.n, tenant):
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
-            seed = self.llm.next_seed() if params.seed is None else params.seed
+            seed = self.llm.jobs.next_seed() if params.seed is None else params.seed
 
             def read() -> Job:
-                return self.llm.job(name, prompt, params, seed, lora_request)
+                return self.llm.jobs.read(name, prompt, params, seed, lora_request)
 
             job = await self._reads.run(
                 read,

@@ -1,39 +1,35 @@
 """LLM: text in, text out, in the calling process."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from specinfer.core.config import SpeculativeConfig
-from specinfer.core.errors import ModelError, RequestError
+from specinfer.core.errors import RequestError
 from specinfer.core.flags import current_names
 from specinfer.core.lora import LoRARequest
-from specinfer.core.noise import derive_seed
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
 from specinfer.core.tree_shape import TreeShape
-from specinfer.core.vllm_names import ENGINE, from_speculative_config, without_vllm_names
 from specinfer.drafters import MergedDrafter
-from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.processing import why_not, why_not_sampled
-from specinfer.engine.engine import Engine
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, params_list
+from specinfer.inputs.chat.conversations import read_conversations
+from specinfer.inputs.job_reader import JobReader
 from specinfer.inputs.prompts import Job, PromptReader
 from specinfer.learning.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.base import SpeculationPolicy, usual_budgets
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.network import PolicyNetwork
 from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble
-from specinfer.setup.gpu_path import log_gpu_path
+from specinfer.setup.engine import make_engine
+from specinfer.setup.vllm_arguments import engine_arguments
 
 _PUBLIC = (
     *("adapt", "chat", "chat_prompt", "classify", "compute_paths", "drafter", "embed", "encode", "from_engine_args"),
@@ -55,7 +51,7 @@ class LLM:
 
     @with_arguments_of(LoadArgs)
     def __init__(self, *model: str | Path, progress: ProgressCallback | None = None, **options: Any) -> None:
-        args = EngineArgs(*model, **_arguments(current_names(EngineArgs, options)))
+        args = EngineArgs(*model, **engine_arguments(current_names(EngineArgs, options)))
         speculative = args.speculative_config
         if speculative.speculation_policy is not None:
             PolicyNetwork.load(speculative.speculation_policy)  # checked before models are loaded
@@ -68,14 +64,13 @@ class LLM:
             self.adapters = self._parts.adapters
             self.adaptation: Adaptation | None = None
             self._counters = EngineCounters()
+            loaded = self.target.loaded
+            self.reader = PromptReader(self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids)
+            self.jobs = JobReader(self.reader, self.adapters, SLO.of(args.slo), args.seed)
             self.speculate(speculative, progress)
             if args.adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters
                 self.adaptation = Adaptation(self.engine, asked, args.adapt_dir)
-            loaded = self.target.loaded
-            self.reader = PromptReader(self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids)
-            self._seed, self._slo = args.seed, SLO.of(args.slo)
-            self._count = itertools.count()
             undo.pop_all()
 
     @classmethod
@@ -95,20 +90,11 @@ class LLM:
             config: New settings. Its drafters are some of those that were loaded; None is all of them.
             progress: Progress callback, as for the class.
         """
-        scheduler = self._parts.scheduler
-        assert not list(scheduler.requests())
+        assert not list(self._parts.scheduler.requests())
         assert self.adaptation is None, "what drafters learn is that of one engine"
-        self._parts.speculator.configure(config)
-        policy = self._parts.speculator.policy
-        executor = DeviceExecutor.of(self.target, self.drafter, scheduler, config.verification)
-        if executor is not None and not policy.reads_logits:
-            executor.prepare(usual_budgets(config.shape), progress)
-        why_no_steps = why_not(self.target, self.drafter)
-        why_no_sampled = why_not_sampled(self.drafter, config.verification)
-        log_gpu_path(self.target, self.small_models, why_no_steps, why_no_sampled, device=self.target.loaded.device)
-        self.engine = Engine(self.target, self.drafter, policy, scheduler, config.verification, executor)
+        self.engine = make_engine(self._parts, config, progress)
         self.engine.observers.append(self._counters)
-        scheduler.planner = self._parts.speculator.planner
+        self.jobs.has_drafters = self.drafter is not None
 
     @property
     def drafter(self) -> MergedDrafter | None:
@@ -221,7 +207,7 @@ class LLM:
         jobs = []
         for i, (prompt, params, adapter) in enumerate(zip(prompts, all_params, adapters, strict=True)):
             try:
-                jobs.append(self._job(next(self._count), prompt, params, adapter))
+                jobs.append(self.jobs.read_next(prompt, params, adapter))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -262,28 +248,12 @@ class LLM:
             RequestError: The model has no chat template, or a message does not fit it; the message names the index of
                 the conversation in a list. Nothing has run then. Failures while running are reported as by `generate`.
         """
-        if not messages:
-            raise RequestError("messages: empty; give at least one message with role and content")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        read = partial(
-            self.reader.read_chat, tools=tools, continue_final_message=continue_final_message,
+        prompts = read_conversations(
+            self.reader, messages, chat_template,
+            tools=tools, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             template_kwargs=chat_template_kwargs,
         )  # fmt: skip
-        prompts = []
-        if chat_template is not None:
-            self.reader.chat_template = chat_template
-        try:
-            for i, conversation in enumerate(conversations):
-                try:
-                    prompts.append({"prompt_token_ids": read(conversation)})  # type: ignore[arg-type]
-                except RequestError as error:
-                    if len(conversations) == 1 or not str(error).startswith("messages"):
-                        raise
-                    raise type(error)(f"messages[{i}]{str(error).removeprefix('messages')}") from error
-        finally:
-            if chat_template is not None:
-                self.reader.chat_template = None
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -305,7 +275,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError("n: a stream has one output; leave n at 1 or use generate")
-        return self._stream(self._job(next(self._count), prompt, params, lora_request))
+        return self._stream(self.jobs.read_next(prompt, params, lora_request))
 
     def _stream(self, job: Job) -> Iterator[TextChunk]:
         request = job.requests[0]
@@ -325,41 +295,6 @@ class LLM:
         finally:
             self.engine.abort(request)
 
-    def job(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        seed: int,
-        lora_request: LoRARequest | None = None,
-    ) -> Job:
-        """Return the requests for a prompt, ready to be added to the engine.
-
-        Raises:
-            RequestError: The prompt cannot be served, or the adapter cannot be loaded.
-        """
-        if self.drafter is None and params.tree not in (None, "off", "auto"):
-            raise RequestError(f"tree: {params.tree!r} needs drafters, and none were loaded; leave it out")
-        if params.slo is None and self._slo is not None:
-            params = replace(params, slo=self._slo)
-        if lora_request is None:
-            return self.reader.job(request_id, prompt, params, seed)
-        if self.adapters is None:
-            raise RequestError("lora_request: the model was loaded without adapters; load it with enable_lora=True")
-        try:
-            adapter = self.adapters.find(lora_request)
-        except ModelError as error:
-            raise RequestError(str(error)) from error
-        return self.reader.job(request_id, prompt, params, seed, adapter)
-
-    def next_seed(self) -> int:
-        """Return the seed of the next request that has none of its own."""
-        return derive_seed(self._seed, next(self._count))
-
-    def _job(self, number: int, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None = None) -> Job:
-        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
-        return self.job(str(number), prompt, params, seed, lora)
-
     def _run(self, jobs: Sequence[Job], *, show: bool) -> None:
         requests = [request for job in jobs for request in job.requests]
         for request in requests:
@@ -373,18 +308,3 @@ class LLM:
             finally:  # so that an interrupt leaves nothing in the cache
                 for request in requests:
                     self.engine.abort(request)
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of `EngineArgs` from those that may be vLLM's."""
-    ours = {each.name: each.default for each in fields(EngineArgs)}
-    config = given.pop("speculative_config", None) or {}
-    if not isinstance(config, Mapping):
-        raise ValueError(f"speculative_config: give a dict such as {{'method': 'ngram'}}, not {config!r:.60}")
-    chosen = from_speculative_config(current_names(EngineArgs, config))
-    # vLLM's defaults of some arguments are None.
-    given = {name: value for name, value in given.items() if value is not None or ours.get(name) is None}
-    given = without_vllm_names(given, ENGINE, ours)
-    if both := sorted(given.keys() & chosen.keys()):
-        raise ValueError(f"speculative_config: it and {both[0]} both choose {both[0]}; leave one out")
-    return given | chosen

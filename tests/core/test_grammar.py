@@ -535,7 +535,7 @@ def test_a_tenant_whose_grammars_took_too_long_rests_and_others_do_not(pair: tup
     llm = pair[1]
     params = SamplingParams(temperature=0.0, max_tokens=12, structured_outputs={"regex": "[a-t ]*"})
     alone = _pair(*pair, ["the cat"], params)[0].outputs[0].token_ids
-    requests = [llm.job(name, "the cat", params, 0).requests[0] for name in ("first", "second", "quick")]
+    requests = [llm.jobs.read(name, "the cat", params, 0).requests[0] for name in ("first", "second", "quick")]
     for request, tenant in zip(requests, ("slow", "slow", "quick"), strict=True):
         request.grammar._time = MaskTime(60.0)
         request.tenant = tenant

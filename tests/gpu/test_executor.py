@@ -58,7 +58,7 @@ def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monke
     llm = _llm(model_folder("llama"), model_folder("llama", noise=0.02), "2,2,1")
     _tokens(llm)  # captures
     for job in range(4):
-        llm.engine.add(llm.job(f"again {job}", {"prompt_token_ids": PROMPTS[job]}, PARAMS[0], job).requests[0])
+        llm.engine.add(llm.jobs.read(f"again {job}", {"prompt_token_ids": PROMPTS[job]}, PARAMS[0], job).requests[0])
     for _ in range(6):
         llm.engine.step()
     waits = []

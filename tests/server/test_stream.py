@@ -257,14 +257,14 @@ def test_a_request_ends_when_its_client_goes(
             others: list[Any] = []
             is_read, has_left = threading.Event(), threading.Event()
             if phase == "reading":
-                job = llm.job
+                job = llm.jobs.read
 
                 def slowly(*args: Any, **kwargs: Any) -> Any:
                     is_read.set()
                     assert has_left.wait(10)
                     return job(*args, **kwargs)
 
-                monkeypatch.setattr(llm, "job", slowly)
+                monkeypatch.setattr(llm.jobs, "read", slowly)
                 asked |= {"bad_words": ["a"]}  # read by a thread
             if phase == "waiting":
                 others = [await engine.submit([5], SamplingParams(max_tokens=250, ignore_eos=True, n=2))]

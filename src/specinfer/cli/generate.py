@@ -125,7 +125,7 @@ def _serve(
         try:
             if i in errors:
                 raise RequestError(errors[i])
-            llm.job(str(i), prompt, its_params, 0, adapter)
+            llm.jobs.read(str(i), prompt, its_params, 0, adapter)
         except RequestError as error:
             refused[i] = RequestOutput(str(i), None, [], [], True, RequestMetrics(), str(error))
     left = [i for i in range(len(prompts)) if i not in refused]

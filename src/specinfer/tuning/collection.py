@@ -109,7 +109,7 @@ def _generate(
     requests: list[Request] = []
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         assert one.seed is not None
-        requests += llm.job(f"example-{i}", {"prompt_token_ids": list(prompt)}, one, one.seed).requests
+        requests += llm.jobs.read(f"example-{i}", {"prompt_token_ids": list(prompt)}, one, one.seed).requests
     llm.engine.observers.append(recorder)
     try:
         for request in requests:
