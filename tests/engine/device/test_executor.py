@@ -27,6 +27,7 @@ from specinfer.engine.device.launch import Launch, Marks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.device.served_requests import ServedRequests
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
@@ -843,7 +844,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
         (Programs, "draft"),
         (Programs, "verify"),
         (DeviceExecutor, "finish"),
-        (DeviceExecutor, "_join"),
+        (ServedRequests, "join"),
     ):
         for at in (1, 4):
             original, calls = getattr(owner, name), []

@@ -5,26 +5,18 @@ row on the device (`state`), and one step of all of them is two programs (`progr
 result of a step is read after the next one has been launched, so that the device works while the host delivers tokens.
 Results for a request that has ended meanwhile are dropped.
 
-For the scheduler these requests are in a pass in flight from joining to leaving, so their slots are not taken.
-
     slots reserved for a request    [of the step launched first | of the one after it]
 
 Each step has slots for a whole tree, and frees those that it does not keep when it has been read.
 """
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from specinfer.core.config import AUTO
-from specinfer.core.errors import first_line
-from specinfer.core.progress import CAPTURING, ProgressCallback
+from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
-from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
@@ -32,25 +24,23 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.drawn_requests import DrawnRequests
-from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.guesses import DeviceGuesses
-from specinfer.engine.device.launch import DeviceRequest, Launch
+from specinfer.engine.device.launch import Launch
 from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.processing import Processing, drawn_rule, is_served, why_not, why_not_sampled
+from specinfer.engine.device.preparation import capture_sizes, usual_processing, usual_sizes
+from specinfer.engine.device.processing import Processing, drawn_rule, why_not, why_not_sampled
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.engine.device.sizes import holds, shape_of
+from specinfer.engine.device.served_requests import ServedRequests
+from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.learners import Learners
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
-from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
-
-logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the previous one
 _ACCEPTANCE_EVERY = 16  # steps between updates of the acceptance probabilities
@@ -85,16 +75,17 @@ class DeviceExecutor:
     ) -> None:
         self._target, self._scheduler, self._may_sample = target, scheduler, may_sample
         num_rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
-        self._max_requests = min(max_requests, num_rows)
         self._device = DeviceRows(target, drafters, num_rows, max_context)
-        self._device_requests: list[DeviceRequest] = []  # by row
         self._launches: deque[Launch] = deque()  # oldest first
-        self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
         self._drawn = DrawnRequests(drawn_rule(merged, rule), rule)
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._budgets = DeviceBudgets(self._drafts.names, calibration, "coupled" if rule == AUTO else None)
         self._guesses = DeviceGuesses(merged)
+        self._served = ServedRequests(
+            target.cache, scheduler, self._device, self._drawn, min(max_requests, num_rows),
+            may_follow=self._guesses.has_lookups, may_sample=may_sample,
+        )  # fmt: skip
         self._error: Exception | None = None  # of a step that could not begin
         self.num_launched = 0
 
@@ -132,37 +123,18 @@ class DeviceExecutor:
     def requests(self) -> list[Request]:
         """Requests that are served here now, or were and still have steps in flight."""
         in_flight = [one.request for launch in self._launches for one in launch.device_requests]
-        return list(dict.fromkeys([*in_flight, *(one.request for one in self._device_requests)]))
+        return list(dict.fromkeys([*in_flight, *(one.request for one in self._served)]))
 
     def prepare(self, budgets: Sequence[TreeBudget], progress: ProgressCallback | None = None) -> None:
         """Capture plain steps and those with trees of these budgets, with the processing that the model's own sampling
         parameters need; others are captured when they are worth it.
         """
-        defaults: dict[str, Any] = dict(self._target.loaded.sampling_defaults)
-        if not self._may_sample:
-            defaults["temperature"] = 0.0
-        processing = Processing.of(SamplingParams(**defaults))
-        if processing >= Processing.ADJUSTMENT and not self._device.can_adjust():
-            processing = Processing.TRUNCATION
-        sizes: list[LaunchSize] = []
-        for num_rows in [count for count in REQUESTS if count <= self._device.num_rows][::-1]:
-            most, num_models = MAX_ROWS // num_rows, len(self._drafts.names)
-            rule = self._drawn.rule if self._may_sample and any(budget.widths for budget in budgets) else None
-            shapes: list[DraftShape | None] = [None]
-            for budget in filter(holds, budgets if num_models else ()):
-                depth = budget.max_depth if self._guesses.has_lookups else 0
-                shapes.append(shape_of([budget], most - 1, most, depth, num_models))
-            sizes += dict.fromkeys(LaunchSize(num_rows, shape, processing, rule=rule) for shape in shapes[::-1])
-        for done, size in enumerate(sizes):
-            if progress is not None:
-                progress(f"{CAPTURING} of whole steps", done, len(sizes))
-            try:
-                self._device.prepare(size)
-            except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it fails too
-                logger.warning("steps on the device could not be captured: %s", first_line(error))
-                return
-        if progress is not None:
-            progress(f"{CAPTURING} of whole steps", len(sizes), len(sizes))
+        rows, may_sample = self._device, self._may_sample
+        processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
+        rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None
+        num_models, has_lookups = len(self._drafts.names), self._guesses.has_lookups
+        sizes = usual_sizes(rows.num_rows, budgets, processing, rule, num_models, has_lookups=has_lookups)
+        capture_sizes(rows, sizes, progress)
 
     # ---------------------------------------------------------------------------------------- launch
 
@@ -179,39 +151,40 @@ class DeviceExecutor:
 
     def _plan(self, policy: SpeculationPolicy, clock: StageClock) -> Launch | None:
         """Return the next step, or None if it has no request, or what is in flight must be read first."""
-        self._dismiss()
+        self._served.dismiss()
         if self._scheduler.is_starved:
             self.leave()
             return None
-        self._join()
-        going = [one for one in self._device_requests if one.request.max_new_tokens > one.num_in_flight]
+        self._served.join()
+        device_requests = list(self._served)
+        going = [one for one in device_requests if one.request.max_new_tokens > one.num_in_flight]
         num_slots = self._num_draft_slots()
         if not going or num_slots < 0:
             if going:  # not one slot for each: the scheduler preempts a request
                 self.leave()
             return None
-        budgets = self._budgets.of(self._device_requests, policy.budgets)
-        num_rows = at_least(REQUESTS, len(self._device_requests)) or REQUESTS[-1]
+        budgets = self._budgets.of(device_requests, policy.budgets)
+        num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
         has_lookups = self._guesses.has_lookups
         guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
         shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, len(self._drafts.names))
-        if undrawable := self._drawn.undrawable(self._device_requests, budgets, shape):
+        if undrawable := self._drawn.undrawable(device_requests, budgets, shape):
             for one in undrawable:
-                self._send_away(one)
+                self._served.send_away(one)
             return self._plan(policy, clock)
         if shape is not None and self._launches and (has_lookups or shape.num_models > 1):
             return None  # lookups need to know all tokens; one model may have to read what another drafted
-        if shape is not None and not self._drafts.make_ready(self._device_requests, budgets):
+        if shape is not None and not self._drafts.make_ready(device_requests, budgets):
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
-        num_read = count_read(self._device_requests, budgets)
-        requests = [one.request for one in self._device_requests]
+        num_read = count_read(device_requests, budgets)
+        requests = [one.request for one in device_requests]
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule)
         size = self._device.size_for(wanted, num_slots)
-        launch = Launch(list(self._device_requests), budgets, size, num_read, clock)
+        launch = Launch(device_requests, budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
             launch.size = self._device.size_for(replace(wanted, shape=None), num_slots)
         if launch.size.shape is not None and has_lookups:
@@ -238,29 +211,9 @@ class DeviceExecutor:
             launch.slots.append(self._target.cache.reserve(one.request.request_id, launch.size.num_nodes))
         self._device.launch(launch, launch.budgets)
 
-    def _join(self) -> None:
-        """Add the requests that may be served here; none of them is in a pass."""
-        for request in self._scheduler.decoding():
-            if len(self._device_requests) >= self._max_requests:
-                return
-            if (
-                not is_served(request, may_follow=self._guesses.has_lookups, may_sample=self._may_sample)
-                or self._barred.get(request) == request.num_output
-                or not self._drawn.may_join(request)
-            ):
-                continue
-            if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._device.can_adjust():
-                continue
-            self._barred.pop(request, None)
-            self._device_requests.append(DeviceRequest(request))  # first, so that a failure from here on releases it
-            self._scheduler.mark_in_flight([self._device_requests[-1].span()])
-            slots = self._target.cache.slots(request.request_id)
-            row, is_drawn = len(self._device_requests) - 1, self._drawn.has(request)
-            self._device.write(row, request, slots, is_drawn=is_drawn)
-
     def _num_draft_slots(self) -> int:
         """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
-        spans = [one.span() for one in self._device_requests]
+        spans = [one.span() for one in self._served]
         available = self._target.cache.num_available
         if not spans or available < len(spans):
             return -1
@@ -304,9 +257,8 @@ class DeviceExecutor:
             else:
                 self._target.cache.commit(one.request.request_id, (), launch.size.num_nodes)
             if is_served and not is_kept:
-                self._send_away(one)  # an ordinary step finds out what is wrong
-            if one.has_left and not one.num_in_flight:
-                self._scheduler.release([one.span()])
+                self._served.send_away(one)  # an ordinary step finds out what is wrong
+            self._served.release(one)
         self._launches.popleft()  # last, so that a failure before drops the whole step
         return StepResult(
             [outcome.span for outcome in outcomes], launch.clock, outcomes, launch.num_read,
@@ -317,31 +269,13 @@ class DeviceExecutor:
 
     # ----------------------------------------------------------------------------------------- leave
 
-    def _dismiss(self) -> None:
-        """Reuse the rows of ended requests; their slots are freed only when none of their steps is in flight."""
-        for one in [one for one in self._device_requests if one.request.is_finished or one.has_left]:
-            row, last = self._device_requests.index(one), len(self._device_requests) - 1
-            one.has_left = True
-            if row != last:
-                self._device.move(last, row)
-                self._device_requests[row] = self._device_requests[last]
-            self._device_requests.pop()
-            if not one.num_in_flight:
-                self._scheduler.release([one.span()])
-        for request in [request for request in self._barred if request.is_finished]:
-            del self._barred[request]
-
-    def _send_away(self, one: DeviceRequest) -> None:
-        one.has_left = True
-        self._barred[one.request] = one.request.num_output
-
     def leave(self) -> None:
         """Return all requests to ordinary steps, once what is in flight has been read."""
         if not self._launches:
             self._budgets.next()
-            for one in self._device_requests:
-                self._send_away(one)
-            self._dismiss()
+            for one in self._served:
+                self._served.send_away(one)
+            self._served.dismiss()
 
     def abandon(self) -> None:
         """Drop what is in flight; all requests continue with ordinary steps from the last result that was read."""
@@ -350,14 +284,14 @@ class DeviceExecutor:
                 self._device.wait()
         finally:
             everybody = {id(one): one for launch in self._launches for one in launch.device_requests}
-            everybody |= {id(one): one for one in self._device_requests}
+            everybody |= {id(one): one for one in self._served}
             self._launches.clear()
             self._error = None
-            self._device_requests.clear()
+            self._served.clear()
             self._budgets.next()
             for one in everybody.values():
-                one.num_in_flight, one.has_left = 0, True
-                self._barred[one.request] = one.request.num_output
+                one.num_in_flight = 0
+                self._served.send_away(one)
                 self._scheduler.keep(one.request, ())
                 self._drafts.forget(one)
-                self._scheduler.release([one.span()])
+                self._served.release(one)

@@ -1,0 +1,73 @@
+"""Captures of whole steps at the start, so that the first requests do not wait for them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specinfer.core.errors import first_line
+from specinfer.core.progress import CAPTURING, ProgressCallback
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.device.sizes import holds, shape_of
+from specinfer.model.graphs.capture import CaptureError
+from specinfer.model.graphs.graph_runner import MAX_ROWS
+from specinfer.model.graphs.sizes import REQUESTS
+
+logger = logging.getLogger(__name__)
+
+
+def usual_processing(rows: DeviceRows, sampling_defaults: Mapping[str, Any], *, may_sample: bool) -> Processing:
+    """Return the processing of logits that a model's own sampling parameters need, as far as there is memory for it."""
+    defaults = dict(sampling_defaults)
+    if not may_sample:
+        defaults["temperature"] = 0.0
+    processing = Processing.of(SamplingParams(**defaults))
+    can_process = processing < Processing.ADJUSTMENT or rows.can_adjust()
+    return processing if can_process else Processing.TRUNCATION
+
+
+def usual_sizes(
+    num_rows: int,
+    budgets: Sequence[TreeBudget],
+    processing: Processing,
+    rule: str | None,
+    num_models: int,
+    *,
+    has_lookups: bool,
+) -> list[LaunchSize]:
+    """Return the sizes of plain steps and of those with trees of these budgets, the largest first.
+
+    Args:
+        num_rows: Maximum number of requests in a step.
+        rule: Verification rule of requests whose tokens are drawn, or None if there are none.
+        num_models: Drafters that grow a tree each.
+        has_lookups: Whether lookups propose tokens, too.
+    """
+    sizes: list[LaunchSize] = []
+    for count in [count for count in REQUESTS if count <= num_rows][::-1]:
+        most = MAX_ROWS // count
+        shapes: list[DraftShape | None] = [None]
+        for budget in filter(holds, budgets if num_models else ()):
+            shapes.append(shape_of([budget], most - 1, most, budget.max_depth if has_lookups else 0, num_models))
+        sizes += dict.fromkeys(LaunchSize(count, shape, processing, rule=rule) for shape in shapes[::-1])
+    return sizes
+
+
+def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: ProgressCallback | None) -> None:
+    """Capture the programs of each size until one cannot be captured."""
+    for done, size in enumerate(sizes):
+        if progress is not None:
+            progress(f"{CAPTURING} of whole steps", done, len(sizes))
+        try:
+            rows.prepare(size)
+        except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it fails too
+            logger.warning("steps on the device could not be captured: %s", first_line(error))
+            return
+    if progress is not None:
+        progress(f"{CAPTURING} of whole steps", len(sizes), len(sizes))

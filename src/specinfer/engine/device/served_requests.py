@@ -1,0 +1,98 @@
+"""The requests that are served on a device, by row: which join, and which return to ordinary steps.
+
+For the scheduler a request is in a pass in flight from joining to leaving, so its slots are not taken. One that has
+left is released when the last step in flight with it has been read.
+"""
+
+from collections.abc import Iterator
+
+from specinfer.core.request import Request
+from specinfer.engine.device.drawn_requests import DrawnRequests
+from specinfer.engine.device.launch import DeviceRequest
+from specinfer.engine.device.processing import Processing, is_served
+from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.scheduler import Scheduler
+from specinfer.model.kv_cache import KVCache
+
+
+class ServedRequests:
+    """The requests of a `DeviceExecutor`, in the order of their rows.
+
+    Args:
+        cache: KV cache of the target.
+        rows: Rows on the device.
+        drawn: Which requests are under a rule with random numbers.
+        max_requests: Maximum number of requests at a time.
+        may_follow: Whether lookups propose tokens, which may follow those that a drafter has not read.
+        may_sample: Whether sampled requests are served.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        scheduler: Scheduler,
+        rows: DeviceRows,
+        drawn: DrawnRequests,
+        max_requests: int,
+        *,
+        may_follow: bool,
+        may_sample: bool,
+    ) -> None:
+        self._cache, self._scheduler, self._rows, self._drawn = cache, scheduler, rows, drawn
+        self._max_requests, self._may_follow, self._may_sample = max_requests, may_follow, may_sample
+        self._by_row: list[DeviceRequest] = []
+        self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
+
+    def __iter__(self) -> Iterator[DeviceRequest]:
+        return iter(self._by_row)
+
+    def __len__(self) -> int:
+        return len(self._by_row)
+
+    def join(self) -> None:
+        """Add the requests that may be served here; none of them is in a pass."""
+        for request in self._scheduler.decoding():
+            if len(self._by_row) >= self._max_requests:
+                return
+            if not self._may_join(request):
+                continue
+            self._barred.pop(request, None)
+            self._by_row.append(DeviceRequest(request))  # first, so that a failure from here on releases it
+            self._scheduler.mark_in_flight([self._by_row[-1].span()])
+            slots = self._cache.slots(request.request_id)
+            self._rows.write(len(self._by_row) - 1, request, slots, is_drawn=self._drawn.has(request))
+
+    def _may_join(self, request: Request) -> bool:
+        return (
+            is_served(request, may_follow=self._may_follow, may_sample=self._may_sample)
+            and self._barred.get(request) != request.num_output
+            and self._drawn.may_join(request)
+            and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
+        )
+
+    def send_away(self, one: DeviceRequest) -> None:
+        """Let a request take an ordinary step before it joins again; results of its steps in flight are dropped."""
+        one.has_left = True
+        self._barred[one.request] = one.request.num_output
+
+    def dismiss(self) -> None:
+        """Reuse the rows of requests that have ended or left."""
+        for one in [one for one in self._by_row if one.request.is_finished or one.has_left]:
+            row, last = self._by_row.index(one), len(self._by_row) - 1
+            one.has_left = True
+            if row != last:
+                self._rows.move(last, row)
+                self._by_row[row] = self._by_row[last]
+            self._by_row.pop()
+            self.release(one)
+        for request in [request for request in self._barred if request.is_finished]:
+            del self._barred[request]
+
+    def release(self, one: DeviceRequest) -> None:
+        """Return a request to the scheduler if it has left, and none of its steps is in flight."""
+        if one.has_left and not one.num_in_flight:
+            self._scheduler.release([one.span()])
+
+    def clear(self) -> None:
+        """Forget all rows, without a look at what is in flight."""
+        self._by_row.clear()
