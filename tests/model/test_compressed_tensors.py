@@ -82,7 +82,10 @@ def _compress(weight: Tensor, scheme: Any, form: str) -> tuple[dict[str, Tensor]
     state |= {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
     compressor = compressors.BaseCompressor.get_value_from_registry(form)
     stored = compressor.compress(state, scheme)
-    return stored, compressor.decompress(stored, scheme)["weight"]
+    try:
+        return stored, compressor.decompress(stored, scheme)["weight"]
+    except NotImplementedError:
+        pytest.skip(f"this version of the library writes {form}, and does not read it")
 
 
 def _save(source: Path, folder: Path, form: str, weights: dict[str, Any]) -> dict[str, Tensor]:
@@ -135,6 +138,7 @@ def test_weights_are_those_of_the_library_to_the_last_bit(
 def test_the_library_reads_what_quantize_writes_as_what_is_computed_with(
     to: str, bits: int, source: Path, tmp_path: Path
 ) -> None:
+    """Where codes are decoded, and where they are computed with as they are."""
     write_quantized(QuantizeConfig(model=str(source), to=to, out=tmp_path / "out"), lambda *_: None, lambda _: None)
     fields = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     config = library.QuantizationConfig.model_validate(fields)
@@ -143,12 +147,15 @@ def test_the_library_reads_what_quantize_writes_as_what_is_computed_with(
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
     loaded = load_model(tmp_path / "out", torch.bfloat16, torch.device("cpu"), native=False)
-    assert loaded.quantization == ("int4" if bits == 4 else None)
     layers = {name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")}
     assert len(layers) > 6
-    for layer in layers:
-        ends = ("weight_packed", "weight_scale", "weight_shape")
-        found = compressor.decompress({end: tensors[f"{layer}.{end}"] for end in ends}, scheme)["weight"]
-        module = loaded.model.get_submodule(layer)
-        computed = module.weight if isinstance(module, torch.nn.Linear) else dequantize(module.quantized)
-        assert torch.equal(computed.to(torch.bfloat16), found.to(torch.bfloat16))
+    with Shards(tmp_path / "out", torch.bfloat16) as shards:
+        for layer in layers:
+            ends = ("weight_packed", "weight_scale", "weight_shape")
+            found = compressor.decompress({end: tensors[f"{layer}.{end}"] for end in ends}, scheme)["weight"]
+            own: Any = shards.sources[f"{layer}.weight"]
+            assert own.has_codes
+            kind, codes = own.codes()
+            assert kind == to
+            for computed in (loaded.model.get_submodule(layer).weight, dequantize(codes)):
+                assert torch.equal(computed.to(torch.bfloat16), found.to(torch.bfloat16))
