@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks.parallel.engine import EngineJob
@@ -30,7 +31,7 @@ from specinfer.core.cpus import usable_cpus
 from specinfer.core.tree_shape import parse_tree
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.network import Link
-from specinfer.planning.simulate import BYTES
+from specinfer.planning.weight_bytes import mean_bytes
 from specinfer.policy.base import budget_of
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.reporting.files import check_files, options_of
@@ -68,7 +69,8 @@ def run_parallel(config: ParallelBenchConfig, console: Console | None = None) ->
         progress.stage("loading the whole target")
         whole = stack.enter_context(Engine(job, WHOLE, Where(namespaces, 0, threads)))
         environment = whole.environment
-        shape = TargetShape.of(models.target, BYTES[environment.quantization or environment.dtype])
+        width = mean_bytes(models.target, environment.dtype, environment.quantization, torch.device("cpu"))
+        shape = TargetShape.of(models.target, width)
         progress.stage("timing passes")
         here = _measure_here(config, whole, job, namespaces, threads)
         engines = {WHOLE.split: whole}

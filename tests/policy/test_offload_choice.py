@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from specinfer.core.config import OffloadConfig
 from specinfer.policy import offload_choice
@@ -22,6 +23,7 @@ from tiny import save_model
 # 20 layers of 100 bytes in 16 bits; a row takes a millisecond beside 20 ms for reading the weights from memory.
 COMPUTING = StreamedCurve([Pass(1, 0.021, 0.0), Pass(129, 0.149, 0.0)])
 LAYER_SECONDS = 0.1
+CPU = torch.device("cpu")
 
 
 def memory_of(spare: int) -> LayerMemory:
@@ -92,10 +94,10 @@ def test_the_copy_of_a_target_that_is_not_loaded_depends_on_the_budget(
 ) -> None:
     monkeypatch.setattr(offload_choice, "used_bytes", lambda: 200_000)
     target = save_model(tmp_path / "target", num_hidden_layers=8, hidden_size=64, intermediate_size=128)
-    assert usual_copy(target, OffloadConfig("disk", budget, tmp_path), None) == copy
+    assert usual_copy(target, OffloadConfig("disk", budget, tmp_path), None, CPU) == copy
 
 
 def test_only_a_target_streamed_from_a_packed_copy_gets_a_copy_by_itself(tmp_path: Path) -> None:
     target = save_model(tmp_path / "target")
-    assert usual_copy(target, OffloadConfig(), None) is None
-    assert usual_copy(target, OffloadConfig("disk"), None) is None
+    assert usual_copy(target, OffloadConfig(), None, CPU) is None
+    assert usual_copy(target, OffloadConfig("disk"), None, CPU) is None

@@ -21,7 +21,7 @@ from specinfer.core.config import OffloadConfig, parse_drafters
 from specinfer.core.lookups import reserved_names
 from specinfer.core.places import cache_folder
 from specinfer.model.definition import load_config
-from specinfer.model.device import DTYPES
+from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import TOKEN_MAP, count_parameters
 from specinfer.model.heads.load import find_format
 from specinfer.policy.offload_choice import usual_copy
@@ -90,12 +90,14 @@ def find_models(
     drafters: str | tuple[str, ...],
     offload: OffloadConfig | None = None,
     quantization: str | None = None,
+    device: str = "auto",
 ) -> Models:
     """Return the folders of the target and its drafters. "auto" chooses the same drafters as `LLM`.
 
     Args:
         offload: Settings of a streamed target, or None.
         quantization: What the target's weights are rounded to, or None.
+        device: Where they are.
 
     Raises:
         ModelError: A model cannot be found.
@@ -107,7 +109,7 @@ def find_models(
     target = find_target(model)
     if names is None:
         offload = offload or OffloadConfig()
-        copy = usual_copy(target, offload, quantization)
+        copy = usual_copy(target, offload, quantization, find_device(device))
         names = usual_drafters(model, target, small_models=offload.offload is None, copy=copy).names
     folders = tuple(name if name in reserved_names() else str(find_drafter(name)) for name in names)
     return Models(target, folders)

@@ -6,9 +6,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.kernels import Ending, ExpertsCall, LinearCall, Opening, Panels, Routing, Scores, choose, packs_type
-from specinfer.model.experts import QuantizedExperts
+from specinfer.kernels import (
+    Ending,
+    ExpertsCall,
+    LinearCall,
+    Opening,
+    Panels,
+    Routing,
+    Scores,
+    choose,
+    packs_type,
+    quantize,
+)
+from specinfer.kernels.quantization import Bits
 from specinfer.model.layer_kind import PartKind, find
+from specinfer.model.quantized_experts import QuantizedExperts
 
 # By the activation of gates, and of values that have none.
 HALVES = {"silu": Opening.SILU_HALVES, "gelu_pytorch_tanh": Opening.GELU_HALVES}
@@ -86,10 +98,15 @@ def _opening(experts: Any, activation: str) -> Opening | None:
     return (HALVES if hasattr(experts, "gate_up_proj") else UNGATED).get(activation)
 
 
-def experts_of(layer: Any, part: PartKind, activation: str, factor: float) -> tuple[LinearCall, ExpertsCall]:
+def experts_of(
+    layer: Any, part: PartKind, activation: str, factor: float, bits: Bits | None = None
+) -> tuple[LinearCall, ExpertsCall]:
     """Return the router and the experts of a layer.
 
     The router multiplies in float32: a small error would choose another expert.
+
+    Args:
+        bits: What the matrices of experts are rounded to, or None to keep them.
     """
     router, experts = find(layer, part.first[0]), find(layer, part.second)
     opening, routing = _opening(experts, activation), _ROUTINGS[type(router).__name__](router, find(layer, part.module))
@@ -100,11 +117,13 @@ def experts_of(layer: Any, part: PartKind, activation: str, factor: float) -> tu
         call = ExpertsCall(experts.pairs, scaled, opening, experts.ending)
     else:
         first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
-        pairs = [(_call(one), _call(other)) for one, other in zip(first, experts.down_proj, strict=True)]
+        pairs = [(_call(one, bits), _call(other, bits)) for one, other in zip(first, experts.down_proj, strict=True)]
         call = ExpertsCall(pairs, scaled, opening)
     return LinearCall(Panels.of(router.weight.detach(), None), dots=False), call
 
 
-def _call(weight: Tensor) -> LinearCall:
+def _call(weight: Tensor, bits: Bits | None) -> LinearCall:
     weight = weight.detach()
+    if bits is not None:
+        return LinearCall(Panels.of_codes(quantize(weight, bits)))
     return LinearCall(Panels.of(weight, None), dots=choose(weight.dtype).dots)

@@ -75,7 +75,7 @@ class Layer:
         )
         columns, factor = factors_of(layer, part)
         if part.between == "experts":
-            router, experts = experts_of(layer, part, self._activation, factor)
+            router, experts = experts_of(layer, part, self._activation, factor, packing.bits)
             source = origin_of(layer.get_submodule(part.first[0])._parameters.get("weight"))
             self.routers.append(Origin(router, (source,), interleaved=False))
             return PartCall([router], experts, norm, self.eps)

@@ -13,6 +13,7 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_linear import joined_bias
+from specinfer.model.quantized_experts import quantize_experts
 
 HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the last one
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.
@@ -54,8 +55,8 @@ def quantize_linears(
 ) -> None:
     """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
-    Embeddings are not quantized, even if they are tied to the head. Neither are norms, routers, convolutions, and
-    experts or gates that are one stack of matrices.
+    On CPUs experts are rounded to integers, too. Embeddings are not quantized, even if they are tied to the head.
+    Neither are norms, routers, convolutions, and other stacks of matrices.
 
     Args:
         config: The model's configuration, or None for a drafter's layers, all of whose linear layers are quantized.
@@ -69,8 +70,10 @@ def quantize_linears(
     if not names:
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
         raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")
+    if rounds_experts(quantization, device):
+        quantize_experts(model, inside, BITS[quantization], native=native)
     if warns:
-        warn_of_stacks(model, inside)
+        _warn_of_stacks(model, inside)
     for name in [*names, *heads]:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -80,8 +83,13 @@ def quantize_linears(
         model.set_submodule(name, QUANTIZE[kind](layer, native))
 
 
-def warn_of_stacks(model: nn.Module, inside: tuple[str, ...]) -> None:
-    """Log a warning that names the stacks of matrices, such as experts, which are not quantized with the linear layers.
+def rounds_experts(quantization: str | None, device: torch.device) -> bool:
+    """Return whether experts are rounded with the linear layers, if they are of a known structure."""
+    return quantization in BITS and device.type == "cpu"
+
+
+def _warn_of_stacks(model: nn.Module, inside: tuple[str, ...]) -> None:
+    """Log a warning that names the stacks of matrices which are not quantized with the linear layers.
 
     Args:
         inside: What the names of weights in decoder layers begin with.

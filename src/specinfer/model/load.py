@@ -22,18 +22,18 @@ from specinfer.model.attention import register
 from specinfer.model.cut import LinearCut
 from specinfer.model.definition import check_architecture, load_config, max_position_of
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
-from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.kv_cache import LayerShape, TapShape
-from specinfer.model.linears import cut_head, layer_names, make_linears_plain, quantize_linears, warn_of_stacks
+from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
 from specinfer.model.offload.kv_scales import with_scales
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.probe import probe
+from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
@@ -206,8 +206,6 @@ def _build(job: LoadConfig) -> BuiltModel | str:
     fuses_on_device = job.native and not fuses and job.shard.is_whole and can_fuse_on_device(model, job.device)
     probed = probe(model, job.config, job.device, job.layers, records=fuses or fuses_on_device)
     if fuses:
-        if job.quantization is not None:
-            warn_of_stacks(model, layer_names(model, job.config.get_text_config().num_hidden_layers))
         model = FusedDecoder(model, job.quantization, narrows=True).eval()
     elif fuses_on_device:
         model = DeviceDecoder(model, max_position_of(job.config)).eval()

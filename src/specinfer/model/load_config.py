@@ -77,8 +77,8 @@ class LoadConfig:
         return self.keeps_codes and (".experts." not in name or keeps_experts) and bool(source.has_codes)
 
     def fuses(self, definition: Any) -> bool:
-        """Return whether `FusedDecoder` runs the definition. It streams only experts that are stored as codes."""
-        if self.offload.offload is not None and has_numbers(definition):
+        """Return whether `FusedDecoder` runs the definition. It streams only experts that are codes."""
+        if self.offload.offload is not None and self.quantization is None and has_numbers(definition):
             return False
         return self.may_fuse(definition)
 

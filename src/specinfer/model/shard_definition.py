@@ -14,7 +14,7 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import QuantizedWeight
 from specinfer.model.definition import eos_token_ids_of, read_definition
 from specinfer.model.experts import place_experts
-from specinfer.model.linears import layer_names, place_codes
+from specinfer.model.linears import layer_names, place_codes, rounds_experts
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.checkpoint import Checkpoint, layer_number
 from specinfer.model.offload.layer_stream import LayerStream
@@ -48,7 +48,8 @@ class ShardDefinition:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype, eos_token_ids = next(model.parameters()).dtype, eos_token_ids_of(model, job.config)
         model.requires_grad_(False)
-        split = shard_model(model, job.config, job.shard, job.quantization)
+        rounds = rounds_experts(job.quantization, job.device)
+        split = shard_model(model, job.config, job.shard, job.quantization, rounds_experts=rounds)
         return cls(model, num_parameters, dtype, eos_token_ids, split)
 
 

@@ -12,7 +12,6 @@ from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.cut import Cut
-from specinfer.model.experts import QuantizedExperts
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import Layer
 from specinfer.model.linears import make_linears_plain, quantize_linears
@@ -29,6 +28,7 @@ from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.probe import Probe, probe
+from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.recurrent.layers import weights_in_memory
 from specinfer.model.shard_definition import (
     BuiltModel,
@@ -187,7 +187,7 @@ def _convert(
         own = entries[layer - job.layers.start]
         if isinstance(module, PackedLinear | QuantizedLinear) and module.call is not None:
             own[name] = LinearEntry([module.call], found([origins.get(f"{name}.weight")]))
-        if isinstance(module, QuantizedExperts):
+        if isinstance(module, QuantizedExperts) and module.calls:
             own[name] = LinearEntry(module.calls, None)
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for kind, tensor in tensors:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from specinfer.bench.loop import write_files
@@ -18,7 +19,7 @@ from specinfer.planning.device_costs import StepCosts, StepDesign, designs, weig
 from specinfer.planning.options import ACCELERATORS, PlanConfig
 from specinfer.planning.plan import choose, find_acceptance
 from specinfer.planning.plan_report import Choice
-from specinfer.planning.simulate import BYTES
+from specinfer.planning.weight_bytes import mean_bytes
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.plots import Panel, Series, draw_plot
@@ -26,6 +27,7 @@ from specinfer.reporting.tables import Column, make_table, new_table, print_tabl
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHAINS = (3, 5)  # lengths of the chains that are shown beside the trees
+_GPU = torch.device("cuda")
 _COMPARED = (1, 8, 32)  # numbers of requests at which changes of the step are compared
 
 
@@ -115,7 +117,7 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
 
     def shape_of(name: str, quantization: str | None) -> TargetShape:
         folder = Path(name)
-        width = BYTES[quantization or str(dtype_of(folder, dtype)).removeprefix("torch.")]
+        width = mean_bytes(folder, str(dtype_of(folder, dtype)).removeprefix("torch."), quantization, _GPU)
         return _grown(folder, growths[name].shape, width) if name in growths else TargetShape.of(folder, width)
 
     drafters = [name for name in models.drafters if name not in reserved_names()]

@@ -33,7 +33,7 @@ def offload_choices(
         points = zip(costs.target.sizes.tolist(), costs.target.seconds.tolist(), strict=True)
         computing = StreamedCurve([Pass(size, seconds, 0.0) for size, seconds in points])
         layer_seconds = stream.seconds_reading * stream.buffer_bytes / stream.bytes_read
-    rounded, kept, _ = layer_weights(models.target)
+    rounded, kept, _ = layer_weights(models.target, target.device)
     taken = sum(_memory_of(runner.loaded) for runner in llm.small_models.values())
     memory = LayerMemory(
         stream.num_layers, stream.buffer_bytes, rounded * stream.num_layers, stream.settled_bytes + taken,

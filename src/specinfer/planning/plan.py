@@ -54,7 +54,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
     check_files(config.json, config.plot)
     find_device(config.device)
     offload = OffloadConfig(config.offload, config.memory_budget, config.offload_folder)
-    models = find_models(config.model, config.drafters, offload, config.quantization)
+    models = find_models(config.model, config.drafters, offload, config.quantization, config.device)
     with _survey(config, models, console) as survey:
         llm = survey.llm
         survey.progress.stage("timing passes")

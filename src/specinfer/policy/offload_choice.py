@@ -14,13 +14,18 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from specinfer.core.config import OffloadConfig
 from specinfer.core.lookups import SELF_DRAFTERS
+from specinfer.model.definition import outline
 from specinfer.model.folder import weight_shapes
+from specinfer.model.linears import rounds_experts
 from specinfer.model.offload.budget import CACHE_SHARE, GUESS_SHARE, used_bytes, usual_budget
 from specinfer.model.offload.checkpoint import layer_number
 from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.streamed_layer import spread
+from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel, Curve
 from specinfer.policy.optimizer import TreeOptimizer
@@ -42,7 +47,7 @@ class LayerMemory:
         layer_bytes: Bytes of the largest layer.
         weights: Numbers that a copy has in fewer bits, of all layers together, if each is as large as the largest.
         spare_bytes: Bytes for layers that stay, in addition to the ring, and for drafters.
-        kept_bytes: Bytes of what a copy has as the target does: experts.
+        kept_bytes: Bytes of what a copy has as the target does: experts that are not rounded.
     """
 
     num_layers: int
@@ -174,25 +179,25 @@ def best_of(choices: Sequence[OffloadChoice]) -> OffloadChoice:
     return max(choices, key=lambda one: one.tokens_per_second)
 
 
-def usual_copy(target: Path, offload: OffloadConfig, quantization: str | None) -> str | None:
+def usual_copy(target: Path, offload: OffloadConfig, quantization: str | None, device: torch.device) -> str | None:
     """Return the copy that should draft for a target of which nothing was measured, or None for no copy.
 
     It is None for a target that is not streamed, or streamed without a folder for packed copies.
     """
     if offload.offload != "disk" or offload.offload_folder is None:
         return None
-    memory = _estimate(target, offload, quantization)
+    memory = _estimate(target, offload, quantization, device)
     seconds = memory.num_layers * memory.layer_bytes / _MEMORY, memory.weights / _COMPUTING
     computing = StreamedCurve([Pass(rows, seconds[0] + rows * seconds[1], 0.0) for rows in (1, 128)])
     choices = compare(memory, computing, memory.layer_bytes / _DISK, copies_of(memory, computing, quantization))
     return next(iter(best_of(choices).candidate.drafters), None)
 
 
-def _estimate(target: Path, offload: OffloadConfig, quantization: str | None) -> LayerMemory:
+def _estimate(target: Path, offload: OffloadConfig, quantization: str | None, device: torch.device) -> LayerMemory:
     """Return the layers of a target that is not loaded, and about the memory that its budget leaves for them."""
     with Shards(target) as shards:
         sizes = {name: source.num_bytes for name, source in shards.sources.items()}
-    rounded, kept, layers = layer_weights(target)
+    rounded, kept, layers = layer_weights(target, device)
     by_layer: dict[int | None, int] = defaultdict(int)
     for name, size in sizes.items():
         by_layer[layer_number(name)] += size
@@ -210,8 +215,8 @@ class LayerWeights(NamedTuple):
     """The numbers of the largest decoder layer.
 
     Attributes:
-        rounded: Those that a copy has in fewer bits.
-        kept: Those of its experts.
+        rounded: Those that are rounded to fewer bits.
+        kept: Those of experts that are not.
         num_layers: Number of layers.
     """
 
@@ -220,12 +225,18 @@ class LayerWeights(NamedTuple):
     num_layers: int
 
 
-def layer_weights(target: Path) -> LayerWeights:
-    """Return the sizes of the decoder layers of a folder. What has one dimension is small, and not streamed."""
+def layer_weights(target: Path, device: torch.device, quantization: str = "int8") -> LayerWeights:
+    """Return the sizes of the decoder layers of a folder. What has one dimension is small, and not streamed.
+
+    Args:
+        device, quantization: What it is rounded to, and where, which decides whether experts are.
+    """
     layers: dict[int, list[int]] = {}
     for name, shape in weight_shapes(target).items():
         if (number := layer_number(name)) is not None:
             is_expert = len(shape) > 2 or ".experts." in name  # each for itself, or in a stack
             layers.setdefault(number, [0, 0])[is_expert] += prod(shape)
     rounded, kept = max(layers.values(), key=sum)
+    if kept and rounds_experts(quantization, device) and any(map(can_quantize_experts, outline(target).modules())):
+        rounded, kept = rounded + kept, 0
     return LayerWeights(rounded, kept, len(layers))

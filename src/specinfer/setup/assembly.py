@@ -110,16 +110,17 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         ModelError: There is no such model.
         ValueError: The drafters do not support a setting.
     """
-    find_device(args.device)  # checked before a folder is fetched
+    device = find_device(args.device)  # checked before a folder is fetched
     speculative, parallel = args.speculative_config, args.parallel_config
     folder = find_target(args.model)
     names, choice = () if speculative.shape.is_off else speculative.drafters, None
+    is_whole = parallel.world_size == 1
     if names is None:
         # Machines may have different models in their caches; what is chosen must be the same on all.
         chosen = usual_drafters(
             args.model, folder, small_models=args.nnodes == 1 and args.offload is None,
-            copy=usual_copy(folder, args.offload_config, args.quantization) if parallel.world_size == 1 else None,
-            is_whole=parallel.world_size == 1,
+            copy=usual_copy(folder, args.offload_config, args.quantization, device) if is_whole else None,
+            is_whole=is_whole,
         )  # fmt: skip
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)

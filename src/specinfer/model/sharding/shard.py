@@ -39,18 +39,20 @@ def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: 
     rank_layers(config, ShardSpec(num_stages=pipeline_parallel_size))
 
 
-def shard_model(model: nn.Module, config: Any, shard: ShardSpec, quantization: str | None) -> Split:
+def shard_model(
+    model: nn.Module, config: Any, shard: ShardSpec, quantization: str | None, *, rounds_experts: bool = False
+) -> Split:
     """Remove from a definition, with weights or meta weights, all that is not in a rank's shard.
 
     Args:
-        quantization: Quantization that will be applied to the weights.
+        quantization, rounds_experts: As for `split_layers`.
 
     Raises:
         ModelError: The family, or one of its sizes, cannot be split like this.
     """
     if shard.num_stages > 1 or not shard.has_head:
         make_stage(model, rank_layers(config, shard), is_first=shard.is_first, is_last=shard.has_head)
-    return split_layers(model, config, shard.tensor, quantization)
+    return split_layers(model, config, shard.tensor, quantization, rounds_experts=rounds_experts)
 
 
 def connect_shards(model: nn.Module, sums: list[str], shard: ShardSpec) -> None:

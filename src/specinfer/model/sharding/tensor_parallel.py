@@ -18,6 +18,7 @@ from specinfer.model.cut import Cut, LinearCut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight
+from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.split import Block
 from specinfer.model.sharding.joined_norm import JoinedNorm
@@ -42,18 +43,21 @@ class Split(NamedTuple):
     cuts: dict[str, LinearCut]
 
 
-def split_layers(model: nn.Module, config: Any, group: Group, quantization: str | None = None) -> Split:
+def split_layers(
+    model: nn.Module, config: Any, group: Group, quantization: str | None = None, *, rounds_experts: bool = False
+) -> Split:
     """Cut the decoder layers that are left in a definition to this rank's shard.
 
     Args:
         quantization: Quantization that will be applied to the layers afterwards.
+        rounds_experts: Whether to experts, too.
 
     Raises:
         ModelError: The family, or one of its sizes, cannot be split over this many ranks.
     """
     if group.size == 1:
         return Split([], {})
-    split = _Splitter(config, group, quantization)
+    split = _Splitter(config, group, quantization, rounds_experts=rounds_experts)
     prefixes = layer_names(model, config.get_text_config().num_hidden_layers)
     sums: list[str] = []
     recurrent: list[str] = []
@@ -93,7 +97,8 @@ def _sum(all_reduce: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any,
 class _Splitter:
     """The cuts of one rank."""
 
-    def __init__(self, config: Any, group: Group, quantization: str | None) -> None:
+    def __init__(self, config: Any, group: Group, quantization: str | None, *, rounds_experts: bool) -> None:
+        self._rounds_experts = rounds_experts
         self.rank, self.size = group.rank, group.size
         self.heads = Heads.of(config, group.rank, group.size)
         self._plan = plan_of(config)
@@ -201,11 +206,8 @@ class _Splitter:
         dim = 1 - outputs if by_inputs else outputs
         whole = layer.weight.shape[dim]
         ranges = self._ranges(own, whole, kind)
-        if by_inputs and self._group_size is not None and (size := len(ranges[0])) % self._group_size:
-            raise ModelError(
-                f"tensor_parallel_size: {self.size} ranks would have {size} inputs of {own} each, no whole number of "
-                f"the groups of {self._group_size} that share a scale; use fewer ranks, or leave quantization out"
-            )
+        if by_inputs:
+            self._check_groups(own, len(ranges[0]))
         self.cuts[layer] = LinearCut(Cut(int(by_inputs), ranges), whole)
         if not by_inputs and not outputs:
             _cut_outputs(layer, Cut(dim, ranges))
@@ -221,12 +223,23 @@ class _Splitter:
         else:
             layer.in_features = size
 
+    def _check_groups(self, own: str, size: int) -> None:
+        """Refuse a rank's `size` inputs of a layer to quantize if they are not whole groups."""
+        if self._group_size is not None and size % self._group_size:
+            raise ModelError(
+                f"tensor_parallel_size: {self.size} ranks would have {size} inputs of {own} each, no whole number of "
+                f"the groups of {self._group_size} that share a scale; use fewer ranks, or leave quantization out"
+            )
+
     def _bare(self, own: str, module: nn.Module, name: str, tensor: Tensor, kind: Kind, dim: int) -> None:
         if kind is Kind.ONCE:
             if self.rank:
                 set_tensor(module, name, torch.zeros(tensor.shape, dtype=tensor.dtype))
             return
-        _cut(module, name, Cut(dim, self._ranges(own, tensor.shape[dim], kind)))
+        ranges = self._ranges(own, tensor.shape[dim], kind)
+        if kind is Kind.INPUTS and self._rounds_experts and can_quantize_experts(module):
+            self._check_groups(own, len(ranges[0]))
+        _cut(module, name, Cut(dim, ranges))
 
     def _ranges(self, own: str, size: int, kind: Kind) -> tuple[range, ...]:
         """Return the ranges of a projection's outputs, or inputs, of this rank."""

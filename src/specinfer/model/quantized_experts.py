@@ -1,0 +1,117 @@
+"""Routed experts that compute with codes, and the rounding of a definition's experts to them."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.kernels import Ending, LinearCall, Panels, QuantizedLinear, quantize
+from specinfer.kernels.library import library
+from specinfer.kernels.quantization import Bits
+
+_Linear = Callable[[Tensor], Tensor]
+_Gated = Callable[[Tensor], Tensor]  # from inputs to the inputs of the output matrix
+# Of an expert its gated values, the linear layers that compute these, that of its outputs, and the ending of the first
+# call with which fused layers compute the same, or None.
+Expert = tuple[_Gated, Sequence[_Linear], _Linear, Ending | None]
+
+
+class QuantizedExperts(nn.Module):
+    """A replacement for transformers' stacked experts, with a linear layer for each matrix; only routed ones are read.
+
+    Attributes:
+        calls: The native calls of all experts.
+        pairs: The first and the last linear layer of each expert.
+        ending: The ending of the first calls, of which each expert has one, or None. STORE: values have no gates.
+    """
+
+    def __init__(self, experts: Iterable[Expert]) -> None:
+        super().__init__()
+        parts = list(experts)
+        self._gated, self._down = [gated for gated, _, _, _ in parts], [down for _, _, down, _ in parts]
+        linears = [linear for _, linears, down, _ in parts for linear in (*linears, down)]
+        self.calls = [one for one in linears if isinstance(one, LinearCall)]
+        self.linears = nn.ModuleList(one for one in linears if isinstance(one, nn.Module))
+        self.pairs: list[tuple[Any, Any]] = [(linears[0], down) for _, linears, down, _ in parts]
+        endings = {ending for _, _, _, ending in parts}
+        self.ending = endings.pop() if len(endings) == 1 else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes stored in addition to parameters and buffers."""
+        return sum(call.num_bytes for call in self.calls)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return [tokens, width], the weighted sum of each token's experts, in the order of the experts.
+
+        Args:
+            hidden_states: [tokens, width].
+            top_k_index: [tokens, experts of each]; the number after the last expert's stands for none.
+            top_k_weights: [tokens, experts of each].
+        """
+        x, weights = hidden_states.float(), top_k_weights.float().flatten()
+        result = torch.zeros_like(x)
+        order = top_k_index.flatten().argsort(stable=True)
+        numbers, counts = top_k_index.flatten()[order].unique_consecutive(return_counts=True)
+        for number, places in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
+            if number == len(self._down):
+                continue
+            tokens = places // top_k_index.shape[1]
+            added = self._down[number](self._gated[number](x[tokens]))
+            result.index_add_(0, tokens, added * weights[places].unsqueeze(1))
+        return result.to(hidden_states.dtype)
+
+
+def can_quantize_experts(module: nn.Module) -> bool:
+    """Return whether a module is one of transformers' experts in stacks, which say what lies between the matrices."""
+    down = module._parameters.get("down_proj")
+    is_known = all(hasattr(module, name) for name in ("num_experts", "is_transposed", "has_bias", "_apply_gate"))
+    return down is not None and down.ndim == 3 and is_known and not getattr(module, "has_post_expert_norm", False)
+
+
+def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits, *, native: bool) -> None:
+    """Replace the experts of a model by ones whose matrices are rounded.
+
+    Args:
+        inside: What the names of modules in decoder layers begin with.
+        native: Whether to use the native kernels if there are any.
+    """
+    names = [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]
+    for name in names:  # one after the other, so that the numbers of few are in memory beside their codes
+        model.set_submodule(name, QuantizedExperts(_rounded(model.get_submodule(name), bits, native=native)))
+
+
+def _rounded(experts: Any, bits: Bits, *, native: bool) -> Iterator[Expert]:
+    shell = copy.copy(experts)
+    shell._parameters = {}  # gates are functions of values and of the module's settings
+    has_gate = getattr(experts, "has_gate", True)
+    opens = shell._apply_gate if has_gate else shell.act_fn
+    first = "gate_up_proj" if has_gate else "up_proj"
+    for i in range(experts.num_experts):
+        values, down = (_linear(experts, name, i, bits, native=native) for name in (first, "down_proj"))
+        yield partial(opened, values, opens), [values], down, None
+
+
+def _linear(experts: Any, name: str, expert: int, bits: Bits, *, native: bool) -> _Linear:
+    """Return the rounded layer of one matrix of a stack."""
+    weight = matrix_of(experts, name, expert)
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    rounded = quantize(weight, bits)
+    if native and library() is not None:
+        return LinearCall(Panels.of_codes(rounded, bias))
+    given = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    return QuantizedLinear(rounded, given, weight.dtype, native=False)
+
+
+def matrix_of(experts: Any, name: str, expert: int) -> Tensor:
+    """Return a contiguous matrix [out, in] of a stack."""
+    matrix: Tensor = getattr(experts, name).detach()[expert]
+    return (matrix.T if experts.is_transposed else matrix).contiguous()
+
+
+def opened(values: _Linear, opens: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return an expert's values, opened by their gates or by its activation."""
+    return opens(values(x)).contiguous()
