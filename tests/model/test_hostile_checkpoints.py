@@ -140,6 +140,12 @@ def test_a_tensor_that_is_missing_is_named(name: str, end: str, source: Path, tm
         LLM(folder)
 
 
+def _groups(bits: int) -> dict[str, Any]:
+    """Groups of layers, of which one has other bits."""
+    one = FORMATS["pack-quantized"][0]["config_groups"]["group_0"]
+    return {"group_0": one, "group_1": one | {"weights": one["weights"] | {"num_bits": bits}}}
+
+
 ROTATED = {"config_groups": {"u": {"type": "hadamard"}}}
 # Fields that change what codes stand for, and that are not read.
 FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -157,6 +163,19 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "blocks of FP8": ("FP8", {"weight_block_size": [0, 128]}, "weight_block_size"),
     "no groups": ("pack-quantized", {"config_groups": {}}, "config_groups"),
     "groups that are no groups": ("pack-quantized", {"config_groups": [1]}, "config_groups"),
+    "groups without weights": ("pack-quantized", {"config_groups": {"g": {"weights": None}}}, "config_groups"),
+    "a format of several that no group has": ("pack-quantized", {"format": "mixed-precision"}, "format 'mixed-prec"),
+    "other bits of a group": ("pack-quantized", {"config_groups": _groups(6)}, "num_bits 6"),
+    "bits of a rule": ("GPTQ", {"dynamic": {"-:.*head": {}, "+:.*up_proj": {"bits": 3}}}, r"dynamic '\+:\.\*up_proj'"),
+    "layout of a rule": ("GPTQ", {"dynamic": {".*up_proj": {"format": "marlin"}}}, r"dynamic '\.\*up_proj'"),
+    "adapter of a rule": ("GPTQ", {"dynamic": {".*up_proj": {"adapter": {"name": "lora"}}}}, "dynamic"),
+    "rules that are no rules": ("GPTQ", {"dynamic": {".*": 4}}, "TypeError"),
+    "bits of a rule of AWQ": ("AWQ", {"dynamic": {".*up_proj": {"bits": 8}}}, "dynamic"),
+    "packing of auto-round": ("auto-round", {"packing_format": "auto_round:fp8_static"}, "packing_format 'auto_"),
+    "activations of auto-round": ("auto-round", {"act_bits": 8}, "act_bits 8"),
+    "numbers of auto-round": ("auto-round", {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
+    "bits of a layer of auto-round": ("auto-round", {"extra_config": {LAYER: {"bits": 3}}}, "bits 3 of 'model.lay"),
+    "rotations of auto-round": ("auto-round", {"rotation_config": {"hadamard": 1}}, "rotation_config"),
 }  # fmt: skip
 
 
@@ -174,20 +193,6 @@ def test_version_2_of_gptq_by_its_newer_field_is_read_as_such(source: Path, tmp_
     plain = load_file(tmp_path / "m-plain" / "model.safetensors")
     with Shards(folder, torch.float32) as shards:
         torch.testing.assert_close(shards.sources[f"{LAYER}.weight"].read(), plain[f"{LAYER}.weight"])
-
-
-def test_layers_of_several_types_are_refused_by_name(source: Path, tmp_path: Path) -> None:
-    weights = FORMATS["pack-quantized"][0]["config_groups"]["group_0"]
-    other = weights | {"weights": weights["weights"] | {"num_bits": 8}, "targets": ["re:.*up_proj"]}
-    folder = spoiled(source, tmp_path / "m", "pack-quantized", config_groups={"group_0": weights, "group_1": other})
-    with pytest.raises(ModelError, match=r"quantized already .*config_groups.*; use the original one"):
-        LLM(folder)
-
-
-def test_gptq_with_other_bits_for_some_modules_is_refused_by_name(source: Path, tmp_path: Path) -> None:
-    folder = spoiled(source, tmp_path / "m", "GPTQ", dynamic={"-:.*lm_head.*": {}, "+:.*up_proj": {"bits": 8}})
-    with pytest.raises(ModelError, match=r"quantized already .*dynamic.*; use the original one"):
-        LLM(folder)
 
 
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized", "FP8"])

@@ -18,10 +18,10 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels.panels import TYPES
 from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.model.definition import load_plain
-from specinfer.model.experts import QuantizedExperts
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
-from specinfer.model.quantized.formats import find_format
+from specinfer.model.quantized.formats import find_formats
+from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.runner import ModelRunner
 from tiny import logits, random_prompts, save_model
 
@@ -76,7 +76,8 @@ def test_what_is_decoded_is_not_rounded_again_and_layers_left_whole_stay_whole(
 # Formats whose codes the native kernels take, and the bits that they are computed with.
 KEPT = {"pack-quantized": 4, "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
         "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4,
-        "MXFP4": 4, "NVFP4": 4, "float-quantized": 8, "FP8 of 128": 8}  # fmt: skip
+        "auto-round": 4, "auto-round, asymmetric": 4, "MXFP4": 4, "NVFP4": 4, "float-quantized": 8,
+        "FP8 of 128": 8}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -96,8 +97,7 @@ def test_codes_are_those_of_the_format(name: str, source: Path, tmp_path: Path) 
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_a_scale_of_many_inputs_is_that_of_each_group_of_the_kernels(name: str, encode: Any, size: int) -> None:
     stored, plain = encode(torch.randn((40, 384), generator=torch.Generator().manual_seed(size)), size=size)
-    found = find_format(FORMATS[name][0] | {"group_size": size})
-    assert found is not None
+    (found,) = find_formats(FORMATS[name][0] | {"group_size": size})
     assert found.keeps(stored, (40, 384))
     torch.testing.assert_close(dequantize(found.quantized(stored)), plain, rtol=1e-6, atol=0)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word belongs to
 Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the weight [out, in] float32
+Encoder = Callable[[Tensor], Encoded]
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
@@ -74,15 +75,25 @@ def float_quantized(weight: Tensor) -> Encoded:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
-def gptq(weight: Tensor, bits: int = 4, size: int = 32, *, added: int = 1, act_order: bool = False) -> Encoded:
+def gptq(
+    weight: Tensor, bits: int = 4, size: int = 32, *, added: int = 1, act_order: bool = False, symmetric: bool = True
+) -> Encoded:
     order = torch.randperm(weight.shape[1]) if act_order else torch.arange(weight.shape[1])
-    codes, scales, zeros = _codes(weight[:, order], bits, size, symmetric=True, dtype=torch.float16)
+    codes, scales, zeros = _codes(weight[:, order], bits, size, symmetric=symmetric, dtype=torch.float16)
+    if added and not symmetric:
+        zeros = zeros.clamp(min=1)  # as 0 would be stored as -1
     back = order.argsort()
     tensors = {
         "qweight": _words(codes[:, back], bits).T.contiguous(), "scales": scales.T.contiguous(),
         "qzeros": _words(zeros.T - added, bits), "g_idx": (back // size).int(),
     }  # fmt: skip
     return tensors, _decoded(codes, scales, zeros, size)[:, back]
+
+
+def without_order(encoded: Encoded) -> Encoded:
+    """Return the same without the groups of inputs, which auto-round does not write."""
+    tensors, plain = encoded
+    return {name: one for name, one in tensors.items() if name != "g_idx"}, plain
 
 
 def awq(weight: Tensor, size: int = 32) -> Encoded:
@@ -165,7 +176,7 @@ def _compressed(form: str, kind: str, bits: int, **weights: Any) -> dict[str, An
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # quantization_config of each format, and its encoder.
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
+FORMATS: dict[str, tuple[dict[str, Any], Encoder]] = {
     "pack-quantized": (_compressed("pack-quantized", "int", 4), pack_quantized),
     "pack-quantized of 8 bits": (_compressed("pack-quantized", "int", 8), lambda w: pack_quantized(w, 8)),
     "pack-quantized, asymmetric": (
@@ -187,6 +198,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
         _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, 8, added=0),
     ),
     "GPTQ, ordered by activations": (_GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
+    "auto-round": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32,
+         "sym": True, "data_type": "int"},
+        lambda w: without_order(gptq(w)),
+    ),
+    "auto-round, asymmetric": (
+        {"quant_method": "auto-round", "packing_format": "auto_round", "bits": 4, "group_size": 32, "sym": False},
+        lambda w: without_order(gptq(w, added=0, symmetric=False)),
+    ),
     "NVFP4": (
         _compressed("nvfp4-pack-quantized", "float", 4, strategy="tensor_group", group_size=16),
         lambda w: fp4(w, 16, is_nv=True),
@@ -227,10 +247,22 @@ def save_quantized(source: Path, folder: Path, name: str, whole: tuple[str, ...]
         whole: Names of weights that stay as they are, in addition to those that no copy quantizes.
     """
     settings, encode = FORMATS[name]
+    return save_mixed(source, folder, settings, lambda key: None if key in whole else encode)
+
+
+def save_mixed(
+    source: Path, folder: Path, settings: dict[str, Any], encoder_of: Callable[[str], Encoder | None]
+) -> Path:
+    """Write a copy of a model whose layers may be quantized in several ways, and return that of its numbers.
+
+    Args:
+        encoder_of: Function from the name of a layer's weight to its encoder, or None for one that stays as it is.
+    """
     torch.manual_seed(0)
     tensors, plain = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
-        if "_proj" in key and tensor.ndim == 2 and key not in whole:
+        encode = encoder_of(key) if "_proj" in key and tensor.ndim == 2 else None
+        if encode is not None:
             stored, plain[key] = encode(tensor.float())
             tensors |= {f"{key.removesuffix('.weight')}.{end}": one.contiguous() for end, one in stored.items()}
         else:

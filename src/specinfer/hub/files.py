@@ -11,7 +11,7 @@ NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
 _GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
 _GGUF_PART = re.compile(r"^(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 # Of most of their variants; see `model.quantized.formats`.
-READ_METHODS = frozenset({"compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4"})
+READ_METHODS = frozenset({"compressed-tensors", "gptq", "awq", "auto-round", "fp8", "bitsandbytes", "mxfp4"})
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
 # Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
 ASSISTANT = "Gemma 4 assistant"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
-from specinfer.model.quantized.format import FLOATS, Fields, Format, Scaling, Sources, Tensors, matrix_shape
+from specinfer.model.quantized.format import FLOATS, Fields, Format, Scaling, Sizes, Sources, Tensors, matrix_shape
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
 
@@ -23,10 +23,9 @@ def find_fp8(settings: Fields) -> Format | None:
     )  # fmt: skip
 
 
-def find_fp4(settings: Fields, weights: Fields) -> Format | None:
+def find_fp4(stored: str, weights: Fields) -> Format:
     """Return the formats of 4-bit floating-point codes, NVFP4 with scales in FP8 and MXFP4 with powers of 2."""
-    size = int(weights.get("group_size") or 0)
-    is_nv = settings.get("format") == "nvfp4-pack-quantized"
+    size, is_nv = int(weights.get("group_size") or 0), stored == "nvfp4-pack-quantized"
 
     def scaling(tensors: Tensors) -> Scaling:
         scales = tensors["weight_scale"]
@@ -40,6 +39,7 @@ def find_fp4(settings: Fields, weights: Fields) -> Format | None:
         lambda tensors: _nibbles(tensors["weight_packed"], lower_first=True), scaling, levels=_FP4,
         least=16 if is_nv else 32,
         types={"weight_packed": (torch.uint8,), "weight_scale": (torch.float8_e4m3fn if is_nv else torch.uint8,)},
+        sizes=lambda sources: Sizes(sources["weight_scale"].shape, (1, size), True),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ Fields = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Sources = Mapping[str, Any]  # with `shape` and `read`
 Block = tuple[int, int]  # rows and columns of a weight that share a scale
+
+
+class Sizes(NamedTuple):
+    """The sizes of a layer's tensors, as a format would have them.
+
+    Attributes:
+        scales: Shape of the scales, one for each block.
+        codes_fit: Whether there are as many words of codes, and of zeros, as codes of so many bits fill.
+    """
+
+    scales: tuple[int, ...]
+    block: Block
+    codes_fit: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +63,8 @@ class Format:
         scaling: Function from the other tensors to the scales.
         least: Inputs of the smallest groups that share a scale in codes which kernels compute with.
         types: Types that tensors may have, by the ends of their names; of others not listed any.
+        sizes: Function from the sources to the sizes of codes and scales, by which this format differs from others of
+            the same names, or None where a checkpoint has no such others.
     """
 
     names: tuple[str, ...]
@@ -61,6 +76,7 @@ class Format:
     levels: Tensor | None = None
     least: int = _GROUP
     types: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
+    sizes: Callable[[Sources], Sizes] | None = None
 
     @property
     def kind(self) -> str:
@@ -100,6 +116,25 @@ class Format:
         codes, scaling = self.codes(tensors), self.scaling(tensors)
         _check(scaling, codes.shape)
         return codes, scaling
+
+    def shared(self, sources: Sources) -> Block | None:
+        """Return the rows and columns that share a scale if the tensors are of this format, or None."""
+        if not all(name in sources for name in self.names) or self.sizes is None:
+            return None
+        if any(name in sources and sources[name].dtype not in known for name, known in self.types.items()):
+            return None
+        try:
+            shape, found = self.shape(sources), self.sizes(sources)
+        except (ValueError, IndexError, ZeroDivisionError):
+            return None
+        counts = found.scales if len(found.scales) > 1 else (*found.scales, 1)
+        block, pairs = [], tuple(zip(counts, shape, found.block, strict=True))
+        for count, size, each in pairs:
+            is_one = count == 1 and (each < 2 or each >= size)
+            if not is_one and (each < 1 or count != -(-size // each)):
+                return None
+            block.append(size if count == 1 else each)
+        return (block[0], block[1]) if found.codes_fit else None
 
     def keeps(self, tensors: Tensors, shape: tuple[int, int]) -> bool:
         """Return whether our kernels take codes with the scales in these tensors as they are.

@@ -1,7 +1,7 @@
 """Weights of quantized checkpoints as a model's weights, decoded a matrix at a time."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.quantized.floats import GPT_OSS
 from specinfer.model.quantized.format import Format, Tensors
-from specinfer.model.quantized.formats import find_format
+from specinfer.model.quantized.formats import choose, find_formats
 from specinfer.model.quantized.settings import unread_field
 from specinfer.model.stacked_source import StackedSource
 
@@ -122,21 +122,43 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
     usual = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
     if settings.get("quant_method") == "mxfp4" and any(name.endswith("_blocks") for name in sources):
         return _with_stacks(sources, dtype or usual)
-    found = find_format(settings)
-    if found is None:
+    formats = find_formats(settings)
+    if not formats:
         raise ModelError(f"model: {folder}: {already_quantized(settings, unread_field(settings))}")
-    result, layers = dict(sources), []
-    for name in sources:
-        layer = name.removesuffix(f".{found.names[0]}")
-        if layer != name and (found.names[0] != "weight" or f"{layer}.{found.names[1]}" in sources):
-            layers.append(layer)
-    for layer in layers:
-        stored = {end: result.pop(f"{layer}.{end}", None) for end in (*found.names, *found.others)}
-        if missing := [end for end in found.names if stored[end] is None]:
-            raise ModelError(f"model: tensor {layer}.{missing[0]} is missing; fetch the model again")
-        own = {end: source for end, source in stored.items() if source is not None}
+    result = dict(sources)
+    for layer in _layers(formats, sources):
+        found, own = _stored(formats, sources, layer)
+        for end in own:
+            del result[f"{layer}.{end}"]
         result[f"{layer}.weight"] = DecodedSource(layer, found, own, _shape(found, own, layer), dtype or usual)
     return result
+
+
+def _layers(formats: Sequence[Format], sources: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layers that are quantized."""
+    layers = {}
+    for name in sources:
+        layer, _, end = name.rpartition(".")
+        for one in formats if layer else ():
+            if end == one.names[0] and (end != "weight" or f"{layer}.{one.names[1]}" in sources):
+                layers[layer] = True
+    return list(layers)
+
+
+def _stored(formats: Sequence[Format], sources: Mapping[str, Any], layer: str) -> tuple[Format, dict[str, Any]]:
+    """Return the format of a layer, and the sources of its tensors by the ends of their names."""
+    ends = dict.fromkeys(end for one in formats for end in (*one.names, *one.others))
+    given = {end: sources[f"{layer}.{end}"] for end in ends if f"{layer}.{end}" in sources}
+    found = choose(formats, given)
+    near = found or next(one for one in formats if one.names[0] in given)
+    if missing := [end for end in near.names if end not in given]:
+        raise ModelError(f"model: tensor {layer}.{missing[0]} is missing; fetch the model again")
+    if found is None:
+        raise ModelError(
+            f"model: the tensors of {layer} have the sizes of none, or of several, of the formats that "
+            "quantization_config of config.json lists; fetch the model again"
+        )
+    return found, {end: source for end, source in given.items() if end in (*found.names, *found.others)}
 
 
 def _with_stacks(sources: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
