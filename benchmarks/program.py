@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from benchmarks.batches.command import batches
 from benchmarks.host_command import host
 from benchmarks.hybrid_command import hybrid
 from benchmarks.kernels.command import kernels
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (latency, kernels, offload, parallel, schedule, perplexity, host, hybrid, load, paper):
+for command in (latency, kernels, offload, parallel, schedule, batches, perplexity, host, hybrid, load, paper):
     add_command(app, command)
 
 

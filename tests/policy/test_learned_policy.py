@@ -404,7 +404,7 @@ class Recorded:
         self.policy = policy
         self.events: list[tuple[str, Any]] = []
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         budgets = self.policy.budgets(spans)
         known = [(span.request, list(span.request.token_ids), span.request.drafter_knows) for span in spans]
         self.events.append(("budgets", (known, budgets)))

@@ -26,19 +26,29 @@ def test_the_worked_example_of_the_module() -> None:
 
 
 @pytest.mark.parametrize("num_requests", [1, 16])
-def test_reading_a_prompt_is_paid_by_the_time_that_one_request_saves(num_requests: int) -> None:
-    """A request saves its own share: the rates are those of the whole batch."""
+def test_reading_a_prompt_is_paid_by_the_time_that_one_request_saves_the_batch(num_requests: int) -> None:
+    """All requests wait for it, and together they save what the step becomes shorter for its tokens."""
     costs = make_costs()
     optimizer = _optimizer(costs)
     optimizer.choose(num_requests)
-    plain, best = (
-        num_requests / rate for rate in (optimizer.rates(num_requests)[0], optimizer.rates(num_requests).max())
-    )
+    rates = optimizer.rates(num_requests)
     span = make_span(length=200, max_tokens=100)
-    break_even = (plain - best) * 100 / 200  # seconds for each token of the prompt
+    break_even = (1 / rates[0] - 1 / rates.max()) * 100 / 200  # seconds for each token of the prompt
     for factor, pays in ((0.9, True), (1.1, False)):
         costs.read_token = factor * break_even
         assert optimizer.pays_to_read(span.request, num_requests) is pays
+
+
+def test_beside_prompts_trees_pay_only_where_rows_cost_less_than_their_tokens_later() -> None:
+    """Passes over up to 32 rows take as long; beyond them each row takes its share."""
+    optimizer = _optimizer(bent_costs(32))
+    optimizer.choose(16)
+    assert optimizer.usual()[0] > 0
+    assert optimizer.beside(2, 16, 500) == OFF, "a row takes 1/8 s, and 16 requests emit more than 6 tokens/s"
+    optimizer.choose(2)
+    alone = optimizer.beside(1, 2, 500)
+    assert 0 < alone.max_nodes < optimizer.choose(2).max_nodes
+    assert optimizer.beside(1, 2, 4).max_nodes > alone.max_nodes, "where rows are free, trees are larger"
 
 
 def test_trees_shrink_with_the_size_of_the_batch_until_it_decodes_plainly() -> None:

@@ -22,7 +22,7 @@ class Counting:
     def __init__(self, budget: TreeBudget) -> None:
         self._budget, self.asked, self.num_steps = budget, [0], 0
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         self.asked.append(len(spans))
         return [self._budget] * len(spans)
 

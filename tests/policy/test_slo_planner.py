@@ -3,7 +3,7 @@
 import pytest
 
 from simulated_machines import MACHINES, SIZES, make_costs, make_record, make_span, roofline_costs
-from simulated_server import RequestClass, SimulatedServer
+from simulated_server import ArrivingRequests, RequestClass
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
@@ -105,7 +105,7 @@ def _served(name: str, rate: float, num_requests: int, *, is_aware: bool) -> tup
     costs = roofline_costs(*MACHINES[name])
     tight = RequestClass(0.5, 60, 40, SLO(ttft=2000, tpot=800 * float(costs.target(1))))
     free = RequestClass(0.5, 100, 60)
-    server = SimulatedServer(costs, (tight, free), rate, is_aware=is_aware, seed=1)
+    server = ArrivingRequests(costs, (tight, free), rate, is_aware=is_aware, seed=1)
     server.run(num_requests)
     longest = max(server.seconds(one) for one, kind in server.requests if kind is free)
     return server.num_good(tight), longest, [one for one, _ in server.requests]

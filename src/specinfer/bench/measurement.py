@@ -145,9 +145,9 @@ class _Watch:
     def reads_logits(self) -> bool:
         return self._policy.reads_logits
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         if self.read is not None:
-            return self._policy.budgets(spans)
+            return self._policy.budgets(spans, reading)
         self._decoding |= {span.request.request_id for span in spans}
         return [OFF] * len(spans)
 

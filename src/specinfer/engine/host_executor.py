@@ -233,8 +233,9 @@ class HostExecutor:
         if self._drafter is None or not decoding or self._is_hurried:
             return trees, 0, 0
         asking, num_slots, num_budgeted = [spans[i] for i in decoding], self._num_draft_slots(spans), 0
+        reading = [span for span in spans if not span.produces_token]
         try:
-            budgets = fit(asking, policy.budgets(asking), num_slots)
+            budgets = fit(asking, policy.budgets(asking, reading), num_slots)
             num_budgeted = sum(budget.max_nodes for budget in budgets)
             if not num_budgeted:
                 return trees, 0, 0

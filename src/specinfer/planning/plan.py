@@ -157,8 +157,8 @@ class _Counting:
         self.acceptance = AcceptanceModel()
         self._num_passes = self._num_drafted = 0
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        return self._fixed.budgets(spans)
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        return self._fixed.budgets(spans, reading)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         for tree, acceptance in outcomes:

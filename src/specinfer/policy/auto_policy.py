@@ -55,38 +55,43 @@ class AutoPolicy:
         self._remeasurement: Remeasurement | None = None  # under way
         self._pause = 0.0  # seconds of steps until passes may be measured again
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
             assert isinstance(self.costs.target, Curve)
             self._remeasurement = Remeasurement(self.costs.target)
         if self._remeasurement is not None:
             return self._for_one(spans, self._remeasurement.budget(len(spans)))
-        return self.planner.budgets(spans, self._fastest(spans))
+        return self.planner.budgets(spans, self._fastest(spans, reading))
 
     def _may_remeasure(self, num_requests: int) -> bool:
         """Return whether the costs of passes are to be measured again, looked at now and then because it takes time."""
         is_due = self._num_steps % self.REVIEW == 0 and self.costs.is_doubtful
         return is_due and self.optimizer.depends_on_passes(num_requests)
 
-    def _fastest(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def _fastest(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
         if begins_text(spans):
             self.acceptance.begin_text()
             self._num_requests = 0  # choose anew
-        if len(spans) != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):
-            self._budget = self.optimizer.choose(len(spans))
-            self._num_requests, self._age = len(spans), 0
+        num_requests = len(spans) + len(reading)
+        if num_requests != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):
+            self._budget = self.optimizer.choose(num_requests)
+            self._num_requests, self._age = num_requests, 0
         self._age += 1
-        if self._budget.max_nodes:
+        budget = self._budget
+        if budget.max_nodes and reading:
+            num_rows = sum(span.end - span.start for span in (*spans, *reading))
+            budget = self.optimizer.beside(len(spans), num_requests, num_rows)
+        if budget.max_nodes:
             pays = [
-                self._may_delay(span.request) and self.optimizer.pays_to_read(span.request, len(spans))
+                self._may_delay(span.request) and self.optimizer.pays_to_read(span.request, num_requests)
                 for span in spans
             ]
             if any(pays):
                 self._num_plain, self._plain_seconds = 0, 0.0
-                if self._delays_first_token(spans) or self._must_check(len(spans)):
+                if self._delays_first_token(spans) or (not reading and self._must_check(len(spans))):
                     return [OFF] * len(spans)
-                return [self._budget if is_worthwhile else OFF for is_worthwhile in pays]
+                return [budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
         if self._num_plain >= self.RETRY and self._num_plain % self.TEST_REVIEW == 0 and self._may_test(spans):
             self._num_plain, self._plain_seconds = 0, 0.0

@@ -25,8 +25,13 @@ class SpeculationPolicy(Protocol):
     @property
     def reads_logits(self) -> bool: ...
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        """Return one budget for each span; the empty one means plain decoding, and costs nothing."""
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        """Return one budget for each span; the empty one means plain decoding, and costs nothing.
+
+        Args:
+            spans: Spans that emit tokens.
+            reading: Spans of the same step that read parts of prompts.
+        """
         ...
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
@@ -57,7 +62,7 @@ class FixedPolicy:
     def __init__(self, budget: TreeBudget = OFF, why_off: str = TREE_OFF) -> None:
         self._budget, self._why_off = budget, why_off
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         return [self._budget] * len(spans)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:

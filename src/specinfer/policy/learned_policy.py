@@ -120,13 +120,13 @@ class LearnedPolicy:
                 ", ".join(network.slots), ", ".join(slots) or "none",
             )  # fmt: skip
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         if not self._fits:
-            return self._fall_back(spans, "drafters")
+            return self._fall_back(spans, reading, "drafters")
         features = self._tracker.features(spans)
         if self._num_resting:
             self._num_resting -= 1
-            return self._fall_back(spans, "error")
+            return self._fall_back(spans, reading, "error")
         known = self._network.knows(features)
         predicted = np.asarray([bool(span.request.prediction_ids) for span in spans])
         chosen = known & ~predicted
@@ -137,7 +137,7 @@ class LearnedPolicy:
         self.num_fallen_back["prediction"] += int(predicted.sum())
         self.num_fallen_back["range"] += int((~known & ~predicted).sum())
         budgets = [OFF] * len(spans)
-        others = self.fallback.budgets([spans[i] for i in left])
+        others = self.fallback.budgets([spans[i] for i in left], reading)
         for i, budget in zip(left, others, strict=True):
             budgets[i] = budget
         if deciding:
@@ -145,9 +145,9 @@ class LearnedPolicy:
                 budgets[i] = budget
         return budgets
 
-    def _fall_back(self, spans: Sequence[Span], reason: str) -> list[TreeBudget]:
+    def _fall_back(self, spans: Sequence[Span], reading: Sequence[Span], reason: str) -> list[TreeBudget]:
         self.num_fallen_back[reason] += len(spans)
-        return self.fallback.budgets(spans)
+        return self.fallback.budgets(spans, reading)
 
     def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
         if len(self._states) > 2 * len(spans) + 64:

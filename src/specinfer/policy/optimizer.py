@@ -75,6 +75,7 @@ class TreeOptimizer:
     _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
     _CLOSE = 0.97  # share of the best rate that makes a tree as good as the best one, within the noise
     _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
+    _LIKELY = 0.5  # no node has to be likelier than this
     _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
 
     def __init__(self, costs: CostModel, acceptance: AcceptanceModel, sizes: TreeSizes | None = None) -> None:
@@ -116,8 +117,34 @@ class TreeOptimizer:
         return TreeBudget(
             max_nodes=min(num_nodes + additional, self.sizes.max_nodes),
             max_depth=min(self._MOST * num_levels, self.sizes.max_depth),
-            min_path_prob=min(rate * node_time, 0.5),
+            min_path_prob=min(rate * node_time, self._LIKELY),
             min_gain=rate * float(self._costs.draft_level(num_requests)),
+        )
+
+    def beside(self, num_trees: int, num_requests: int, num_rows: int) -> TreeBudget:
+        """Return the budget of each tree in a pass that also reads prompts, or none if trees do not pay there.
+
+        The prompts have to be read in any case, so a tree pays if it takes less time than its tokens would take while
+        all requests decode.
+
+        Args:
+            num_trees: Number of requests that decode.
+            num_requests: Number of requests that will decode together, with the tree chosen last.
+            num_rows: Rows of the pass without trees.
+        """
+        sizes, rate = self.sizes, float(self.rates(num_requests)[self._chosen])
+        nodes = num_trees * sizes.num_nodes
+        computing = self._costs.target(num_rows + nodes) - float(self._costs.target(num_rows))
+        added = computing + self._costs.draft(nodes, sizes.num_levels)
+        saved = num_trees * (self.expected_tokens() - 1.0) / rate
+        best = int((saved - self._MARGIN * added).argmax())
+        if not best:
+            return OFF
+        return TreeBudget(
+            int(sizes.num_nodes[best]),
+            int(sizes.num_levels[best]),
+            min_path_prob=min(rate * float(computing[best] / nodes[best]), self._LIKELY),
+            min_gain=rate * float(self._costs.draft_level(num_trees)),
         )
 
     def _middle(self, rates: Floats) -> int:
@@ -177,10 +204,13 @@ class TreeOptimizer:
         return int(more[cheap][-1]), price / num_requests
 
     def pays_to_read(self, request: Request, num_requests: int) -> bool:
-        """Return whether the possible gain is more than the cost of reading the prompt with the drafter."""
+        """Return whether the possible gain is more than the cost of reading the prompt with the drafter.
+
+        All requests of the batch wait for this reading, so that a token saves what it takes of the batch's time.
+        """
         if request.drafter_knows:
             return True
-        rates = self.rates(num_requests) / num_requests
+        rates = self.rates(num_requests)
         gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
         reading = self._costs.read_token * num_to_read(request)
         return bool(gain_per_token * request.max_new_tokens > reading)

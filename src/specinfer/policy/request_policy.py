@@ -57,7 +57,7 @@ class RequestPolicy:
         if self._auto is None and "auto" not in self._of_default:
             self._auto = self._make_auto()
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         of_default, of_auto = [], []
         for span in spans:
             if span.request.params.tree in self._of_default:
@@ -66,8 +66,8 @@ class RequestPolicy:
                 of_auto.append(span)
         if of_auto:
             self.prepare()
-        from_default = iter(self._default.budgets(of_default) if of_default else ())
-        from_auto = iter(self._auto.budgets(of_auto) if of_auto and self._auto else ())
+        from_default = iter(self._default.budgets(of_default, reading) if of_default else ())
+        from_auto = iter(self._auto.budgets(of_auto, reading) if of_auto and self._auto else ())
         budgets = []
         for span in spans:
             tree = span.request.params.tree

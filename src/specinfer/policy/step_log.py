@@ -129,8 +129,8 @@ class LoggedPolicy:
         self._names = {part.name: i for i, part in enumerate(find_slots(drafter).values())}
         self._pending: dict[str, tuple[Request, tuple[float, ...], TreeBudget, int]] = {}
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
-        budgets = self.policy.budgets(spans)
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        budgets = self.policy.budgets(spans, reading)
         rows = self.tracker.features(spans).tolist()
         # Other requests may be in a pass in flight.
         self._pending = {name: one for name, one in self._pending.items() if not one[0].is_finished} | {

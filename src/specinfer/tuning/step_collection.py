@@ -68,7 +68,7 @@ class _AlternatingPolicy:
         self._large, self._menu = large, menu
         self._random = random.Random(seed)
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         return [self._large if self._random.random() < _LARGE_SHARE else self._random.choice(self._menu) for _ in spans]
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:

@@ -127,7 +127,7 @@ class Pausing(FixedPolicy):
         super().__init__(budget)
         self._num_steps = Counter[str]()
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         self._num_steps.update(span.request.request_id for span in spans)
         budgets = zip(spans, super().budgets(spans), strict=True)
         return [OFF if self._num_steps[span.request.request_id] % 3 == 0 else budget for span, budget in budgets]

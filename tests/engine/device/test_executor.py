@@ -334,7 +334,7 @@ class Wavering(FixedPolicy):
         super().__init__(budget)
         self._step = 0
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         self._step += 1
         found = super().budgets(spans)
         return [b if self._step % 5 < 3 and (i + self._step) % 3 else OFF for i, b in enumerate(found)]
@@ -380,7 +380,7 @@ class Probing(FixedPolicy):
 
     num_asked = 0
 
-    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         self.num_asked += 1
         return super().budgets(spans) if self.num_asked % 10 == 0 else [OFF] * len(spans)
 
