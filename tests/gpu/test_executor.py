@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from adapters import save_adapter
 from on_device import executor_of
-from specinfer import LLM, SamplingParams
+from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Marks
 from tiny import FAMILIES, random_prompts
@@ -51,6 +52,26 @@ def test_steps_of_the_device_generate_what_plain_decoding_does(family: str, mode
             assert llm.engine.executors[0] is executor, "no step has failed"
             assert executor.num_launched > 5
         assert isinstance(executor, DeviceExecutor) or family in MIXTURES or "falcon-rw" in family
+
+
+def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
+    model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
+    saved = [LoRARequest(f"a{i}", i, str(save_adapter(tmp_path / str(i), folder, i))) for i in (1, 2, 3)]
+    given = [saved[0], None, saved[1], saved[2], saved[0]]
+    found = []
+    for tree, options in (("off", {"enforce_eager": True}), ("off", {}), ("2,2,1", {})):
+        llm = _llm(folder, small, tree, enable_lora=True, max_loras=2, max_cpu_loras=3, **options)
+        executor = llm.engine.executors[0]
+        outputs = llm.generate(PROMPTS, PARAMS, lora_request=given)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        if not options:
+            assert isinstance(executor, DeviceExecutor)
+            assert llm.engine.executors[0] is executor, "no step has failed"
+            assert any(size.adapts for size in executor._device._ready)
+    assert found[0] == found[1] == found[2]
+    assert found[0] != _tokens(_llm(folder, small, "off"))
 
 
 def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

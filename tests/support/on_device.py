@@ -39,6 +39,7 @@ def make_device_engine(
     has_device_executor: bool = True,
     lookups: Sequence[str] = (),
     verification: str = "coupled",
+    max_loras: int = 1,
 ) -> Engine:
     """An engine with a lane, or one without it that is alike in all else."""
     graphs = Graphs(CPU) if has_device_executor else None
@@ -52,7 +53,7 @@ def make_device_engine(
         draft_sampling = AUTO if verification == AUTO else DRAFT_SAMPLINGS[verification][0]
         drafter = make_drafter([*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling)
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
-    scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens)
+    scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens, max_loras=max_loras)
     executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None
     assert (executor is not None) == has_device_executor
     return Engine(runner, drafter, policy, scheduler, verification, executor)

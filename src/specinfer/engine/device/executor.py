@@ -182,7 +182,8 @@ class DeviceExecutor:
         requests = [one.request for one in device_requests]
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
-        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule)
+        adapts = any(request.adapter is not None for request in requests)
+        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts)
         size = self._device.size_for(wanted, num_slots)
         launch = Launch(device_requests, budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):

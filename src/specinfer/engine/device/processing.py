@@ -113,7 +113,6 @@ def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
         or request.grammar is not None
         or request.bad_words_ids
         or (request.prediction_ids and not may_follow)
-        or request.adapter is not None
         or request.trace is not None
     )
 

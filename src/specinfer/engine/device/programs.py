@@ -18,7 +18,7 @@ from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.logprobs import Asked, result_shapes, write_logprobs
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, Exchange
-from specinfer.kernels import tree_ops
+from specinfer.kernels import AdapterRows, tree_ops
 from specinfer.kernels.plain_draft import Grown, Limits
 from specinfer.kernels.plain_drawn import Draws
 from specinfer.kernels.plain_guesses import Guesses
@@ -52,6 +52,7 @@ class LaunchSize:
         processing: What is done with logits; a step may do more than its requests need.
         asked: Log-probabilities that are returned, or None.
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
+        adapts: Whether requests may have adapters.
     """
 
     num_rows: int
@@ -59,6 +60,7 @@ class LaunchSize:
     processing: Processing = Processing.NONE
     asked: Asked | None = None
     rule: str | None = None
+    adapts: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -79,7 +81,7 @@ class LaunchSize:
 
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
-        if self.num_rows < other.num_rows or self.processing < other.processing:
+        if self.num_rows < other.num_rows or self.processing < other.processing or self.adapts < other.adapts:
             return False
         if other.rule is not None and self.rule != other.rule:
             return False
@@ -96,6 +98,7 @@ class LaunchSize:
             {
                 "num": (1,),
                 "slots": (rows, self.num_nodes),
+                "lanes": (rows if self.adapts else 0,),  # of the adapters of requests
                 "draft_slots": (models, rows, self.num_columns),
                 "drafts": (models, rows),  # 1 if the drafter has read the request
                 "max_nodes": (models, rows),  # 0 if the drafter is not asked
@@ -249,6 +252,7 @@ class Programs:
             store=self._target.tensors,
             allows_native=False,
             layout=layout,
+            adapter_rows=self._adapter_rows(),
         )
         logits = unprocessed = forward(loaded.model, batch)
         if self.size.asked is not None and self._adjustments is not None:
@@ -281,6 +285,15 @@ class Programs:
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
         left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
         state.num_left[:rows].copy_(torch.where(is_live, left, num_left))
+
+    def _adapter_rows(self) -> AdapterRows | None:
+        """Return the adapter of each node, which is that of its request, or None in a step without adapters."""
+        if not self.size.adapts:
+            return None
+        padded = self._target.padded
+        assert padded is not None
+        assert padded.lanes is not None
+        return AdapterRows(padded.lanes, self.inputs.there["lanes"].repeat_interleave(self.size.num_nodes))
 
     # ---------------------------------------------------------------------------------------- logits
 

@@ -81,6 +81,11 @@ class DeviceRows:
         """Maximum number of requests at a time."""
         return len(self.state.known)
 
+    @property
+    def has_lanes(self) -> bool:
+        """True if requests may have adapters."""
+        return self._target.padded is not None and self._target.padded.lanes is not None
+
     # --------------------------------------------------------------------------------------------- rows
 
     def _there(self, values: npt.NDArray[Any]) -> Tensor:
@@ -181,7 +186,10 @@ class DeviceRows:
         programs, marks = ready.programs, Marks(self._place)
         turn = programs.inputs.turn()
         drafters = [one.name for one in self._drafters] if ready.draft is not None else []
-        _fill(programs.inputs.here(turn), launch, budgets, drafters)
+        inputs = programs.inputs.here(turn)
+        _fill(inputs, launch, budgets, drafters)
+        if launch.size.adapts:
+            self._place_adapters(inputs["lanes"], launch)
         marks.mark()
         launch.clock.mark("rest")
         programs.inputs.send(turn)
@@ -196,6 +204,16 @@ class DeviceRows:
         launch.clock.mark("target")
         launch.clock.launched()
         launch.answers = _Answers(marks, programs.results.here(back), launch.size.num_models)
+
+    def _place_adapters(self, lanes: npt.NDArray[Any], launch: Launch) -> None:
+        """Write the lane of each request's adapter. Steps in flight have read the lanes before they change there."""
+        padded, adapters = self._target.padded, [one.request.adapter for one in launch.device_requests]
+        assert padded is not None
+        assert padded.lanes is not None
+        found = padded.lanes.place([None if one is None else one.table for one in adapters])
+        assert found is not None, "the scheduler runs requests with as many adapters as there are lanes"
+        lanes[:] = 0
+        lanes[: len(found)] = found
 
     def wait(self) -> None:
         """Wait until everything that was launched is done, also in part."""
