@@ -210,7 +210,16 @@ def test_an_unknown_type_is_refused(model_folder: Folders) -> None:
 # --------------------------------------------------------------------------------------- shared slots, ranks
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        pytest.param(
+            {"pipeline_parallel_size": 2}, marks=pytest.mark.distributed
+        ),  # the like is in parallel/test_ranks.py
+    ],
+)
 def test_cached_prefixes_several_outputs_and_ranks(settings: dict[str, int], model_folder: Folders) -> None:
     folder = model_folder(tokenizer=True)
     prompts = [{"prompt_token_ids": PROMPTS[3] + ids} for ids in ([], [5, 6, 7], PROMPTS[0])]

@@ -28,12 +28,11 @@ OF_LAYERS = [
     "rotate bfloat16 to float8_e4m3fn",
     "gate bf",
     "low rank bf",
-    "product bfloat16 int8, 1 ",
     "product bfloat16 fp8, 32",
     "product bfloat16 Q4_K, 1 ",
 ]
-WITHOUT_ATTENTION = ["convolve bfloat16 4", "recur"]
-OF_LOGITS = ["truncation 128256", "truncation 262144", "adjustment"]
+WITHOUT_ATTENTION = ["convolve bfloat16 4", "recur Kimi", "recur Mamba-2", "recur RG-LRU"]  # one of each kind of decay
+OF_LOGITS = ["truncation 128256", "adjustment 128256"]
 OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "drawn 16", "frontier 4"]
 OF_DRAFTS += ["guesses 64", "tree 64", "ancestors 64", "kept"]
 
