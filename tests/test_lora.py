@@ -93,6 +93,8 @@ def test_four_adapters_and_none_in_one_batch_give_what_the_merged_models_give(
         ("phi3", ["qkv_proj", "down_proj"]),
         ("qwen3_5_text", "all-linear"),  # recurrences, and gates of attention; fused
         ("lfm2", "all-linear"),
+        # Layers without keys and values, and with inputs.
+        ("gemma4_text-shared", ["q_proj", "o_proj", "up_proj", "per_layer_input_gate", "per_layer_projection"]),
     ],
 )
 def test_other_families_give_what_their_merged_models_give(

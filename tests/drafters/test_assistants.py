@@ -109,7 +109,7 @@ def test_preemption_aborts_and_streamed_layers_change_no_text(
 ) -> None:
     target, prompts = targets["gemma4_text-shared"], random_prompts([30, 12, 25, 9])
     wanted = [reference.greedy(make_model("gemma4_text-shared"), prompt, 20) for prompt in prompts]
-    limits = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory_bytes": 120_000}
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory_bytes": 70_000}
     with llm_of(target, assistant, tree="2,2,1", **limits) as llm:
         outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
         assert llm.engine.metrics.num_preempted > 0

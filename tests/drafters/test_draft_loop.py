@@ -157,12 +157,12 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return used
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gemma4_text-shared", "gemma4_text-moe"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_trees_of_other_models_and_weights(
     family: str, quantization: str | None, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tied and scaled embeddings, windows, norms of queries; weights in codes."""
+    """Tied and scaled embeddings, windows, norms of queries, inputs of layers, capped logits; weights in codes."""
     used = _count_calls(monkeypatch)
     twins = _Twins(runner_of(family, quantization=quantization))
     request = make_request("0", random_prompts([20])[0], SAMPLED)

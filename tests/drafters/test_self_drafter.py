@@ -25,7 +25,7 @@ def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in outputs]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text-shared", "gpt_neox", "lfm2", "qwen3_5_text"])
 def test_a_copy_of_8_bits_is_accepted_at_nearly_every_level(family: str, tmp_path: Path) -> None:
     with LLM(save_model(tmp_path, family), drafters="self:int8", dtype="float32", tree="1,1,1,1") as llm:
         _texts(llm)

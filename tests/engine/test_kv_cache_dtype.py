@@ -62,7 +62,7 @@ def _loaded(folder: Path, kv_dtype: torch.dtype | None, **options: Any) -> Loade
     ("family", "kv_dtype", "limits"),
     [
         *(("llama", kv_dtype, {}) for kv_dtype in (E4M3, E5M2, torch.bfloat16, torch.float16)),
-        *((family, E4M3, {}) for family in ("gemma3_text", "lfm2", "opt")),
+        *((family, E4M3, {}) for family in ("gemma3_text", "gemma4_text-shared", "lfm2", "opt")),
         ("llama", E4M3, {"num_slots": 64}),
         ("gemma3_text", E5M2, {"num_slots": 64}),
         ("llama", E4M3, {"max_num_batched_tokens": 12}),
@@ -143,7 +143,7 @@ def test_a_node_sees_the_nodes_above_it_as_they_will_be_read_later(
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text-shared", "falcon", "gpt_oss"])
 def test_logits_are_those_of_a_cache_whose_numbers_are_rounded(
     family: str, native: bool, model_folder: Folders
 ) -> None:

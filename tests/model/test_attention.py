@@ -174,6 +174,8 @@ def rig_of(name: str, heads: int, dim: int, dtype: torch.dtype) -> tuple[Rig, Te
         ("window", 4, 64, torch.bfloat16),
         ("plain", 80, 8, torch.float32),
         ("plain", 2, 256, torch.bfloat16),
+        ("window", 4, 512, torch.bfloat16),
+        ("plain", 4, 300, torch.float32),
     ],
 )
 def test_native_attention(isa: str, name: str, heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -246,7 +248,7 @@ def test_a_prefix_may_leave_out_tokens(native: bool, window: int | None) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("prefix", [40, 509, 1020])
-@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("dim", [20, 64, 512])
 def test_a_token_gets_the_same_to_the_bit_in_a_tree_and_in_a_chain(
     isa: str, prefix: int, dim: int, dtype: torch.dtype
 ) -> None:

@@ -30,6 +30,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 by default": ("gemma3_text", {}),
     "gemma3 untied": ("gemma3_text", GEMMA | {"tie_word_embeddings": False}),
     "gemma3 biased": ("gemma3_text", GEMMA | {"attention_bias": True}),
+    "gemma3 with soft caps": ("gemma3_text", GEMMA | {"final_logit_softcapping": 5.0}),
     "gemma3 with silu": ("gemma3_text", GEMMA | {"hidden_activation": "silu"}),
     "gemma3 with wide heads": ("gemma3_text", GEMMA | {"head_dim": 256, "query_pre_attn_scalar": 100}),
     "gemma3 with full attention first": (
@@ -68,7 +69,6 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-2 biased": ("mamba2", {"use_bias": True, "n_groups": 1}),
 }  # fmt: skip
 NOT_FUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3 with soft caps": ("gemma3_text", {"final_logit_softcapping": 5.0}),
     "gemma3 with relu": ("gemma3_text", {"hidden_activation": "relu"}),
     "falcon-h1 biased": ("falcon_h1", {"projectors_bias": True}),
     "nemotron-h with latent experts": ("nemotron_h", {"moe_latent_size": 16}),
@@ -126,7 +126,7 @@ def _norms(call: LayerCall) -> Any:
 
 
 def _post_norms(call: LayerCall) -> Any:
-    return tuple(part.post_norm for part in call.parts)
+    return tuple(part.adds.post_norm for part in call.parts)
 
 
 def _swap_norms(decoder: FusedDecoder) -> None:

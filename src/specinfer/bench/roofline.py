@@ -4,7 +4,7 @@ A pass of a model reads the weights once, and the keys and values of all tokens 
 level. Verification reads the logits of every node. All other stages have no floor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specinfer.bench.ceilings import Ceilings
@@ -48,7 +48,9 @@ class PassWork:
         is_tied = getattr(config, "tie_word_embeddings", True)
         embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product
         others = {module.layer_idx for module in loaded.model.modules() if is_recurrent(module)}  # these read states
-        attending = [shape for place, shape in enumerate(loaded.layer_shapes) if place not in others]
+        attending = [
+            replace(shape, shares=None) for place, shape in enumerate(loaded.layer_shapes) if place not in others
+        ]
         widths = sum(shape.key_dim + shape.value_dim for shape in attending)
         return cls(
             weight_bytes=read_bytes(loaded),

@@ -7,6 +7,7 @@ from specinfer.kernels.adapter_lanes import AdapterLanes, AdapterRows
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.decoder import LayerCall, LayersCall
 from specinfer.kernels.experts import ExpertsCall, Opening, Routing, Scores
+from specinfer.kernels.layer_inputs import LayerInputsCall
 from specinfer.kernels.layer_part import Attends, Opens, PartCall
 from specinfer.kernels.library import compute_alone, describe, each_alone, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
@@ -32,6 +33,7 @@ __all__ = [
     "FlatPieces",
     "Float8Linear",
     "LayerCall",
+    "LayerInputsCall",
     "LayersCall",
     "LinearCall",
     "LowRank",

@@ -129,7 +129,7 @@ static INLINE void score_block(const KeysRoom<WIDE> &room, int64_t rows, int64_t
 template <int WIDE>
 static void attend_keys(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys,
                         const float *queries, int64_t stride, float *partials) {
-    static thread_local KeysRoom<WIDE> room;
+    KeysRoom<WIDE> &room = own_room<KeysRoom<WIDE>>();
     const int64_t rows = (item.to - item.from) * item.heads, dim = layer->dim, blocks = keys.blocks();
     const int64_t row0 = pieces->first_row[item.piece] + item.from, length = blocks * BLOCK;
     const bool pairs = takes_pairs(layer);

@@ -78,7 +78,7 @@ static INLINE void place_queries(const Attention *layer, const Pieces *pieces, c
 template <int WIDE>
 static void attend_rows(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys,
                         const float *queries, int64_t stride, float *partials) {
-    static thread_local RowsRoom<WIDE> room;
+    RowsRoom<WIDE> &room = own_room<RowsRoom<WIDE>>();
     const int64_t rows = (item.to - item.from) * item.heads, vectors = (rows + LANES - 1) / LANES;
     const int64_t blocks = keys.blocks(), dim = layer->dim;
     Floats *scores = room.scores.hold(blocks * vectors * BLOCK);

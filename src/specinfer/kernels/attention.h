@@ -347,7 +347,8 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
     const auto one = layer->dim <= 32    ? attend_item<32>
                      : layer->dim <= 64  ? attend_item<64>
                      : layer->dim <= 128 ? attend_item<128>
-                                         : attend_item<256>;
+                     : layer->dim <= 256 ? attend_item<256>
+                                         : attend_item<512>;
     Division *division = divisions.hold(pieces->count);
     int64_t items = 0, num_numbers = 0, floats = 0;
     const auto sets = [&](int64_t piece) { return (pieces->num_new[piece] + tokens - 1) / tokens * groups; };

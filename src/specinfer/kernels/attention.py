@@ -14,7 +14,7 @@ from specinfer.kernels.library import call, library
 from specinfer.kernels.panels import FP8, TYPES
 from specinfer.kernels.recurrence import NativeScan
 
-MAX_DIM = 256  # of a head
+MAX_DIM = 512  # of a head
 _TYPES = TYPES | {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8 + 1}
 _Integers = npt.NDArray[np.int64]
 
@@ -26,18 +26,19 @@ class _Pieces(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first_slot", "first_visible")),
         *((name, ctypes.c_void_p) for name in ("slots", "key_positions", "visible")),
         ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("positions", "new_slots", "scan", "paths")),
+        *((name, ctypes.c_void_p) for name in ("positions", "new_slots", "scan", "paths", "layer_inputs")),
+        ("layer_stride", ctypes.c_int64),
     )
 
 
 class _Attention(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "query_norm", "key_norm")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "query_norm", "key_norm", "value_norm")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "rotated", "window")),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_float) for name in ("key_inverse", "value_inverse", "value_scale")),
-        *((name, ctypes.c_int32) for name in ("type", "is_gated", "joins_heads", "rotates_pairs")),
+        *((name, ctypes.c_int32) for name in ("type", "is_gated", "joins_heads", "rotates_pairs", "num_stored")),
     )
 
 
@@ -83,6 +84,12 @@ class NativePieces:
         self._scan, self.num_scanned = (scan, paths), scan.num_tokens
         self._structure.scan, self._structure.paths = scan.address, paths.data_ptr()
 
+    def give(self, inputs: Tensor) -> None:
+        """Let layers read inputs beside hidden states: contiguous float32 [tokens, of all layers]."""
+        assert inputs.is_contiguous()
+        self._inputs = inputs
+        self._structure.layer_inputs, self._structure.layer_stride = inputs.data_ptr(), inputs.shape[1]
+
 
 class AttentionCall:
     """One layer's attention on one cache, ready to be called. Copies of a model share this object.
@@ -91,6 +98,9 @@ class AttentionCall:
         keys, values: [slots, kv_heads, dim] of float32, bfloat16, float16, or e4m3 or e5m2.
         window: A token sees keys less than this many positions back.
         query_norm, key_norm: [dim] float32 weights of norms before rotation, or [heads * dim] of one over all heads.
+        value_norm: [dim] float32 weights of a norm of values.
+        num_stored: Number of things that come after the queries and are stored. 2: keys and values; 1: keys, which
+            before their norm are values, too; 0: nothing, because another layer has stored them.
         rotated: Number of a head's values, from the first, that are rotated.
         is_gated: Whether each head's queries come with gates of its results, for `LayerCall`.
         rotates_pairs: Whether neighbouring values are rotated together, not those `rotated / 2` apart.
@@ -107,6 +117,8 @@ class AttentionCall:
         window: int | None = None,
         query_norm: Tensor | None = None,
         key_norm: Tensor | None = None,
+        value_norm: Tensor | None = None,
+        num_stored: int = 2,
         eps: float = 0.0,
         rotated: int = 0,
         is_gated: bool = False,
@@ -118,13 +130,14 @@ class AttentionCall:
         assert dim <= MAX_DIM
         assert num_heads % kv_heads == 0
         assert all(pool.is_contiguous() for pool in (keys, values))
-        self._alive = (keys, values, query_norm, key_norm)
+        assert num_stored == 2 or not is_gated
+        self._alive = (keys, values, query_norm, key_norm, value_norm)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in self._alive)
         sizes = (num_heads, kv_heads, dim, rotated, window or 0)
         scales = (*kv_scales.inverses, kv_scales.value)
         scale *= kv_scales.key
         joins_heads = query_norm is not None and len(query_norm) != dim
-        flags = (is_gated, joins_heads, rotates_pairs)
+        flags = (is_gated, joins_heads, rotates_pairs, num_stored)
         self._structure = _Attention(*addresses, *sizes, scale, eps, *scales, _TYPES[keys.dtype], *flags)
         self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
@@ -137,7 +150,7 @@ class AttentionCall:
 
         Args:
             cosines, sines: [positions, rotated] float32.
-            qkv: [tokens, (heads + 2 * kv_heads) * dim] float32.
+            qkv: [tokens, (heads + num_stored * kv_heads) * dim] float32.
         """
         addresses = (self.address, pieces.address, cosines.data_ptr(), sines.data_ptr(), qkv.data_ptr())
         call("specinfer_rotate", *addresses, qkv.stride(0))

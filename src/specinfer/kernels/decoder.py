@@ -7,7 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from specinfer.kernels.attention import NativePieces, norm
-from specinfer.kernels.layer_part import Attends, Mixer, Opens, PartCall, Places, run_parts
+from specinfer.kernels.layer_part import Adds, Attends, Mixer, Opens, PartCall, Places, Sum, run_parts
 from specinfer.kernels.linear_call import Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns
 from specinfer.kernels.recurrent_layer import RecurrentParts
@@ -20,7 +20,9 @@ class LayerCall:
         self.parts = list(parts)
         before: PartCall | None = None
         for part in parts:  # what a part reads again must be there still
-            assert part.norm is not None or part.skips_norm or (before is not None and before.post_norm is None)
+            reads_anew = part.norm is not None or part.skips_norm
+            assert reads_anew or (before is not None and before.adds.post_norm is None)
+            assert (part.adds.sum == Sum.LAST) == (before is not None and before.adds.sum == Sum.FIRST)
             before = part
         self.linears = [one for part in parts for one in part.linears]
         self.calls = [one for part in parts for one in part.calls]
@@ -45,8 +47,9 @@ class LayerCall:
             linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating
                 gates and values; the MLP's output.
         """
-        mixing = PartCall(linears[:2], recurrent or Attends(), norms[0], eps, post_norm=post_norms[0])
-        return cls((mixing, PartCall(linears[2:], Opens(ending=gate), norms[1], eps, post_norm=post_norms[1])))
+        adds = [Adds(one) for one in post_norms]
+        mixing = PartCall(linears[:2], recurrent or Attends(), norms[0], eps, adds=adds[0])
+        return cls((mixing, PartCall(linears[2:], Opens(ending=gate), norms[1], eps, adds=adds[1])))
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -91,13 +94,13 @@ class LayerCall:
             assert scratch is None or len(scratch) >= floats
             run_parts(Places(self.parts, mixers, [tables] * len(mixers)), pieces, hidden, scratch, runs, inputs)
             return
-        read = inputs
+        read, sums = inputs, None
         for i, (part, mixer) in enumerate(zip(self.parts, mixers, strict=True)):
             if (part.norm is not None or part.skips_norm) and (i or inputs is None):
                 read = hidden if part.norm is None else norm(hidden, part.norm, part.eps)
             assert read is not None
             summed = sum_over_ranks if part.is_split else None
-            part.run_apart(mixer, pieces, tables, read, hidden, summed, runs)
+            sums = part.run_apart(mixer, pieces, tables, read, hidden, sums, summed, runs)
 
 
 class LayersCall:

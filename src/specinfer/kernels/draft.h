@@ -27,7 +27,7 @@ struct DraftRoom {  // kept from call to call
     std::vector<double> probs, confidence, reach;
     std::vector<const double *> lines;
     std::vector<uint8_t> ancestry, visible;
-    std::vector<float> hidden, normed, scratch, logits, values, sure;
+    std::vector<float> hidden, inputs, normed, scratch, logits, values, sure;
 };
 
 // The trees of a call while they grow.
@@ -145,20 +145,14 @@ struct Drafting {
         return row;
     }
 
-    void embed(int64_t rows, float *hidden) {
-        const int64_t size = d->hidden, *ids = room.ids.data();
-        if (d->embedding)
-            unpack_rows(d->embedding, ids, hidden, rows, threads);
-        else
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t k = 0; k < size; k++) {
-                    const int64_t at = ids[r] * size + k;
-                    const float *whole = (const float *)d->rows;
-                    const uint16_t *half = (const uint16_t *)d->rows;
-                    hidden[r * size + k] = d->type == FP32 ? whole[at] : d->type == BF16 ? from_bf16(half[at]) : from_fp16(half[at]);
-                }
-        if (d->embedding_scale != 1.0f)
-            for (int64_t k = 0; k < rows * size; k++) hidden[k] *= d->embedding_scale;
+    // Inputs of all layers, beside hidden states.
+    void read_layer_inputs(const float *hidden, int64_t rows) {
+        const LayerInputs *one = d->layer_inputs;
+        if (!one) return;
+        const int64_t size = one->layers * one->size;
+        float *inputs = hold_aligned(room.inputs, most_rows * (2 * size + d->floats)), *rest = inputs + most_rows * size;
+        layer_inputs(one, room.ids.data(), hidden, inputs, rest, rows, threads);
+        pieces.layer_inputs = inputs, pieces.layer_stride = size;
     }
 
     // Logits [rows] of the last known tokens or of the frontiers' nodes; returns the number of rows.
@@ -166,7 +160,8 @@ struct Drafting {
         const int64_t rows = place_rows(reads), size = d->hidden;
         float *hidden = hold_aligned(room.hidden, most_rows * size), *normed = hold_aligned(room.normed, most_rows * size);
         float *scratch = hold_aligned(room.scratch, most_rows * d->floats);
-        embed(rows, hidden);
+        embed(d->embedding, d->rows, d->type, d->embedding_scale, room.ids.data(), hidden, rows, size, threads);
+        read_layer_inputs(hidden, rows);
         decode_all(d->places, d->layers, &pieces, nullptr, hidden, scratch, nullptr, threads);
         int64_t scored = rows;
         if (reads) {
@@ -222,6 +217,8 @@ struct Drafting {
             return;
         if (d->token_map)
             for (int64_t k = 0; k < size; k++) ids[k] = d->token_map[ids[k]];
+        if (d->cap != 0.0f)
+            for (int64_t k = 0; k < size; k++) values[k] = tanhf(values[k] / d->cap) * d->cap;
         if (tree.temperature > 0.0f && tree.temperature != 1.0f)
             for (int64_t k = 0; k < size; k++) values[k] /= tree.temperature;
         if (tree.temperature > 0.0f) truncate(tree, size, values);

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specinfer.kernels.decoder import LayersCall
+from specinfer.kernels.layer_inputs import LayerInputsCall
 from specinfer.kernels.library import call
 from specinfer.kernels.linear_call import LinearCall
 from specinfer.kernels.panels import TYPES
@@ -56,8 +57,8 @@ class _Draft(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("columns", "support", "breadth")),
         *((name, ctypes.c_void_p) for name in ("edges", "middles")),
         *((name, ctypes.c_int64) for name in ("bins", "middles_count", "ranks")),
-        ("embedding_scale", ctypes.c_float),
-        ("eps", ctypes.c_float),
+        ("layer_inputs", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("embedding_scale", "eps", "cap")),
         ("type", ctypes.c_int32),
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("trees", "tokens", "parents", "confidence")),
@@ -76,6 +77,8 @@ class DecoderParts(NamedTuple):
     eps: float
     head: LinearCall
     num_positions: int  # that the layers have tables for
+    layer_inputs: LayerInputsCall | None = None
+    cap: float | None = None  # of the logits
 
 
 class GrowthRules(NamedTuple):
@@ -131,7 +134,10 @@ class DraftCall:
         self._draft = _Draft()
         draft, embedding = self._draft, parts.embedding
         draft.places, draft.layers = parts.layers.arguments
-        draft.hidden, draft.floats = parts.norm.shape[0], max(parts.floats, parts.head.scratch_floats)
+        inputs = parts.layer_inputs
+        floats = (parts.floats, parts.head.scratch_floats, 0 if inputs is None else inputs.scratch_floats)
+        draft.hidden, draft.floats, draft.cap = parts.norm.shape[0], max(floats), parts.cap or 0.0
+        draft.layer_inputs = None if inputs is None else inputs.address
         draft.embedding = embedding.address if isinstance(embedding, LinearCall) else None
         if isinstance(embedding, Tensor):
             draft.rows, draft.type = embedding.data_ptr(), TYPES[embedding.dtype]

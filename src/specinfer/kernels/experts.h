@@ -44,6 +44,7 @@ static void choose_experts(const Experts *layer, float *scores, int64_t *chosen,
     }
     const bool normalizes = layer->normalizes || layer->scores == SOFTMAX_OF_CHOSEN;
     scale(weights, normalizes ? layer->factor / (sum + 1e-20f) : layer->factor, layer->chosen);
+    for (int64_t i = 0; layer->scales && i < layer->chosen; i++) weights[i] *= layer->scales[chosen[i]];
 }
 
 // The numbers of [rows][chosen] experts in order of experts, then of rows; first: [count + 1] where those of each begin.
@@ -56,18 +57,26 @@ static void sort_by_expert(const int64_t *chosen, int64_t size, int64_t count, i
     first[0] = 0;
 }
 
-// hidden [rows][hidden] += what the experts make of x; room: what `experts.py` counts.
-static void add_experts(const Part *part, const Experts *layer, const float *x, float *hidden, float *room, int64_t rows,
-                        int threads) {
+// hidden [rows][hidden] += what the experts make of x, normed if there is a norm; sum: see Sum; room: what `layer_part.py`
+// counts.
+static void add_experts(const Part *part, const Experts *layer, const float *x, float *hidden, float *sum, float *room,
+                        int64_t rows, int threads) {
     const int64_t size = part->hidden, count = layer->count, chosen = layer->chosen, inner = layer->second[0]->inputs;
     const bool at_once = layer->opening == IN_PANELS;
     static thread_local Grown<int64_t> numbers;
     int64_t *experts = numbers.hold(2 * rows * chosen + count + 1), *sorted = experts + rows * chosen;
     int64_t *first = sorted + rows * chosen;
+    float *results = hidden;
+    if (part->post_norm) {
+        results = room;
+        room += rows * size;
+        memset(results, 0, rows * size * sizeof(float));
+    }
     float *scores = room, *weights = scores + rows * count, *given = weights + rows * chosen;
     float *added = given + rows * size, *opened = added + rows * size, *mixed = opened + rows * inner;
     float *rest = mixed + (at_once ? 0 : rows * layer->first[0]->stride);
-    linear(part->first, x, scores, rest, rows, STORE, nullptr, threads);
+    if (part->router_norm) norm(hidden, part->router_norm, given, rows, size, part->eps, threads);
+    linear(part->first, part->router_norm ? given : x, scores, rest, rows, STORE, nullptr, threads);
     in_parallel(rows, FEW, threads, [&](int64_t t) {
         choose_experts(layer, scores + t * count, experts + t * chosen, weights + t * chosen);
     });
@@ -85,8 +94,9 @@ static void add_experts(const Part *part, const Experts *layer, const float *x, 
             });
         linear(layer->second[e], opened, added, rest, tokens, STORE, nullptr, threads);
         in_parallel(tokens, FEW, threads, [&](int64_t i) {
-            float *to = hidden + own[i] / chosen * size;
+            float *to = results + own[i] / chosen * size;
             for (int64_t k = 0; k < size; k++) to[k] += weights[own[i]] * added[i * size + k];
         });
     }
+    if (part->post_norm) add_normed(part, results, hidden, sum, rows, threads);
 }

@@ -18,6 +18,8 @@ class Opening(IntEnum):
     SILU_HALVES = 1  # each row is all gates, then all values
     GELU_HALVES = 2  # the same with GELU's tanh approximation
     SQUARES = 3  # there are no gates: those above 0 are squared
+    SILU_OF_INPUTS = 4  # there are only gates: the values are inputs of the layer beside hidden states
+    GELU_OF_INPUTS = 5  # the same with GELU's tanh approximation
 
 
 class Scores(IntEnum):
@@ -37,6 +39,9 @@ class Routing:
         normalizes: Whether the weights of a token's experts are divided by their sum.
         factor: What weights are multiplied by.
         bias: [experts] float32 what is added to scores before experts are chosen, or None.
+        scales: [experts] float32 what weights are multiplied by at last, or None.
+        norm: [hidden] float32 weight of the norm of hidden states that the router reads, or None if it reads what
+            experts read.
         groups: Number of groups of neighbouring experts, and of those, the best ones, that a token may choose from.
     """
 
@@ -46,11 +51,13 @@ class Routing:
     factor: float = 1.0
     bias: Tensor | None = None
     groups: tuple[int, int] = (1, 1)
+    scales: Tensor | None = None
+    norm: Tensor | None = None
 
 
 class _Experts(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("first", "second", "bias")),
+        *((name, ctypes.c_void_p) for name in ("first", "second", "bias", "scales")),
         *((name, ctypes.c_int64) for name in ("count", "chosen", "groups", "chosen_groups")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("scores", "normalizes", "ending", "opening")),
@@ -77,10 +84,10 @@ class ExpertsCall:
         assert count % routing.groups[0] == 0
         assert (opening == Opening.IN_PANELS) == (ending != Ending.STORE)
         addresses = [(ctypes.c_void_p * count)(*(one.address for one in calls)) for calls in zip(*linears, strict=True)]
-        self._alive = (addresses, routing)
+        self._alive, self.routing = addresses, routing
         self._structure = _Experts(
             *map(ctypes.addressof, addresses),
-            None if routing.bias is None else routing.bias.data_ptr(),
+            *(None if one is None else one.data_ptr() for one in (routing.bias, routing.scales)),
             count, routing.num_chosen, *routing.groups, routing.factor, routing.scores, routing.normalizes,
             ending, opening,
         )  # fmt: skip

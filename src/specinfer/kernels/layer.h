@@ -52,6 +52,16 @@ static void norm(const float *x, const float *weight, float *y, int64_t rows, in
     in_parallel(rows, FEW, threads, [&](int64_t r) { norm_row<ADDS>(x + r * size, weight, y + r * size, size, eps); });
 }
 
+// Adds a part's results, normed; see Sum. All [rows][hidden].
+static void add_normed(const Part *part, const float *results, float *hidden, float *sum, int64_t rows, int threads) {
+    const int64_t size = part->hidden;
+    if (part->sum == FIRST_OF_SUM)
+        norm(results, part->post_norm, sum, rows, size, part->eps, threads);
+    else
+        norm<true>(results, part->post_norm, part->sum ? sum : hidden, rows, size, part->eps, threads);
+    if (part->sum == LAST_OF_SUM) norm<true>(sum, part->sum_norm, hidden, rows, size, part->eps, threads);
+}
+
 // A thread's own memory, which grows. No containers of the standard library: which instruction set's would be linked?
 template <class T>
 struct Grown {
@@ -67,3 +77,19 @@ struct Grown {
     }
     ~Grown() { delete_aligned(data); }
 };
+
+// A thread's own room of a kind, made where a thread first needs it: zeros.
+template <class Room>
+static Room &own_room() {
+    struct Owner {
+        Room *room = nullptr;
+        ~Owner() {
+            if (!room) return;
+            room->~Room();
+            delete_aligned(room);
+        }
+    };
+    static thread_local Owner owner;
+    if (!owner.room) owner.room = new (new_aligned(sizeof(Room))) Room();
+    return *owner.room;
+}

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Self
 
 import torch
@@ -22,9 +23,10 @@ Mixer = AttentionCall | RecurrentCall | None  # what mixes the tokens of a part 
 class _Part(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("first", "second", "gate", "norm", "post_norm", "scales")),
-        ("hidden", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("eps", "factor")),
-        *((name, ctypes.c_int32) for name in ("between", "ending", "opening", "skips_norm")),
+        *((name, ctypes.c_void_p) for name in ("sum_norm", "router_norm")),
+        *((name, ctypes.c_int64) for name in ("hidden", "column")),
+        *((name, ctypes.c_float) for name in ("eps", "factor", "hidden_factor")),
+        *((name, ctypes.c_int32) for name in ("between", "ending", "opening", "skips_norm", "sum")),
     )
 
 
@@ -35,10 +37,44 @@ class Attends:
 
 @dataclass(frozen=True, slots=True)
 class Opens:
-    """The opening of values, between the linear layers of a part. IN_PANELS: `ending` does it."""
+    """The opening of values, between the linear layers of a part. IN_PANELS: `ending` does it.
+
+    Attributes:
+        column: Where values begin in the inputs of layers, if they are such; see `Opening`.
+    """
 
     opening: Opening = Opening.IN_PANELS
     ending: Ending = Ending.GATED
+    column: int = 0
+
+
+class Sum(IntEnum):
+    """The place that the results of a part are added to: hidden states, or a sum that neighbouring parts make."""
+
+    ALONE = 0
+    FIRST = 1
+    LAST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Adds:
+    """The way in which the results of a part are added.
+
+    Attributes:
+        post_norm: [hidden] float32 weight of the norm of what is added, or None.
+        sum: What they are added to. LAST: the sum, normed, is then added to the hidden states.
+        sum_norm: [hidden] float32 weight of the norm of the sum, for its last part.
+        hidden_factor: What the hidden states are multiplied by afterwards.
+    """
+
+    post_norm: Tensor | None = None
+    sum: Sum = Sum.ALONE
+    sum_norm: Tensor | None = None
+    hidden_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.sum == Sum.ALONE or self.post_norm is not None
+        assert (self.sum == Sum.LAST) == (self.sum_norm is not None)
 
 
 Between = Attends | RecurrentParts | Opens | ExpertsCall
@@ -53,10 +89,10 @@ class PartCall:
         linears: The two linear layers. Of experts the router, which is all.
         norm: [hidden] float32 weight of the norm of the hidden states, or None to read what the part before has read.
         skips_norm: Whether it reads the hidden states as they are. Experts do not.
-        post_norm: [hidden] float32 weight of the norm of what is added, or None.
         scales: [outputs] float32 what the outputs of the first linear layer are multiplied by, or None.
         factor: What the inputs of the second one are multiplied by.
         gate: Linear layer of one output, whose sigmoid they are multiplied by, too, or None.
+        adds: The way in which its results are added to the hidden states.
     """
 
     def __init__(
@@ -67,18 +103,19 @@ class PartCall:
         eps: float,
         *,
         skips_norm: bool = False,
-        post_norm: Tensor | None = None,
         scales: Tensor | None = None,
         factor: float = 1.0,
         gate: LinearCall | None = None,
+        adds: Adds = Adds(),
     ) -> None:
         self.first, self.second = linears[0], linears[1] if len(linears) > 1 else None
-        self.between, self.norm, self.eps, self.post_norm = between, norm, eps, post_norm
+        self.between, self.norm, self.eps, self.adds = between, norm, eps, adds
         self.scales, self.factor, self.gate, self.skips_norm = scales, factor, gate, skips_norm
         self.is_split = True  # whether ranks with shards of the layer add up its results
         self.experts = between if isinstance(between, ExpertsCall) else None
         assert (self.second is None) == (self.experts is not None)
         assert not skips_norm or (norm is None and self.experts is None)
+        router_norm = None if self.experts is None else self.experts.routing.norm
         opens = between if isinstance(between, Opens) else Opens(Opening.IN_PANELS, Ending.STORE)
         self.ending = opens.ending if opens.opening == Opening.IN_PANELS else Ending.STORE
         self.is_opened_at_once = self.ending != Ending.STORE
@@ -88,19 +125,24 @@ class PartCall:
         )
         self.hidden = self.first.panels.inputs if self.second is None else self.second.outputs
         addresses = (None if one is None else one.address for one in (self.first, self.second, gate))
-        weights = (None if one is None else one.data_ptr() for one in (norm, post_norm, scales))
-        numbers = (self.hidden, eps, factor, kind, self.ending, opens.opening, skips_norm)
+        norms = (norm, adds.post_norm, scales, adds.sum_norm, router_norm)
+        weights = (None if one is None else one.data_ptr() for one in norms)
+        self._alive = norms
+        sizes, factors = (self.hidden, opens.column), (eps, factor, adds.hidden_factor)
+        numbers = (*sizes, *factors, kind, self.ending, opens.opening, skips_norm, adds.sum)
         self._structure = _Part(*addresses, *weights, *numbers)
         self.address = ctypes.addressof(self._structure)
         self.max_rows = min((one.max_rows for one in self.linears), default=ANY_ROWS)
-        self.scratch_floats = self.hidden + self._floats()  # for each token
+        # For each token: what it reads, a sum, and more.
+        self.scratch_floats = self.hidden * (1 if adds.sum == Sum.ALONE else 2) + self._floats()
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def _floats(self) -> int:
         if self.experts is not None:
-            return self.experts.scratch_floats + self.first.scratch_floats
+            results = 0 if self.adds.post_norm is None else self.hidden
+            return results + self.experts.scratch_floats + self.first.scratch_floats
         assert self.second is not None
         rows = self.second.panels.inputs + (0 if self.is_opened_at_once else self.first.outputs)
         return rows + max(one.scratch_floats for one in self.linears) + (self.gate is not None)
@@ -123,20 +165,22 @@ class PartCall:
         tables: tuple[Tensor, Tensor],
         inputs: Tensor,
         hidden: Tensor,
+        sums: Tensor | None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None,
         runs: AdapterRuns | None,
-    ) -> None:
+    ) -> Tensor | None:
         """Compute the part in steps, for many rows, where PyTorch does some products, and for several ranks.
 
         Args:
             inputs: What it reads.
+            sums: The sum that it adds to, if it is the last part of one.
+
+        Returns:
+            The sum that it begins, if it does.
         """
         if self.second is None:
-            added = hidden if sum_over_ranks is None else torch.zeros_like(hidden)
-            run_parts(Places([self], [None], [tables]), pieces, added, None, runs, inputs)
-            if sum_over_ranks is not None:
-                hidden += sum_over_ranks(added)
-            return
+            self._run_experts(pieces, tables, inputs, hidden, sums, sum_over_ranks)
+            return None
         rows = self.first(inputs, None, self.ending, runs)
         result = rows if self.is_opened_at_once else torch.empty(len(hidden), self.second.panels.inputs)
         room = torch.empty(pieces.num_scanned * self.scan_floats)
@@ -145,7 +189,28 @@ class PartCall:
         call("specinfer_mix", self.address, address, pieces.address, *places)
         if self.gate is not None:
             result *= self.gate(inputs, runs=runs).sigmoid()
-        self._add(result, hidden, sum_over_ranks, runs)
+        return self._add(result, hidden, sum_over_ranks, runs)
+
+    def _run_experts(
+        self,
+        pieces: NativePieces,
+        tables: tuple[Tensor, Tensor],
+        inputs: Tensor,
+        hidden: Tensor,
+        sums: Tensor | None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        places, scratch = Places([self], [None], [tables]), None
+        if sums is not None:
+            scratch = torch.empty(len(hidden) * self.scratch_floats)
+            scratch[hidden.numel() : 2 * hidden.numel()] = sums.flatten()
+        if sum_over_ranks is None:
+            run_parts(places, pieces, hidden, scratch, None, inputs)
+            return
+        assert self.adds == Adds()
+        added = torch.zeros_like(hidden)
+        run_parts(places, pieces, added, scratch, None, inputs)
+        hidden += sum_over_ranks(added)
 
     def _add(
         self,
@@ -153,14 +218,22 @@ class PartCall:
         hidden: Tensor,
         sum_over_ranks: Callable[[Tensor], Tensor] | None,
         runs: AdapterRuns | None,
-    ) -> None:
+    ) -> Tensor | None:
         assert self.second is not None
-        if sum_over_ranks is None and self.post_norm is None:
+        assert self.adds.sum != Sum.LAST
+        post_norm = self.adds.post_norm
+        if sum_over_ranks is None and post_norm is None:
             self.second(x, hidden, Ending.ADD, runs)
-            return
-        added = self.second(x, runs=runs)
-        added = added if sum_over_ranks is None else sum_over_ranks(added)
-        hidden += added if self.post_norm is None else norm(added, self.post_norm, self.eps)
+        else:
+            added = self.second(x, runs=runs)
+            added = added if sum_over_ranks is None else sum_over_ranks(added)
+            added = added if post_norm is None else norm(added, post_norm, self.eps)
+            if self.adds.sum == Sum.FIRST:
+                return added
+            hidden += added
+        if self.adds.hidden_factor != 1.0:
+            hidden *= self.adds.hidden_factor
+        return None
 
 
 _NUM_ADDRESSES = 4  # of a part in `Places`

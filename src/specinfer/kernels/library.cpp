@@ -164,6 +164,7 @@ static void decode_all(const void *const *places, int64_t count, const Pieces *p
                        i ? nullptr : inputs, hidden, room, runs, threads);
 }
 
+#include "layer_inputs.h"
 #include "draft.h"
 #include "merge.h"
 
@@ -245,6 +246,13 @@ PUBLIC void specinfer_mix(const Part *part, const void *mixer, const Pieces *pie
 PUBLIC void specinfer_decode_all(const void *const *places, int64_t count, const Pieces *pieces, const float *inputs,
                                  float *hidden, float *room, const Runs *runs, int threads) {
     decode_all(places, count, pieces, inputs, hidden, room, runs, threads);
+}
+
+// result: [rows][layers * size] of tokens whose embeddings are `hidden`; room: [rows][layers * size], and the scratch
+// memory of the projection.
+PUBLIC void specinfer_layer_inputs(const LayerInputs *one, const int64_t *ids, const float *hidden, float *result,
+                                   float *room, int64_t rows, int threads) {
+    layer_inputs(one, ids, hidden, result, room, rows, threads);
 }
 
 PUBLIC int64_t specinfer_choose(const float *scores, int64_t size, float least, uint64_t key, int sampled,

@@ -16,7 +16,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 28  # version of structures and functions, as in types.h
+_LAYOUT = 29  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,6 +50,7 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_rotate.argtypes = [pointer] * 5 + [size, number]
         loaded.specinfer_attend.argtypes = [pointer] * 3 + [size, pointer, number]
         loaded.specinfer_mix.argtypes = [pointer] * 8 + [number]
+        loaded.specinfer_layer_inputs.argtypes = [pointer] * 5 + [size, number]
         loaded.specinfer_decode_all.argtypes = [pointer, size, *[pointer] * 5, number]
         least, key = ctypes.c_float, ctypes.c_uint64
         loaded.specinfer_choose.argtypes = [pointer, size, least, key, number, pointer, pointer, size]

@@ -16,14 +16,14 @@ static void open(float *y, const float *gates, int64_t size) {
     }
 }
 
-// y [size]: what becomes of a row of the first linear layer of an MLP.
-static void open_row(int opening, const float *row, float *y, int64_t size) {
+// y [size]: what becomes of a row of the first linear layer of an MLP; values: what gates alone open.
+static void open_row(int opening, const float *row, float *y, int64_t size, const float *values = nullptr) {
     if (opening == SQUARES) {
         for (int64_t k = 0; k < size; k++) y[k] = row[k] > 0 ? row[k] * row[k] : 0;
         return;
     }
-    memcpy(y, row + size, size * sizeof(float));
-    (opening == SILU_HALVES ? open<SILU> : open<GELU>)(y, row, size);
+    memcpy(y, values ? values : row + size, size * sizeof(float));
+    (opening == SILU_HALVES || opening == SILU_OF_INPUTS ? open<SILU> : open<GELU>)(y, row, size);
 }
 
 static void scale(float *y, float factor, int64_t size) {
@@ -105,7 +105,10 @@ static void mix(const Part *part, const void *mixer, const Pieces *pieces, const
     else if (part->between == ATTENDS)
         mix_by_attention((const Attention *)mixer, pieces, cosines, sines, rows, stride, result, threads);
     else if (part->opening != IN_PANELS)
-        in_parallel(tokens, FEW, threads,
-                    [&](int64_t t) { open_row(part->opening, rows + t * stride, result + t * size, size); });
+        in_parallel(tokens, FEW, threads, [&](int64_t t) {
+            const bool of_inputs = part->opening == SILU_OF_INPUTS || part->opening == GELU_OF_INPUTS;
+            const float *values = of_inputs ? pieces->layer_inputs + t * pieces->layer_stride + part->column : nullptr;
+            open_row(part->opening, rows + t * stride, result + t * size, size, values);
+        });
     if (part->factor != 1.0f) scale(result, part->factor, tokens * size);
 }

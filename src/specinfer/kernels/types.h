@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 28;
+static const int LAYOUT = 29;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -56,6 +56,7 @@ struct Runs {  // neighbouring rows with the same adapter; as in low_rank.py
 struct Attention {  // as in attention.py
     void *keys, *values;                // [slots][kv_heads][dim]
     const float *query_norm, *key_norm;  // [dim], of all heads if they are joined, or null
+    const float *value_norm;             // [dim], or null
     int64_t heads, kv_heads, dim;
     int64_t rotated;  // of dim, the first so many are
     int64_t window;   // a key so many positions back is no longer seen; 0: all are
@@ -65,6 +66,8 @@ struct Attention {  // as in attention.py
     int32_t type;
     int32_t is_gated;  // each head's queries come with as many gates after them, which open its results
     int32_t joins_heads, rotates_pairs;  // one norm over all heads; neighbours are rotated together, not halves
+    int32_t num_stored;  // 2: keys and values come after queries; 1: keys, which before their norm are values, too;
+                         // 0: neither, they are another layer's
 };
 
 struct Scan;
@@ -79,12 +82,16 @@ struct Pieces {  // what ForwardBatch.pieces holds, flat; as in attention.py
     const int64_t *positions, *new_slots;  // [tokens]
     const Scan *scan;      // of recurrences, or null
     const int64_t *paths;  // of the scan, as `convolve` reads them
+    const float *layer_inputs;  // [tokens][layer_stride] what the parts of all layers read beside hidden states, or null
+    int64_t layer_stride;
 };
 
 enum Between { ATTENDS, RECURS, OPENS, SELECTS };  // what lies between a part's linear layers; as in decoder.py
 // What becomes of an MLP's values: opened where the first linear layer ends, or in rows of all gates, then all values;
-// or there are no gates, and those above 0 are squared.
-enum Opening { IN_PANELS, SILU_HALVES, GELU_HALVES, SQUARES };
+// or there are no gates, and those above 0 are squared; or there are only gates, and values are inputs of the layer.
+enum Opening { IN_PANELS, SILU_HALVES, GELU_HALVES, SQUARES, SILU_OF_INPUTS, GELU_OF_INPUTS };
+// What results are added to: hidden states, or a sum, which is normed and added where the last part has added to it.
+enum Sum { ALONE, FIRST_OF_SUM, LAST_OF_SUM };
 
 struct Part {  // of a decoder layer; as in decoder.py
     const Linear *first, *second;  // first: of experts the router; second: of experts null
@@ -92,10 +99,15 @@ struct Part {  // of a decoder layer; as in decoder.py
     const float *norm;             // [hidden] of what it reads, or null: it reads what the part before it has read
     const float *post_norm;        // [hidden] of what is added, or null
     const float *scales;           // [outputs of first] what these are multiplied by, or null
+    const float *sum_norm;         // [hidden] of the sum that it is the last of
+    const float *router_norm;      // [hidden] of what the router reads, or null: what experts read
     int64_t hidden;
+    int64_t column;  // of the layer's inputs, see Opening
     float eps, factor;  // factor: of the results, before the second linear layer
+    float hidden_factor;  // of the hidden states, after all
     int32_t between, ending, opening;  // ending: of the first linear layer
     int32_t skips_norm;                // it reads the hidden states as they are
+    int32_t sum;
 };
 
 enum Scores { SOFTMAX, SIGMOIDS, SOFTMAX_OF_CHOSEN };  // of experts, from the router's results; as in experts.py
@@ -103,6 +115,7 @@ enum Scores { SOFTMAX, SIGMOIDS, SOFTMAX_OF_CHOSEN };  // of experts, from the r
 struct Experts {  // as in experts.py
     const Linear *const *first, *const *second;  // [count]
     const float *bias;                           // [count] added to scores for the choice, or null
+    const float *scales;                         // [count] what weights are multiplied by at last, or null
     int64_t count, chosen, groups, chosen_groups;  // chosen: of each token, from those of so many groups
     float factor;                                // of the weights
     int32_t scores, normalizes, ending, opening;  // as in Part
@@ -205,6 +218,16 @@ struct DraftTree {  // as in draft.py
     int64_t size, num_computed;   // results: nodes with the root, and how many were passed through the model
 };
 
+struct LayerInputs {  // of tokens, by a table and by a projection of their embeddings; as in layer_inputs.py
+    const Linear *embedding;   // panels with the table's rows, or null
+    const void *rows;          // [vocab][layers * size] its rows otherwise
+    const Linear *projection;  // to [layers * size]
+    const float *norm;         // [size] of what it makes, layer by layer
+    int64_t layers, size;
+    float scale, eps;  // scale: of the rows
+    int32_t type;      // of `rows`
+};
+
 struct Draft {  // by a small model; as in draft.py
     const void *const *places;  // [layers][4] as specinfer_decode_all has them
     int64_t layers, hidden, floats;     // floats: of scratch memory for each token
@@ -216,7 +239,8 @@ struct Draft {  // by a small model; as in draft.py
     int64_t columns, support, breadth;  // logits that count, candidates that probabilities cover, children best first
     const double *edges, *middles;      // as in Growth
     int64_t bins, middles_count, ranks;
-    float embedding_scale, eps;
+    const LayerInputs *layer_inputs;    // or null
+    float embedding_scale, eps, cap;    // cap: of logits, which become cap * tanh(logits / cap); 0: none
     int32_t type;  // of `rows`
     // Of a call.
     int64_t count;

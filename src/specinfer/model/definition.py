@@ -234,6 +234,22 @@ def max_position_of(config: Any) -> int:
     return 2048
 
 
+def storing_layers(config: Any) -> dict[str, int]:
+    """Return, by kind of attention, the last layer that computes keys and values of its own."""
+    text = config.get_text_config()
+    count = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * count
+    return {kind: layer for layer, kind in enumerate(kinds[:count])}
+
+
+def shared_layers(config: Any) -> dict[int, int]:
+    """Return, by number, the layers that read the keys and values of an earlier layer, and that layer of each."""
+    text = config.get_text_config()
+    count, stored = getattr(text, "num_kv_shared_layers", 0) or 0, storing_layers(config)
+    layers = range(text.num_hidden_layers - count, text.num_hidden_layers)
+    return {layer: stored[text.layer_types[layer]] for layer in layers}
+
+
 def eos_token_ids_of(model: Any, config: Any) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)

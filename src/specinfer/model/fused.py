@@ -16,12 +16,14 @@ from specinfer.kernels import LayersCall, QuantizedEmbedding, norm, packs_type
 from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.fused_layer import Layer, Rotations, can_fuse_layers, norm_weight, taken_apart
+from specinfer.model.fused_layer import Layer, can_fuse_layers, norm_weight, taken_apart
 from specinfer.model.layer_families import eps_of, kind_of, trunk_of
+from specinfer.model.layer_inputs import can_take_inputs, inputs_of
 from specinfer.model.linears import HEAD_BITS
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.packing import Packing, call_of
 from specinfer.model.recurrent.scan import Scan
+from specinfer.model.rotations import Rotations
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 from specinfer.parallel.group import Alone, Group
 
@@ -58,13 +60,15 @@ class FusedDecoder(nn.Module):
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
             last_norm = norm_weight(getattr(trunk, kind.last_norm), kind) * kind.head_scale(model.config)
-            self.head = _Head(last_norm, eps_of(model.config), model.lm_head, packing)
+            cap = kind.cap_of(model.config)
+            self.head = _Head(last_norm, eps_of(model.config), model.lm_head, packing, cap)
         self.embedding: Tensor | QuantizedEmbedding | None = None
         self.embedding_scale = 1.0
         if self.is_first:
             self._take_embedding(embedding, model.lm_head, packing)
             if kind.embedding_factor is not None:
                 self.embedding_scale = float(getattr(model.config, kind.embedding_factor))
+        self.layer_inputs = inputs_of(trunk, model.config, eps_of(model.config), packing)
         self.group: Group = Alone()  # the ranks with shards of the same layers
         self._rotations = Rotations(getattr(trunk, kind.rotary, None))
         self._calls: WeakKeyDictionary[KVStore, LayersCall] = WeakKeyDictionary()
@@ -97,6 +101,9 @@ class FusedDecoder(nn.Module):
         assert (hidden is None) == self.is_first
         assert hidden is None or hidden.dtype == torch.float32
         hidden = self._first_hidden(batch.token_ids) if hidden is None else hidden
+        if self.layer_inputs is not None:
+            assert batch.native is not None
+            batch.native.give(self.layer_inputs(batch.token_ids, hidden))
         hidden = self._computed(batch, hidden, watch, pause)
         if self.head is None:
             return hidden
@@ -177,8 +184,9 @@ class FusedDecoder(nn.Module):
             embedding = self.head.call
         layers, head = self._in_one_call(store, positions), self.head
         return DecoderParts(
-            layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, layers.num_positions
-        )
+            layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, layers.num_positions,
+            self.layer_inputs, head.cap,
+        )  # fmt: skip
 
     def connect(self, group: Group, sums: Sequence[str]) -> None:
         """Add up results over the ranks with shards of the same layers, where only a part of them is computed.
@@ -207,7 +215,10 @@ class FusedDecoder(nn.Module):
     def floats_per_token(self, tokens: int) -> int | None:
         """Return the floats that a pass over `tokens` tokens keeps in memory per token, or None if it is unknown."""
         known, hidden = self._scratch_floats(tokens), self.width
-        return None if known is None else max(hidden + known + self._scan_floats, _HEAD_STATES * hidden)
+        if known is None:
+            return None
+        given = 0 if self.layer_inputs is None else self.layer_inputs.floats_per_token
+        return given + max(hidden + known + self._scan_floats, _HEAD_STATES * hidden)
 
     @property
     def _scan_floats(self) -> int:
@@ -227,19 +238,33 @@ class FusedDecoder(nn.Module):
         if isinstance(self.embedding, QuantizedEmbedding) and self.embedding.call is not None:
             calls.append(self.embedding.call)
         embedding = int(self.embedding.nbytes) if isinstance(self.embedding, Tensor) else 0
+        embedding += 0 if self.layer_inputs is None else self.layer_inputs.num_bytes
         return embedding + sum(call.num_bytes for call in {id(one.panels): one for one in calls}.values())
 
 
 class _Head:
     """The last norm and the output head, which compute logits from hidden states."""
 
-    def __init__(self, weight: Tensor, eps: float, head: nn.Linear, packing: Packing) -> None:
-        self.norm, self.eps = weight, eps
+    def __init__(self, weight: Tensor, eps: float, head: nn.Linear, packing: Packing, cap: float | None) -> None:
+        self.norm, self.eps, self.cap = weight, eps, cap
         self.call = call_of([head], packing if packing.bits is None else replace(packing, bits=HEAD_BITS))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab] float32 logits of [rows, width] hidden states."""
-        return self.call(norm(hidden, self.norm, self.eps))
+        return capped(self.call(norm(hidden, self.norm, self.eps)), self.cap)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Apply a soft cap to logits in place, and return them."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def has_sums(model: Any) -> bool:
+    """Return whether layers have parts whose results are normed and added up before they are added."""
+    kind = kind_of(model.config)
+    return kind is not None and any(
+        part.sum is not None for layer in trunk_of(model).layers for part in kind.parts_of(layer)
+    )
 
 
 def can_fuse(model: Any) -> bool:
@@ -247,6 +272,8 @@ def can_fuse(model: Any) -> bool:
     if kind_of(model.config) is None:
         return False
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return can_fuse_layers(trunk_of(model).layers, model.config) and all(
-        type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears
+    return (
+        can_take_inputs(trunk_of(model), model.config)
+        and can_fuse_layers(trunk_of(model).layers, model.config)
+        and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
     )

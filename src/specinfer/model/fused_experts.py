@@ -25,6 +25,7 @@ from specinfer.model.quantized_experts import QuantizedExperts
 # By the activation of gates, and of values that have none.
 HALVES = {"silu": Opening.SILU_HALVES, "gelu_pytorch_tanh": Opening.GELU_HALVES}
 UNGATED = {"relu2": Opening.SQUARES}
+OF_INPUTS = {"silu": Opening.SILU_OF_INPUTS, "gelu_pytorch_tanh": Opening.GELU_OF_INPUTS}
 
 
 def _softmax(router: Any, *, normalizes: bool) -> Routing:
@@ -43,6 +44,12 @@ def _sigmoids(router: Any, bias: Tensor | None, groups: tuple[int, int] = (1, 1)
 def _sigmoids_of(router: Any, block: Any, factor: float) -> Routing:
     bias = _as_bias(block.e_score_correction_bias)
     return Routing(Scores.SIGMOIDS, router.top_k, normalizes=True, factor=float(factor), bias=bias)
+
+
+def _of_gemma4(router: Any, _block: Any) -> Routing:
+    weight = router.scale.detach().float() * router.scalar_root_size
+    scales = router.per_expert_scale.detach().float().contiguous()
+    return Routing(Scores.SOFTMAX, router.config.top_k_experts, normalizes=True, scales=scales, norm=weight)
 
 
 def _as_bias(bias: Tensor | None) -> Tensor | None:
@@ -69,6 +76,7 @@ _ROUTINGS: dict[str, Callable[[Any, Any], Routing]] = {
     "Ernie4_5_MoeTopKRouter": lambda router, _: replace(
         _softmax(router, normalizes=True), bias=_as_bias(router.moe_statics.e_score_correction_bias)
     ),
+    "Gemma4TextRouter": _of_gemma4,
     # It adds 1e-6 to the sum of the scores before it divides by it: less than float32 shows, but for tiny scores.
     "Lfm2MoeTopKRouter": lambda router, block: _sigmoids(router, block.expert_bias if router.use_expert_bias else None),
 }
@@ -86,8 +94,14 @@ def can_fuse_experts(layer: Any, part: PartKind, activation: str) -> bool:
     opening = _opening(experts, activation)
     weight = getattr(experts, "down_proj", None)
     is_packed = isinstance(weight, nn.Parameter) and packs_type(weight.dtype)
-    is_known = type(find(layer, part.first[0])).__name__ in _ROUTINGS
+    is_known = type(_router_of(layer, part)).__name__ in _ROUTINGS
     return is_known and not is_latent and opening is not None and (is_packed or isinstance(experts, QuantizedExperts))
+
+
+def _router_of(layer: Any, part: PartKind) -> Any:
+    """Return the module that chooses experts, which has the weight, or a linear layer that has it."""
+    found = find(layer, part.first[0])
+    return find(layer, part.module) if isinstance(found, nn.Linear) else found
 
 
 def _opening(experts: Any, activation: str) -> Opening | None:
@@ -108,7 +122,8 @@ def experts_of(
     Args:
         bits: What the matrices of experts are rounded to, or None to keep them.
     """
-    router, experts = find(layer, part.first[0]), find(layer, part.second)
+    router, experts = _router_of(layer, part), find(layer, part.second)
+    weight = find(layer, part.first[0]).weight.detach()
     opening, routing = _opening(experts, activation), _ROUTINGS[type(router).__name__](router, find(layer, part.module))
     assert opening is not None
     scaled = replace(routing, factor=routing.factor * factor)
@@ -119,7 +134,7 @@ def experts_of(
         first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
         pairs = [(_call(one, bits), _call(other, bits)) for one, other in zip(first, experts.down_proj, strict=True)]
         call = ExpertsCall(pairs, scaled, opening)
-    return LinearCall(Panels.of(router.weight.detach(), None), dots=False), call
+    return LinearCall(Panels.of(weight, None), dots=False), call
 
 
 def _call(weight: Tensor, bits: Bits | None) -> LinearCall:

@@ -24,20 +24,22 @@ from specinfer.kernels import (
     packs_type,
 )
 from specinfer.kernels.attention import MAX_DIM
-from specinfer.kernels.layer_part import Between, Mixer
+from specinfer.kernels.layer_part import Adds, Between, Mixer, Sum
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.fused_experts import HALVES, UNGATED, can_fuse_experts, experts_of
+from specinfer.model.fused_experts import HALVES, OF_INPUTS, UNGATED, can_fuse_experts, experts_of
 from specinfer.model.layer_factors import factors_of
 from specinfer.model.layer_families import activation_of, eps_of, kind_of
 from specinfer.model.layer_kind import LayerKind, PartKind, find, type_of, window_of
 from specinfer.model.linears import ROUTER
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.packing import GATES_OF_PANEL, Origin, Packing, are_alike, call_of, can_join
+from specinfer.model.rotations import Rotations, Table
 from specinfer.model.sharding.placeholder import Placeholder
 
-_Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
+_OPENINGS = {"halves": HALVES, "squares": UNGATED, "inputs": OF_INPUTS}  # by what lies between
+_SUMS = {None: Sum.ALONE, "first": Sum.FIRST, "last": Sum.LAST}
 
 
 class Layer:
@@ -69,16 +71,14 @@ class Layer:
 
     def _part(self, layer: Any, part: PartKind, kind: LayerKind, packing: Packing) -> PartCall:
         """Return a part's call; the linear layers of a recurrence are taken away from its module."""
-        norm, post_norm = (
-            None if name is None else _weight(layer, name, kind)
-            for name in (None if part.reads_again else part.norm, part.post_norm)
-        )
+        norm = None if part.norm is None or part.reads_again else _weight(layer, part.norm, kind)
+        adds = self._adds(layer, part, kind)
         columns, factor = factors_of(layer, part)
         if part.between == "experts":
             router, experts = experts_of(layer, part, self._activation, factor, packing.bits)
             source = origin_of(layer.get_submodule(part.first[0])._parameters.get("weight"))
             self.routers.append(Origin(router, (source,), interleaved=False))
-            return PartCall([router], experts, norm, self.eps)
+            return PartCall([router], experts, norm, self.eps, adds=adds)
         between = self._between(layer, part, kind)
         calls = [self._linear(layer, part, names, packing) for names in part.linear_names]
         for names in part.linear_names if part.between == "recurrence" else ():
@@ -86,21 +86,35 @@ class Layer:
                 delattr(self.recurrent, name.rpartition(".")[2])
         gate = calls[2] if part.gate is not None else None
         return PartCall(
-            calls[:2], between, norm, self.eps, skips_norm=part.norm is None, post_norm=post_norm, scales=columns,
-            factor=factor, gate=gate,
+            calls[:2], between, norm, self.eps, skips_norm=part.norm is None, scales=columns, factor=factor, gate=gate,
+            adds=adds,
         )  # fmt: skip
+
+    def _adds(self, layer: Any, part: PartKind, kind: LayerKind) -> Adds:
+        post_norm, sum_norm = (
+            None if name is None else _weight(layer, name, kind) for name in (part.post_norm, part.sum_norm)
+        )
+        factor = 1.0
+        if kind.layer_factor is not None and part is self.kinds[-1]:
+            number = getattr(layer, kind.layer_factor)
+            factor = 1.0 if number.is_meta else float(number)  # that of another layer is not read
+        return Adds(post_norm, _SUMS[part.sum], sum_norm, factor)
 
     def _between(self, layer: Any, part: PartKind, kind: LayerKind) -> Between:
         module = find(layer, part.module)
         if part.between == "attention":
             self._take_attention(module, layer.get_submodule(part.second), kind)
+            self.num_stored = 2 - part.num_missing
             return Attends()
         if part.between == "recurrence":
             self.recurrent, self.recurrence = module, module.parts()
             return self.recurrence
         if part.between == "mlp":
             return Opens(ending=GATES[self._activation])
-        return Opens((HALVES if part.between == "halves" else UNGATED)[self._activation])
+        column = 0
+        if part.between == "inputs":
+            column = layer.layer_idx * layer.get_submodule(part.first[0]).out_features
+        return Opens(_OPENINGS[part.between][self._activation], column=column)
 
     def _linear(self, layer: Any, part: PartKind, names: tuple[str, ...], packing: Packing) -> LinearCall:
         linears = [layer.get_submodule(name) for name in names]
@@ -124,15 +138,17 @@ class Layer:
             norm_weight(one, kind) if (one := getattr(attention, name, None)) is not None else None
             for name in kind.head_norms
         ]
+        has_norm = kind.value_norm is not None and hasattr(attention, kind.value_norm)
+        self.value_norm = torch.ones(attention.head_dim) if has_norm else None
 
-    def mixers(self, store: KVStore, index: int, table: _Table) -> list[Mixer]:
+    def mixers(self, store: KVStore, index: int, table: Table) -> list[Mixer]:
         """Return the attention or recurrence of each part over what the store has, made once for each store."""
         calls = self._mixers.get(store)
         if calls is None:
             calls = self._mixers[store] = [self._mixer(part, store, index, table) for part in self.kinds]
         return calls
 
-    def _mixer(self, part: PartKind, store: KVStore, index: int, table: _Table) -> Mixer:
+    def _mixer(self, part: PartKind, store: KVStore, index: int, table: Table) -> Mixer:
         if part.between == "attention":
             return self._attend(store, index, self.heads, table)
         if part.between != "recurrence":
@@ -141,7 +157,7 @@ class Layer:
         place = self.recurrent.layer_idx  # that of attention is the layer's number, beside which it may be
         return RecurrentCall(self.recurrence, store.keys[place], store.values[place], store.states.pools.get(place))
 
-    def read(self, store: KVStore, index: int, pieces: NativePieces, table: _Table, inputs: Tensor) -> None:
+    def read(self, store: KVStore, index: int, pieces: NativePieces, table: Table, inputs: Tensor) -> None:
         """Store the keys and values of contiguous float32 `inputs` [tokens, inputs], and compute nothing else."""
         attend = self._attend(store, index, 0, table)
         if self._keys_and_values is None:
@@ -149,7 +165,7 @@ class Layer:
             self._keys_and_values = self.call.linears[0].outputs_from(first)
         attend.rotate(pieces, *table, self._keys_and_values(inputs))
 
-    def _attend(self, store: KVStore, index: int, num_heads: int, table: _Table) -> AttentionCall:
+    def _attend(self, store: KVStore, index: int, num_heads: int, table: Table) -> AttentionCall:
         query_norm, key_norm = self.head_norms
         return AttentionCall(
             store.keys[index],
@@ -159,35 +175,14 @@ class Layer:
             window=self.window,
             query_norm=query_norm,
             key_norm=key_norm,
+            value_norm=self.value_norm,
+            num_stored=self.num_stored,
             eps=self.eps,
             rotated=table[0].shape[1],
             is_gated=self.is_gated,
             rotates_pairs=self.rotates_pairs,
             kv_scales=store.scales[index],
         )
-
-
-class Rotations:
-    """The tables of a rotary embedding, which grow with the positions that are asked for; empty if there is none."""
-
-    def __init__(self, rotary: nn.Module | None) -> None:
-        self._rotary = rotary
-        self._tables: dict[tuple[str, ...] | None, _Table] = {}
-
-    def table(self, rotation: tuple[str, ...] | None, positions: int) -> _Table:
-        """Return a rotation's table for at least this many positions; a table too short is replaced by a longer one."""
-        table = self._tables.get(rotation)
-        if table is None or positions > len(table[0]):
-            places = torch.arange(max(2 * positions, 512), device="cpu").unsqueeze(0)
-            none = torch.empty(1, places.shape[1], 0)
-            if hasattr(self._rotary, "mrope_section"):  # transformers 5.17 does not repeat them for the axes of images
-                places = places.expand(3, 1, -1)
-            if self._rotary is None or rotation is None:
-                cosines, sines = none, none
-            else:
-                cosines, sines = self._rotary(torch.empty(0), places, *rotation)
-            table = self._tables[rotation] = cosines[0].contiguous(), sines[0].contiguous()
-        return table
 
 
 class FusedLayers(nn.Module):
@@ -271,7 +266,7 @@ def _can_fuse_part(layer: Any, part: PartKind, activation: str) -> bool:
         return bool(module.can_fuse and can_join(first))
     if part.between == "mlp":
         return activation in GATES and first[0].out_features % GATES_OF_PANEL == 0 and are_alike(first)
-    return activation in (HALVES if part.between == "halves" else UNGATED) and can_join(first)
+    return activation in _OPENINGS[part.between] and can_join(first)
 
 
 def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:

@@ -210,6 +210,7 @@ class LayerShape:
     Attributes:
         attends: Whether it stores keys and values, not the inputs of a convolution or a recurrence.
         scales: Scales of the checkpoint for keys and values of 8 bits.
+        shares: Number of the earlier layer whose keys and values it reads, or None if it stores its own.
     """
 
     num_kv_heads: int
@@ -217,10 +218,11 @@ class LayerShape:
     value_dim: int
     attends: bool = True
     scales: KVScales = NO_SCALES
+    shares: int | None = None
 
     @property
     def num_values(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return 0 if self.shares is not None else self.num_kv_heads * (self.key_dim + self.value_dim)
 
     def stored_type(self, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> torch.dtype:
         """Return the type that it stores numbers of type `dtype` in, if the cache's own is `kv_dtype`."""
@@ -266,15 +268,21 @@ class KVTensors:
         states: RecurrentStates | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        def pool(shape: LayerShape, dim: int) -> Tensor:
+        def pool(shape: LayerShape, pools: list[Tensor], dim: int) -> Tensor:
+            if shape.shares is not None:
+                return pools[shape.shares]
             # Not zeros: memory pages that are never written take no memory, and a slot is written before it is read.
             kind = shape.stored_type(dtype, kv_dtype)
             return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=kind, device=device)
 
         self.num_slots, self._device = num_slots, device
-        self.keys = [pool(shape, shape.key_dim) for shape in shapes]  # each [slots, kv_heads, key_dim]
-        self.values = [pool(shape, shape.value_dim) for shape in shapes]
-        self.scales = [shape.scales if kv_dtype in FLOAT8 and shape.attends else NO_SCALES for shape in shapes]
+        self.keys: list[Tensor] = []  # each [slots, kv_heads, key_dim]
+        self.values: list[Tensor] = []
+        for shape in shapes:
+            self.keys.append(pool(shape, self.keys, shape.key_dim))
+            self.values.append(pool(shape, self.values, shape.value_dim))
+        own = [shape if shape.shares is None else shapes[shape.shares] for shape in shapes]
+        self.scales = [shape.scales if kv_dtype in FLOAT8 and shape.attends else NO_SCALES for shape in own]
         self.states = RecurrentStates({}, 0, num_slots, device) if states is None else states
         # Padding has slot -1, and writes to the last row.
         size = () if taps is None else (num_slots + 1, taps.width)
@@ -298,7 +306,8 @@ class KVTensors:
             del self.taps[layer]
 
     def num_bytes(self) -> int:
-        return sum(pool.numel() * pool.element_size() for pool in (*self.keys, *self.values, *self.taps.values()))
+        pools = {pool.data_ptr(): pool for pool in (*self.keys, *self.values, *self.taps.values())}  # shared ones once
+        return sum(pool.numel() * pool.element_size() for pool in pools.values())
 
 
 def bytes_per_slot(

@@ -6,8 +6,9 @@ the same inputs in both models. The reference is the definition in float32, with
 Errors are compared with those of the definition in the model's own type.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +125,10 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
     widened = Widened(None if dtype == torch.float32 else dtype)
 
     def as_own(value: Any) -> Any:
+        if isinstance(value, MutableMapping):  # of keys and values that layers share: a copy, to which they add
+            copied = copy(value)
+            copied.update({name: as_own(one) for name, one in value.items()})
+            return copied
         if isinstance(value, tuple):
             return tuple(map(as_own, value))
         if isinstance(value, Tensor) and value.dtype == torch.float32:

@@ -24,6 +24,7 @@ def _recurrence(module: str, *first: str, norm: str = "input_layernorm", second:
     return PartKind("recurrence", _under(module, *(first or ("in_proj",))), f"{module}.{second}", norm)
 
 
+_CAP = "final_logit_softcapping"
 LLAMA = LayerKind((_attention(), _mlp()))
 _GEMMA3 = LayerKind(
     (
@@ -32,7 +33,28 @@ _GEMMA3 = LayerKind(
     ),
     norm_offset=1.0,
     rotates_by_type=True,
+    head_cap=_CAP,
 )
+_GEMMA4_MLP = replace(_GEMMA3.parts[1], without="experts")
+_GEMMA4 = LayerKind(
+    (
+        _GEMMA3.parts[0],
+        _GEMMA4_MLP,
+        # An MLP and routed experts side by side.
+        replace(_GEMMA4_MLP, without=None, beside="experts", sum="first", post_norm="post_feedforward_layernorm_1"),
+        PartKind(
+            "experts", ("router.proj",), "experts", "pre_feedforward_layernorm_2",
+            post_norm="post_feedforward_layernorm_2", sum="last", sum_norm="post_feedforward_layernorm",
+        ),
+        PartKind(
+            "inputs", ("per_layer_input_gate",), "per_layer_projection", None, post_norm="post_per_layer_input_norm"
+        ),
+    ),
+    rotates_by_type=True,
+    value_norm="v_norm",
+    layer_factor="layer_scalar",
+    head_cap=_CAP,
+)  # fmt: skip
 _ATTENTION_2 = "post_attention_layernorm"  # despite its name the norm before the MLP
 _QWEN_EXPERTS = PartKind("experts", ("mlp.gate",), "mlp.experts", _ATTENTION_2)
 _QWEN_SHARED = _mlp("mlp.shared_expert", gate="mlp.shared_expert_gate", between="halves")
@@ -143,19 +165,20 @@ FAMILIES = {
     "exaone_moe": replace(_MOE, rotates=_EXAONE4.rotates), "qwen2_moe": _QWEN2_MOE, "granite": _GRANITE_DENSE,
     "ernie4_5": _ROTATED_IN_PAIRS, "ernie4_5_moe": replace(_MOE, rotates_pairs=True), "helium": _ROTATED_IN_PAIRS,
     "granitemoe": _GRANITE, "granitemoeshared": _GRANITE,
-    "gemma3_text": _GEMMA3, "qwen3_5_text": _QWEN3_5, "qwen3_5_moe_text": _QWEN3_5, "qwen3_next": _QWEN3_NEXT,
+    "gemma3_text": _GEMMA3, "gemma4_text": _GEMMA4,
+    "qwen3_5_text": _QWEN3_5, "qwen3_5_moe_text": _QWEN3_5, "qwen3_next": _QWEN3_NEXT,
     "bamba": _BAMBA, "lfm2": _LFM2, "lfm2_moe": _LFM2_MOE, "granitemoehybrid": _GRANITE, "falcon_h1": _FALCON_H1,
     "nemotron_h": _NEMOTRON_H, "mamba2": _MAMBA2,
 }  # fmt: skip
 # Rotations that depend only on the position.
-_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-_UNKNOWN = ("final_logit_softcapping", "clip_qkv")  # fields that have no value in a model that is known
+_ROTATIONS = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
+_UNKNOWN = (_CAP, "clip_qkv")  # fields that have no value in a model that is known
 
 
 def kind_of(config: Any) -> LayerKind | None:
     """Return the kind of a model's layers, or None if the layers or the head have a feature that no kind has."""
     kind = FAMILIES.get(config.model_type)
-    if kind is None or any(getattr(config, name, None) is not None for name in _UNKNOWN):
+    if kind is None or any(getattr(config, name, None) is not None for name in _UNKNOWN if name != kind.head_cap):
         return None
     rope = getattr(config, "rope_parameters", None) or {}
     # transformers 5.16 may write a type of all layers beside theirs, which is not read.

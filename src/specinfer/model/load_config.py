@@ -12,7 +12,7 @@ from specinfer.kernels.library import library
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
-from specinfer.model.fused import can_fuse
+from specinfer.model.fused import can_fuse, has_sums
 from specinfer.model.fused_experts import has_numbers
 from specinfer.parallel.shard_spec import ShardSpec
 
@@ -83,5 +83,10 @@ class LoadConfig:
         return self.may_fuse(definition)
 
     def may_fuse(self, definition: Any) -> bool:
-        """Return the same before experts are replaced by their codes. Of quantized weights it has integers only."""
+        """Return the same before experts are replaced by their codes. Of quantized weights it has integers only.
+
+        Of results that are normed before they are added up, no rank has its share.
+        """
+        if self.shard.tensor.size > 1 and has_sums(definition):
+            return False
         return self.has_native_kernels and self.quantization in (None, *BITS) and can_fuse(definition)

@@ -13,7 +13,7 @@ from specinfer.core.errors import ModelError, WeightsError, first_line
 from specinfer.kernels.kv_types import NO_SCALES
 from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
-from specinfer.model.definition import max_position_of
+from specinfer.model.definition import max_position_of, shared_layers
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS, LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
@@ -117,9 +117,10 @@ def probe(
         raise ModelError(
             f"model: {family!r} computes values that are not finite in this dtype; try bfloat16 or float32"
         )
-    stored = zip(store.keys, store.values, strict=True)
+    stored, shared = zip(store.keys, store.values, strict=True), shared_layers(config)
     shapes = tuple(
-        LayerShape(k.shape[1], k.shape[2], v.shape[2], attends=i in batch.windows) for i, (k, v) in enumerate(stored)
+        LayerShape(k.shape[1], k.shape[2], v.shape[2], attends=i in batch.windows, shares=shared.get(i))
+        for i, (k, v) in enumerate(stored)
     )
     return Probe(shapes, logits, reference)
 

@@ -50,6 +50,7 @@ def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedM
         raise ModelError(f"drafters: {name} stores other keys and values than its target; leave it out")
     if isinstance(copy.model, FusedDecoder) and isinstance(target.model, FusedDecoder):
         copy.model.embedding, copy.model.embedded = None, target.model.embedded  # type: ignore[method-assign]
+        copy.model.layer_inputs = target.model.layer_inputs
     if copy.stream is not None:
         _keep_all(name, copy.stream, Budget(offload.budget_bytes, target.device))
     return replace(copy, layer_shapes=(), num_bytes=num_bytes_of(copy.model))  # it needs no cache of its own

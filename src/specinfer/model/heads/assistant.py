@@ -171,11 +171,3 @@ def _read_target(
     attention.layer_idx, attention.is_kv_shared_layer = target_layers[kind], True
     for name in _OWN_KEYS:
         delattr(attention, name)
-
-
-def read_layers(config: Any) -> dict[str, int]:
-    """Return, by kind of attention, the last layer of a target that computes keys and values of its own."""
-    text = config.get_text_config()
-    count = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * count
-    return {kind: layer for layer, kind in enumerate(kinds[:count])}

@@ -11,10 +11,10 @@ from specinfer.core.errors import ModelError
 from specinfer.hub.files import ASSISTANT, head_format, may_be_eagle, read_object
 from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
-from specinfer.model.definition import load_config
+from specinfer.model.definition import load_config, storing_layers
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import read_weight
-from specinfer.model.heads.assistant import AssistantHead, read_layers
+from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint, tensor_names
 from specinfer.model.heads.eagle3 import Eagle3Head
@@ -105,7 +105,7 @@ def _target_cache(folder: Path, target: LoadedModel, config: Any) -> tuple[dict[
             f"drafters: {folder} reads keys and values of its target, which must be in one process; leave its parallel "
             "sizes out"
         )
-    return read_layers(config), target.layer_shapes
+    return storing_layers(config), target.layer_shapes
 
 
 def _ends_of(target: LoadedModel) -> TargetEnds:
