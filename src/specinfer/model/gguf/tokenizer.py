@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from specinfer.model.gguf.config import token_id
 from specinfer.model.gguf.header import GgufError, GgufHeader
 
+SPACE = "▁"  # what SentencePiece has in place of it
 _NO_TOKENIZER = "take the model as a folder with tokenizer.json"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -163,13 +164,13 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[in
     vocabulary = _vocabulary(tokens)
     tokenizer = Tokenizer(
         BPE(
-            vocabulary, _merges(merged, vocabulary), unk_token=None if unknown is None else tokens[unknown],
+            vocabulary, merges_of(merged, vocabulary), unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True, byte_fallback=True,
         )
     )  # fmt: skip
-    spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_prefix else spaces
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if has_prefix else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
     return tokenizer
 
@@ -179,7 +180,7 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 
-def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def merges_of(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Return all pairs that make a token, highest scores first: SentencePiece merges the pair with the best score."""
     found = []
     for token, score in scores.items():

@@ -3,7 +3,6 @@
 What a file would say is read before it is written. A configuration that it cannot hold is refused.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoConfig, PreTrainedConfig
 
 from specinfer.core.errors import ModelError
@@ -23,14 +22,13 @@ from specinfer.model.gguf.header import GgufHeader, TensorPlace
 from specinfer.model.gguf.rope import LLAMA3, LONGROPE, llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
 from specinfer.model.gguf.stored import MTP_COPIES, StoredTensors, mtp_names
-from specinfer.model.gguf.tokenizer import LLAMA3_RULES, name_rule
+from specinfer.model.gguf.tokenizer_writing import refusal, tokenizer_metadata
 
 logger = logging.getLogger(__name__)
 TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")
 _OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: more bits
 _MORE_BITS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of some layers of Q4_K_M: 6 bits
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
-_INSTEAD = "use --to int4 or int8, or the converter of llama.cpp"
 # Metadata of all architectures, by names of config.json: the first that a family has.
 _SIZES = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
@@ -91,7 +89,7 @@ def write_gguf(
     if tensors.num_mtp_layers:
         keys["nextn_predict_layers"] = tensors.num_mtp_layers
     metadata = {f"{arch}.{key}": value for key, value in keys.items()}
-    metadata |= _tokenizer_metadata(tokenizer, config.vocab_size)
+    metadata |= tokenizer_metadata(tokenizer, config.vocab_size)
     places = {name: TensorPlace(shape, kinds[name], 0, 0, file) for name, shape in tensors.shapes.items()}
     places |= _written(rotations, file)
     _check(GgufHeader(file, metadata | {"general.architecture": arch}, places), config)
@@ -117,7 +115,7 @@ def _architecture(fields: Mapping[str, Any]) -> tuple[str, Family]:
     family = fields["model_type"] + (" with experts" if "moe" in (fields.get("layer_types") or ()) else "")
     found = {one: (arch, how) for arch, how in FAMILIES.items() for one in how.written}
     if family not in found:
-        raise _refusal(f"family {family!r} is not written as GGUF ({', '.join(sorted(found))} are)")
+        raise refusal(f"family {family!r} is not written as GGUF ({', '.join(sorted(found))} are)")
     return found[family]
 
 
@@ -128,13 +126,9 @@ def _check_names(tensors: StoredTensors) -> None:
     left_out = tensors.other_mtp()
     for name in sorted(set(tensors.others()) - left_out):  # inverse frequencies are computed by all readers
         if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-            raise _refusal(f"weight {name} has no place in a GGUF file")
+            raise refusal(f"weight {name} has no place in a GGUF file")
     if any(not name.endswith(MTP_COPIES) for name in left_out):
         logger.warning("MTP layers that GGUF files have no names for are left out: %d weights", len(left_out))
-
-
-def _refusal(fault: str) -> ModelError:
-    return ModelError(f"model: {fault}; {_INSTEAD}")
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -188,36 +182,6 @@ def _written(rotations: Mapping[str, list[float]], file: Path) -> dict[str, Tens
     return places
 
 
-def _tokenizer_metadata(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, added = state["model"], {one["id"]: one for one in state["added_tokens"]}
-    is_known = model["type"] == "BPE" and not model.get("byte_fallback")
-    is_known = is_known and (state["normalizer"] or {}).get("type", "NFC") == "NFC"  # which files do not hold
-    rule = name_rule(state["pre_tokenizer"]) if is_known else None
-    if rule is None or bool(model.get("ignore_merges")) != (rule in LLAMA3_RULES):
-        raise _refusal("how its tokenizer cuts text has no name that is known in GGUF files")
-    tokens = {i: token for token, i in model["vocab"].items()} | {i: one["content"] for i, one in added.items()}
-    if len(tokens) > vocab_size or max(tokens) >= vocab_size:
-        raise _refusal(f"its tokenizer has token {max(tokens)}, and the vocabulary {vocab_size} tokens")
-    types = [TokenType.NORMAL if i in tokens else TokenType.UNUSED for i in range(vocab_size)]
-    for i, one in added.items():
-        types[i] = TokenType.CONTROL if one["special"] else TokenType.USER_DEFINED
-    ids, template = tokenizer("a").input_ids, tokenizer.chat_template
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": rule,
-        "tokenizer.ggml.tokens": [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)],
-        "tokenizer.ggml.token_type": [int(one) for one in types],
-        "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
-        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
-        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
-        "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == tokenizer.bos_token_id,
-        "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] == tokenizer.eos_token_id,
-        "tokenizer.chat_template": template if isinstance(template, str) else None,
-    }
-
-
 def _add(writer: Any, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
@@ -255,7 +219,7 @@ def _check(header: GgufHeader, config: Any) -> None:
         there = found.get(name) if isinstance(value, dict) else found
         for part, one in pairs.items():
             if not _is_same(one, (there or {}).get(part)) and (part, one) not in _DEFAULTS:
-                raise _refusal(f"{part} {one!r} has no place in a GGUF file")
+                raise refusal(f"{part} {one!r} has no place in a GGUF file")
 
 
 def _is_same(wanted: Any, found: Any) -> bool:
