@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 # Gates apart from values or beside them, biases, other gates, no gates, and each kind of router.
 FUSED = (
     "mixtral", "qwen3_moe", "qwen2_moe-mixed", "glm4_moe-grouped", "granitemoe", "hy_v3", "minimax_m2", "ernie4_5_moe",
-    "lfm2_moe", "qwen3_next", "nemotron_h",
+    "lfm2_moe", "qwen3_next", "nemotron_h", "gemma4_text-moe",
 )  # fmt: skip
-MODULES = ("gpt_oss", "phimoe", "gemma4_text-moe", "jamba", "kimi_linear", "bailing_hybrid", "minimax", "flex_olmo")
+MODULES = ("gpt_oss", "phimoe", "jamba", "kimi_linear", "bailing_hybrid", "minimax", "flex_olmo")
 WIDE = {"hidden_size": 128, "intermediate_size": 128}
 Folders = Callable[..., Path]
 Runners = Callable[..., ModelRunner]
