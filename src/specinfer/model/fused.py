@@ -43,12 +43,13 @@ class FusedDecoder(nn.Module):
     def __init__(self, model: Any, quantization: str | None = None, *, narrows: bool = False) -> None:
         super().__init__()
         packing = Packing(None if quantization is None else BITS[quantization], narrows)
-        trunk, kind = trunk_of(model), kind_of(model.config)
+        kind, config = kind_of(model.config), model.config.get_text_config()
         assert kind is not None
-        self.width = int(model.config.hidden_size)
+        trunk = trunk_of(model)
+        self.width = int(config.hidden_size)
         self._numbers = [i for i, layer in enumerate(trunk.layers) if not isinstance(layer, Placeholder)]
         parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
-        self.layers = [Layer(layer, kind, model.config, packing) for layer in parts]
+        self.layers = [Layer(layer, kind, config, packing) for layer in parts]
         self.recurrent = nn.ModuleList(layer.recurrent for layer in self.layers if layer.recurrent is not None)
         taps = {one.recurrence.convolution.num_taps for one in self.layers if one.recurrence is not None}
         assert len(taps) <= 1
@@ -59,16 +60,15 @@ class FusedDecoder(nn.Module):
         self.layers_name = f"{kind.trunk}.layers"
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
-            last_norm = norm_weight(getattr(trunk, kind.last_norm), kind) * kind.head_scale(model.config)
-            cap = kind.cap_of(model.config)
-            self.head = _Head(last_norm, eps_of(model.config), model.lm_head, packing, cap)
+            last_norm = norm_weight(getattr(trunk, kind.last_norm), kind) * kind.head_scale(config)
+            self.head = _Head(last_norm, eps_of(config), model.lm_head, packing, kind.cap_of(config))
         self.embedding: Tensor | QuantizedEmbedding | None = None
         self.embedding_scale = 1.0
         if self.is_first:
             self._take_embedding(embedding, model.lm_head, packing)
             if kind.embedding_factor is not None:
-                self.embedding_scale = float(getattr(model.config, kind.embedding_factor))
-        self.layer_inputs = inputs_of(trunk, model.config, eps_of(model.config), packing)
+                self.embedding_scale = float(getattr(config, kind.embedding_factor))
+        self.layer_inputs = inputs_of(trunk, config, eps_of(config), packing)
         self.group: Group = Alone()  # the ranks with shards of the same layers
         self._rotations = Rotations(getattr(trunk, kind.rotary, None))
         self._calls: WeakKeyDictionary[KVStore, LayersCall] = WeakKeyDictionary()
@@ -271,9 +271,10 @@ def can_fuse(model: Any) -> bool:
     """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
     if kind_of(model.config) is None:
         return False
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    trunk, config = trunk_of(model), model.config.get_text_config()
+    linears = [one for one in (*trunk.modules(), *model.lm_head.modules()) if isinstance(one, nn.Linear)]
     return (
-        can_take_inputs(trunk_of(model), model.config)
-        and can_fuse_layers(trunk_of(model).layers, model.config)
+        can_take_inputs(trunk, config)
+        and can_fuse_layers(trunk.layers, config)
         and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
     )

@@ -170,6 +170,8 @@ FAMILIES = {
     "bamba": _BAMBA, "lfm2": _LFM2, "lfm2_moe": _LFM2_MOE, "granitemoehybrid": _GRANITE, "falcon_h1": _FALCON_H1,
     "nemotron_h": _NEMOTRON_H, "mamba2": _MAMBA2,
 }  # fmt: skip
+# Families for images and more, of which texts take only the model within that is for text.
+_OUTER = frozenset({"gemma3", "gemma4"})
 # Rotations that depend only on the position.
 _ROTATIONS = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 _UNKNOWN = (_CAP, "clip_qkv")  # fields that have no value in a model that is known
@@ -177,6 +179,9 @@ _UNKNOWN = (_CAP, "clip_qkv")  # fields that have no value in a model that is kn
 
 def kind_of(config: Any) -> LayerKind | None:
     """Return the kind of a model's layers, or None if the layers or the head have a feature that no kind has."""
+    outer, config = config, config.get_text_config()
+    if config is not outer and outer.model_type not in _OUTER:
+        return None
     kind = FAMILIES.get(config.model_type)
     if kind is None or any(getattr(config, name, None) is not None for name in _UNKNOWN if name != kind.head_cap):
         return None
@@ -184,7 +189,9 @@ def kind_of(config: Any) -> LayerKind | None:
     # transformers 5.16 may write a type of all layers beside theirs, which is not read.
     own = [one for one in rope.values() if one and isinstance(one, dict)]
     rotations = own if kind.rotates_by_type else [rope]
-    return kind if all(one.get("rope_type", "default") in _ROTATIONS for one in rotations) else None
+    if not all(one.get("rope_type", "default") in _ROTATIONS for one in rotations):
+        return None
+    return kind if config is outer else replace(kind, trunk=f"{kind.trunk}.language_model")
 
 
 def activation_of(config: Any) -> str:
@@ -195,9 +202,12 @@ def activation_of(config: Any) -> str:
 
 def eps_of(config: Any) -> float:
     """Return the epsilon of a model's norms."""
+    config = config.get_text_config()
     return float(getattr(config, FAMILIES[config.model_type].eps))
 
 
 def trunk_of(model: Any) -> Any:
     """Return the module of a definition that has its layers."""
-    return getattr(model, FAMILIES[model.config.model_type].trunk)
+    kind = kind_of(model.config)
+    assert kind is not None
+    return model.get_submodule(kind.trunk)

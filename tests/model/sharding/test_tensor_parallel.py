@@ -222,8 +222,16 @@ def test_weights_that_are_not_finite_are_refused_by_their_rank(tmp_path: Path, s
         load_model(tmp_path, torch.float32, CPU, shard=shards[1])
 
 
-def test_shards_of_layers_that_share_keys_and_values(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, "gemma4_text-shared")
-    wanted = Ranks(folder, WHOLE, native=False).logits()
-    for found, whole in zip(Ranks(folder, (2, 1)).logits(), wanted, strict=True):
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+@native
+@pytest.mark.usefixtures("always_native")
+@pytest.mark.parametrize(
+    ("family", "width", "split"),
+    [("gemma4_text-shared", 64, (2, 1)), ("gemma4_text-shared", 48, (2, 1)), ("gemma4_text", 64, (2, 2))],
+)
+def test_shards_of_gemma_4(family: str, width: int, split: tuple[int, int], tmp_path: Path) -> None:
+    """Layers that share keys and values, and read inputs beside hidden states; native where panels are whole."""
+    folder = save_model(tmp_path, family, intermediate_size=width)
+    wanted, ranks = Ranks(folder, WHOLE, native=False).logits(), Ranks(folder, split)
+    assert isinstance(ranks.stages[0][0].model, FusedDecoder) == (width == 64)
+    for found, whole in zip(ranks.logits(), wanted, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=3e-5)
