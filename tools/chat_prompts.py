@@ -14,6 +14,7 @@ import random
 import re
 import sys
 from pydoc_data.topics import topics
+from typing import Any
 
 from specinfer import LLM, SamplingParams
 
@@ -45,24 +46,32 @@ _CODE_TASKS = (
 _PASSAGE = range(250, 1200)  # characters
 
 
+def beginnings(tokenizer: Any, count: int, seed: int) -> tuple[str, list[str]]:
+    """Return the text of a chat before the user's turn, and words that turns begin with."""
+    chat = [{"role": "user", "content": _MARK}]
+    template = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+    choose = random.Random(seed)
+    sets = choose.choices([words for _, words in _BEGINNINGS], [weight for weight, _ in _BEGINNINGS], k=count)
+    return template[: template.index(_MARK)], [choose.choice(words) for words in sets]
+
+
+def is_turn(text: str) -> bool:
+    """Return whether a text is long enough for a turn."""
+    return len(text) > 12
+
+
 def made_up(llm: LLM, count: int, seed: int) -> list[str]:
     """User turns written by the model itself; turns that did not end, or are very short, are left out."""
-    chat = [{"role": "user", "content": _MARK}]
-    template = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
-    before = template[: template.index(_MARK)]
-    choose = random.Random(seed)
-    weights = [weight for weight, _ in _BEGINNINGS]
-    sets = choose.choices([words for _, words in _BEGINNINGS], weights, k=count)
-    beginnings = [choose.choice(words) for words in sets]
+    before, first_words = beginnings(llm.tokenizer, count, seed)
     params = [SamplingParams(temperature=0.9, max_tokens=160, seed=seed + i) for i in range(count)]
     turns = []
     for start in range(0, count, 512):
         part = slice(start, start + 512)
-        outputs = llm.generate([before + words for words in beginnings[part]], params[part])
-        for words, output in zip(beginnings[part], outputs, strict=True):
+        outputs = llm.generate([before + words for words in first_words[part]], params[part])
+        for words, output in zip(first_words[part], outputs, strict=True):
             answer = output.outputs[0]
             turn = (words + answer.text).strip()
-            if answer.finish_reason == "stop" and len(turn) > 12:
+            if answer.finish_reason == "stop" and is_turn(turn):
                 turns.append(turn)
         print(f"{min(start + 512, count)} of {count}: {len(turns)} kept", file=sys.stderr)
     return turns

@@ -109,7 +109,7 @@ def fit(
         TrainingError: The loss is not finite, or a checkpoint cannot be written.
         DamagedError: The checkpoint cannot be read, or belongs to another run.
     """
-    optimizers = _optimizers(model, config.learning_rate, accelerator.device)
+    optimizers = make_optimizers(model, config.learning_rate, accelerator.device)
     progress = _restore(checkpoint, model, optimizers, config) if checkpoint.exists() else Progress()
     prepared, *optimizers = accelerator.prepare(draft_logits_of(model, token_map), *optimizers)
     order = _Order(examples, config)
@@ -174,7 +174,7 @@ def _optimize(
     return mean, grad_norm
 
 
-def _optimizers(model: nn.Module, learning_rate: float, device: torch.device) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, learning_rate: float, device: torch.device) -> list[torch.optim.Optimizer]:
     """Return Muon for the hidden matrices, and AdamW for what reads or writes tokens, vectors, norms and biases."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -51,3 +51,13 @@ def test_other_processing_is_captured_with_trees_that_are_ready() -> None:
     assert _choose(SizeChoice(), wanted, PLAIN, SMALL, LARGE) == wanted
     assert _choose(SizeChoice(), wanted, PLAIN, LARGE) == _size(1, 64, 8, Processing.TRUNCATION)
     assert _choose(SizeChoice(), wanted, PLAIN) == wanted
+
+
+def test_trees_that_fit_no_size_are_cut_until_that_has_cost_as_much_as_a_capture() -> None:
+    choice, wanted, many = SizeChoice(), _size(1, 64, 16), _size(4, 64, 8)
+    choice.observe(LARGE, 0.101)
+    ready = (PLAIN, SMALL, LARGE, many)
+    sizes = [choice.choose(wanted, ready, 64, CAPTURE, may_cut=True) for _ in range(12)]
+    assert sizes == [LARGE] * 9 + [wanted] * 3, "a tenth of each step is lost"
+    assert _choose(SizeChoice(), wanted, *ready) == wanted, "fixed expansions are not cut"
+    assert SizeChoice().choose(wanted, (PLAIN,), 64, CAPTURE, may_cut=True) == wanted

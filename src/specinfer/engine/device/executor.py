@@ -184,7 +184,7 @@ class DeviceExecutor:
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
         wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts)
-        size = self._device.size_for(wanted, num_slots)
+        size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock)
         if shape is not None and not self._drafts.reserve(launch):
             launch.size = self._device.size_for(replace(wanted, shape=None), num_slots)

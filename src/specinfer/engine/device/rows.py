@@ -162,10 +162,10 @@ class DeviceRows:
         with on_device(self._place):
             self._launch(launch, budgets)
 
-    def size_for(self, wanted: LaunchSize, most_nodes: int) -> LaunchSize:
+    def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
-        num_programs = 1 if wanted.shape is None else 2
-        return self._choice.choose(wanted, self._ready, most_nodes, num_programs * self._graphs.median_seconds)
+        seconds = (1 if wanted.shape is None else 2) * self._graphs.median_seconds
+        return self._choice.choose(wanted, self._ready, most_nodes, seconds, may_cut=may_cut)
 
     def observe(self, size: LaunchSize, seconds: float) -> None:
         """Learn how long a step took on the device."""

@@ -6,14 +6,15 @@ from dataclasses import replace
 from specinfer.engine.device.programs import LaunchSize
 
 _MEMORY = 0.8  # decay per step of what is remembered of a size's time
+_CUT = 0.1  # of the time of a step, counted as lost if trees are cut: tokens that they would have had in addition
 
 
 class SizeChoice:
     """A choice that loses little time to captures and to steps that are too large.
 
-    A capture delays all requests. So a step runs in a larger size that is ready, until the time lost that way is as
-    long as a capture: then its own size is captured. This loses at most twice as much as the best choice in hindsight
-    (the ski rental problem; Karlin et al., "Competitive snoopy caching", 1988).
+    A capture delays all requests. So a step runs in a larger size that is ready, or with trees cut to a smaller one,
+    until the time lost that way is as long as a capture: then its own size is captured. This loses at most twice as
+    much as the best choice in hindsight (the ski rental problem; Karlin et al., "Competitive snoopy caching", 1988).
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,13 @@ class SizeChoice:
         self._lost.pop(size, None)
 
     def choose(
-        self, wanted: LaunchSize, ready: Collection[LaunchSize], most_nodes: int, capture_seconds: float
+        self,
+        wanted: LaunchSize,
+        ready: Collection[LaunchSize],
+        most_nodes: int,
+        capture_seconds: float,
+        *,
+        may_cut: bool = False,
     ) -> LaunchSize:
         """Return the size to run a step in, which is captured if it is not ready.
 
@@ -38,6 +45,7 @@ class SizeChoice:
             ready: Sizes that are captured.
             most_nodes: Draft tokens of a tree that there are slots for.
             capture_seconds: Time that a capture takes.
+            may_cut: Whether trees may be smaller than wanted, which fixed expansions may not.
         """
         if wanted in ready:
             return wanted
@@ -46,10 +54,19 @@ class SizeChoice:
         if not larger:
             # With the trees of a size that is ready, so that other trees need no further captures.
             same = [replace(wanted, num_rows=size.num_rows, shape=size.shape) for size in fitting]
-            return min((size for size in same if size.holds(wanted)), key=_cost, default=wanted)
-        best = min(larger, key=_cost)
-        least = max((self._seconds.get(size, 0.0) for size in ready if wanted.holds(size)), default=0.0)
-        self._lost[wanted] = self._lost.get(wanted, 0.0) + max(self._seconds.get(best, least) - least, 0.0)
+            if holding := [size for size in same if size.holds(wanted)]:
+                return min(holding, key=_cost)
+            cut = [size for size in fitting if size.shape and replace(size, shape=wanted.shape).holds(wanted)]
+            if not cut or not may_cut or wanted.shape is None:
+                return wanted
+            deepest = max((size.max_depth, size.num_nodes) for size in cut)
+            best = min((size for size in cut if (size.max_depth, size.num_nodes) == deepest), key=_cost)
+            lost = _CUT * self._seconds.get(best, 0.0)
+        else:
+            best = min(larger, key=_cost)
+            least = max((self._seconds.get(size, 0.0) for size in ready if wanted.holds(size)), default=0.0)
+            lost = max(self._seconds.get(best, least) - least, 0.0)
+        self._lost[wanted] = self._lost.get(wanted, 0.0) + lost
         return best if self._lost[wanted] < capture_seconds else wanted
 
 

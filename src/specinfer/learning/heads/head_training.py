@@ -105,9 +105,13 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any
 
 def _read_ends(target: Path, embed: Callable[[Tensor], Tensor] | None) -> TargetEnds:
     head: Tensor | None = None
-    if embed is None:
-        table = read_weight(target, EMBEDDING)
-        embed = lambda ids: table[ids.cpu()].to(ids.device)  # noqa: E731
+    table = read_weight(target, EMBEDDING) if embed is None else None
+
+    def read_rows(ids: Tensor) -> Tensor:
+        nonlocal table
+        assert table is not None
+        table = table.to(ids.device)
+        return table[ids]
 
     def logits(hidden: Tensor) -> Tensor:
         nonlocal head
@@ -116,4 +120,4 @@ def _read_ends(target: Path, embed: Callable[[Tensor], Tensor] | None) -> Target
         product: Tensor = hidden @ head.T
         return product
 
-    return TargetEnds(embed, logits)
+    return TargetEnds(embed or read_rows, logits)
