@@ -101,6 +101,15 @@ def _quick_ceilings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _quick_costs() -> Iterator[None]:
+    """Costs of steps are measured in a third of the rounds, without emptying caches: that took most of making an LLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specinfer.policy.cost_measurement._MORE_THAN_CACHED", 1)
+        patch.setattr("specinfer.policy.cost_measurement._MOST_ROUNDS", 5)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _commands_made_once() -> Iterator[None]:
     """A command line is the same whenever it is run, and takes a tenth of a second to make."""
     with pytest.MonkeyPatch.context() as patch:
