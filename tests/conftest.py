@@ -102,7 +102,7 @@ def _quick_ceilings() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_costs() -> Iterator[None]:
-    """Costs of steps are measured in a third of the rounds, without emptying caches: that took most of making an LLM."""
+    """Costs of steps are measured in few rounds, without emptying caches: that took most of making an LLM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specinfer.policy.cost_measurement._MORE_THAN_CACHED", 1)
         patch.setattr("specinfer.policy.cost_measurement._MOST_ROUNDS", 5)
