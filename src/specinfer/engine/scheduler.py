@@ -19,6 +19,7 @@ from specinfer.core.request import FinishReason, Request, Span
 from specinfer.engine.first_tokens import FirstTokens
 from specinfer.engine.grammar_turns import GrammarTurns
 from specinfer.engine.pass_turns import PassTurns
+from specinfer.engine.shared_prefixes import is_being_computed
 from specinfer.engine.token_shares import token_shares
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
@@ -229,7 +230,9 @@ class Scheduler:
                 break
             if self.waiting.is_full(request.tenant) or request in preempted or self._lacks_adapter(request):
                 continue
-            if self._is_being_read(request) or self._is_leaving(request.request_id):
+            if self._is_leaving(request.request_id):
+                continue
+            if is_being_computed(request, self.running, keeps_prefixes=self._cache.keeps_prefixes):
                 continue
             if self.planner is not None and not self.planner.may_admit(self.running):
                 break
@@ -262,14 +265,6 @@ class Scheduler:
         request.num_computed = known
         if request.scheduled_time is None:  # otherwise it finds what it computed itself
             request.num_cached = known
-
-    def _is_being_read(self, request: Request) -> bool:
-        """Return whether a running request is computing a prefix, or log-probabilities, that this one could share."""
-        if request.lacks_prompt_logprobs:
-            sharers = [other for other in self.running if other.prompt_logprobs is request.prompt_logprobs]
-        else:
-            sharers = self.running if self._cache.keeps_prefixes else []
-        return any(_computes_beginning(other, request) for other in sharers)
 
     def _is_leaving(self, request_id: str) -> bool:
         """Return whether an ended request with this id is still in a pass, which writes to its slots."""
@@ -311,15 +306,3 @@ class Scheduler:
 
 
 MAX_LOOKED_AT = 64  # waiting requests examined in one step
-WORTH_WAITING = 32  # tokens: a request waits for another one to compute this many that it can share
-
-
-def _computes_beginning(other: Request, request: Request) -> bool:
-    """Return whether the first request is computing a part of its prompt that begins the second request too."""
-    end = other.num_computed + WORTH_WAITING
-    return (
-        other.cache_salt == request.cache_salt
-        and other.num_computed < len(other.prompt_ids)
-        and len(other.token_ids) >= end < len(request.token_ids)
-        and other.token_ids[:end] == request.token_ids[:end]
-    )
