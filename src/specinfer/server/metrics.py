@@ -22,9 +22,9 @@ from specinfer.core.tree import TokenTree
 from specinfer.engine.tally import Tally
 from specinfer.generation import Generation
 from specinfer.learning.settings import AdaptationStats
+from specinfer.server.metric_families import PREFIX, MetricFamilies
 from specinfer.verify import Acceptance
 
-PREFIX = "specinfer:"
 # From a millisecond, as small models answer fast, to ten minutes.
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -72,6 +72,7 @@ class Metrics:
 
     def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
         self._engine, self._tally, self._model_name = engine, tally, model_name
+        self._families = MetricFamilies(model_name)
         self.registry = CollectorRegistry()
         self._last_token_at: dict[str, float] = {}  # by id of the running requests
         self._ended = self._counter("request_success", "Outputs that ended, by how.", "finished_reason")
@@ -174,12 +175,14 @@ class Metrics:
         """Yield the metrics that are only read from the engine."""
         engine, totals = self._engine, self._tally.copy()
         cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
-        yield self._gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
-        yield self._gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
-        yield self._gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks())
+        yield self._families.gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
+        yield self._families.gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
+        yield self._families.gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks())
         used = 1 - cache.num_available / cache.num_slots
-        yield self._gauge("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used)
-        yield self._gauge(
+        yield self._families.gauge(
+            "kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used
+        )
+        yield self._families.gauge(
             "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots
         )
         for name, help, value in (
@@ -201,19 +204,17 @@ class Metrics:
             ("spec_decode_num_draft_tokens", "Draft tokens in them.", totals.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
         ):
-            yield self._total(name, help, ("", {None: value}))
+            yield self._families.total(name, help, value)
         stream = engine.llm.target.loaded.stream
         for name, help, count in (
             ("weights_read_bytes", "Of the target's weights, for its passes.", stream.bytes_read if stream else 0),
             ("weights_read_seconds", "In which weights were read.", stream.seconds_reading if stream else 0),
             ("weights_wait_seconds", "In which passes waited for weights.", stream.seconds_waiting if stream else 0),
         ):
-            yield self._total(name, help, ("", {None: count}))
+            yield self._families.total(name, help, count)
         positions = {str(place): count for place, count in enumerate(totals.accepted_at) if count}
-        yield self._total(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by depth.",
-            ("position", positions),
+        yield self._families.totals(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", "position", positions
         )
         for name, help, label, counts in (
             ("draft_nodes", "Draft tokens, by drafter.", "drafter", totals.drafted_by),
@@ -221,12 +222,14 @@ class Metrics:
             ("verification_drafts", "Token trees, by the rule that auto chose.", "verification", totals.drafts_by_rule),
             ("verification_tokens", "Tokens of their passes.", "verification", totals.generated_by_rule),
         ):
-            yield self._total(name, help, (label, counts))
+            yield self._families.totals(name, help, label, counts)
         yield from self._by_key()
         drafter = engine.llm.drafter
         if drafter is not None and drafter.selection is not None:
             weights = drafter.selection.weights
-            yield self._gauges("drafter_weight", "How far each drafter is favoured of late.", "drafter", weights)
+            yield self._families.gauges(
+                "drafter_weight", "How far each drafter is favoured of late.", "drafter", weights
+            )
         if engine.llm.adaptation is not None:
             yield from self._adaptation(engine.llm.adaptation.stats)
 
@@ -249,12 +252,12 @@ class Metrics:
                 {key: one.num_incoming_bytes for key, one in usage},
             ),
         ):
-            yield self._gauges(name, help, "key", values)
+            yield self._families.gauges(name, help, "key", values)
         for name, help, values in (
             ("key_prompt_tokens", "Tokens of a key's prompts.", {key: one.num_prompt_tokens for key, one in usage}),
             ("key_generation_tokens", "Generated for a key.", {key: one.num_generated_tokens for key, one in usage}),
         ):
-            yield self._total(name, help, ("key", values))
+            yield self._families.totals(name, help, "key", values)
         refused = CounterMetricFamily(
             PREFIX + "key_refused", "Requests over a limit of their key.", labels=["model_name", "key", "limit"]
         )
@@ -276,7 +279,7 @@ class Metrics:
             ("adaptation_restarts", "Times that what was learned was thrown away.", "num_restarts"),
         ):
             counts = {drafter: getattr(one, field) for drafter, one in stats.items()}
-            yield self._total(name, help, ("drafter", counts))
+            yield self._families.totals(name, help, "drafter", counts)
         rates = GaugeMetricFamily(
             PREFIX + "adaptation_hit_rate",
             "Share of a drafter's first choices that are right on held-out traffic, now and at the start.",
@@ -287,24 +290,6 @@ class Metrics:
                 if not math.isnan(rate):
                     rates.add_metric([self._model_name, drafter, version], rate)
         yield rates
-
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
-        return family
-
-    def _total(self, name: str, help: str, counts: tuple[str, Mapping[str, float] | Mapping[None, float]]) -> Metric:
-        label, values = counts
-        family = CounterMetricFamily(PREFIX + name, help, labels=["model_name", *([label] if label else [])])
-        for key, value in values.items():
-            family.add_metric([self._model_name, *([key] if key is not None else [])], value)
-        return family
 
     def _counter(self, name: str, help: str, label: str) -> Counter:
         return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
