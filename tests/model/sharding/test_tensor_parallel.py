@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from native import native
 from specinfer.core.errors import ModelError
@@ -70,6 +70,18 @@ def test_other_layouts_of_fused_projections(tmp_path: Path, name: str) -> None:
     for size in (2, 4):
         for found, whole in zip(Ranks(folder, (size, 1), native=False).logits(), wanted, strict=True):
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "granitemoeshared", "phimoe"])
+def test_experts_are_split_where_transformers_has_no_plan_for_them_yet(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CONFIG_MAPPING[family], "base_model_tp_plan", None)
+    folder = save(tmp_path, family)
+    wanted, ranks = Ranks(folder, WHOLE, native=False), Ranks(folder, (2, 1), native=False)
+    for found, whole in zip(ranks.logits(), wanted.logits(), strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    assert ranks.all[0].num_bytes < wanted.all[0].num_bytes
 
 
 _EACH_KIND = ("lfm2", "qwen3_5_text", "jamba", "bailing_hybrid", "minimax", "recurrent_gemma")

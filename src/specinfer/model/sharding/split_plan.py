@@ -34,7 +34,12 @@ Plan = Mapping[str, Kind | tuple[Kind, int]]
 
 _GPT: Plan = {"attn.c_proj": Kind.INPUTS, "mlp.c_fc": Kind.OUTPUTS, "mlp.c_proj": Kind.INPUTS}
 _ATTENTION: Plan = {"self_attn.q_proj": Kind.OUTPUTS, "self_attn.k_proj": Kind.KV, "self_attn.v_proj": Kind.KV}
-# Families that transformers has no plan for, or whose plan cannot be used here because of fused projections.
+_OF_EXPERTS: Plan = {
+    ".gate_up_proj": (Kind.HALVES, 1), ".up_proj": (Kind.OUTPUTS, 1), ".down_proj": (Kind.INPUTS, 2), "": Kind.SUM
+}  # fmt: skip
+_GRANITE_MOE: Plan = {f"block_sparse_moe.experts{name}": kind for name, kind in _OF_EXPERTS.items()}
+# Families that transformers, or its oldest allowed version, has no plan for, or whose plan cannot be used here because
+# of fused projections.
 _OWN: Mapping[str, Plan] = {
     "falcon": {
         "self_attention.query_key_value": Kind.GROUPS,
@@ -60,6 +65,8 @@ _OWN: Mapping[str, Plan] = {
         "mlp.experts.down_proj_bias": (Kind.ONCE, 1),
         "mlp.experts": Kind.SUM,
     },
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
     "mpt": {
         "attn.Wqkv": Kind.QKV,
         "attn.out_proj": Kind.INPUTS,
@@ -73,15 +80,13 @@ _OWN: Mapping[str, Plan] = {
         "mlp.gate_up_proj": Kind.HALVES,
         "mlp.down_proj": Kind.INPUTS,
     },
+    "phimoe": {f"mlp.experts{name}": kind for name, kind in _OF_EXPERTS.items()},
 }
 # Families with layers without attention, which are split as their classes have it: what is around those layers.
 _BY_NAME: Plan = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), Kind.OUTPUTS),
     **dict.fromkeys(("down_proj", "w2"), Kind.INPUTS),
 }
-_OF_EXPERTS: Plan = {
-    ".gate_up_proj": (Kind.HALVES, 1), ".up_proj": (Kind.OUTPUTS, 1), ".down_proj": (Kind.INPUTS, 2), "": Kind.SUM
-}  # fmt: skip
 _OF_HEADS: Plan = {
     **dict.fromkeys(("q_proj", "g_proj"), Kind.OUTPUTS),
     **dict.fromkeys(("k_proj", "v_proj"), Kind.KV),
