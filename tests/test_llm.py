@@ -211,6 +211,19 @@ def test_a_tree_without_a_drafter_is_refused(plain: LLM) -> None:
             plain.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, tree=tree))
 
 
+def test_a_server_without_speculation_plans_for_latency_targets(folder: Path) -> None:
+    """Its passes are measured once it is prepared; outputs and the reason for them stay as they are."""
+    llm = _llm(folder, drafters=[], tree="off")
+    wanted, scheduler = _tokens(llm.generate(PROMPTS, GREEDY)), llm._parts.scheduler
+    assert scheduler.planner is None
+    llm.prepare()
+    assert scheduler.planner is not None
+    assert scheduler.planner.pass_seconds(8) > 0
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert _tokens(outputs) == wanted
+    assert outputs[0].metrics.speculative_decoding["reason"] == "tree off: plain decoding was asked for"
+
+
 @pytest.mark.parametrize("tree", ["", "0", "best-first:0", "best-first:2000", "2000", 3])
 def test_a_bad_tree_of_one_request(tree: Any) -> None:
     with pytest.raises(ValueError, match=r"^tree: "):

@@ -122,8 +122,11 @@ class LLM:
         return self._parts.speculator.make_policy(shape, fresh=fresh, learned=learned)
 
     def prepare(self) -> None:
-        """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
-        self._parts.speculator.prepare(self.engine.policy)
+        """Measure now the costs that requests with their own "auto" or with latency targets need.
+
+        Otherwise the first one with "auto" waits, and without speculation targets are not planned for.
+        """
+        self.engine.policy = self._parts.speculator.prepare(self.engine.policy)
         self._parts.scheduler.planner = self._parts.speculator.planner
 
     def adapt(self, seconds: float) -> None:

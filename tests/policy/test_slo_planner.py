@@ -7,8 +7,12 @@ from simulated_server import ArrivingRequests, RequestClass
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
-from specinfer.core.tree import OFF
+from specinfer.core.tree import OFF, TokenTree
 from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.base import FixedPolicy
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.plain_policy import PlannedPlainPolicy
+from specinfer.verify import Acceptance
 from tiny import make_request
 
 # Passes over more than 8 rows take their share: a batch of 8 decodes plainly.
@@ -123,3 +127,34 @@ def test_more_requests_meet_their_targets_under_overload(name: str, rate: float,
     assert good > plain
     assert all(request.is_finished for request in requests)
     assert longest < 2.5 * plain_longest  # none without a target is starved: at most 2.0 for five other seeds
+
+
+@pytest.mark.parametrize(("name", "rate"), [("48 GB/s", 1.2), ("31 GB/s", 0.7)])
+def test_without_speculation_targets_are_met_by_what_passes_cost(name: str, rate: float) -> None:
+    """The batch, and how much of prompts a step reads, follow the targets there, too."""
+    costs = roofline_costs(*MACHINES[name])
+    tight = RequestClass(0.5, 60, 40, SLO(ttft=2000, tpot=1600 * float(costs.target(1))))
+    free = RequestClass(0.5, 400, 60)
+    planned = PlannedPlainPolicy(CostModel.from_dict(costs.as_dict()), "off")
+    found, longest = list[int](), list[float]()
+    for policy in ((FixedPolicy(), None), (planned, planned.planner)):
+        server = ArrivingRequests(costs, (tight, free), rate, is_aware=True, seed=1, policy=policy)
+        server.run(60)
+        found.append(server.num_good(tight))
+        longest.append(max(server.seconds(one) for one, kind in server.requests if kind is free))
+    assert found[1] >= 2 * found[0]
+    assert longest[1] <= longest[0]
+
+
+def test_plain_decoding_with_a_planner_follows_what_passes_take() -> None:
+    costs = make_costs(COSTS)
+    policy = PlannedPlainPolicy(costs, "off")
+    spans = [_span(1.2) for _ in range(3)]
+    assert policy.budgets(spans) == [OFF] * 3
+    assert policy.reason(spans[0].request) == "off"
+    before = policy.planner.pass_seconds(3)
+    outcome = TokenTree.root(0), Acceptance((), 1)
+    for _ in range(100):
+        policy.observe(make_record(num_requests=3, num_rows=3, target_time=2.0), [outcome] * 3)
+    assert before == 1.0
+    assert policy.planner.pass_seconds(3) == pytest.approx(2.0, rel=0.05)

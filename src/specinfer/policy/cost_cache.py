@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_costs(
-    target: TargetRunner, drafter: Drafter, *, fresh: bool = False, progress: ProgressCallback | None = None
+    target: TargetRunner, drafter: Drafter | None, *, fresh: bool = False, progress: ProgressCallback | None = None
 ) -> CostModel:
     """Return the costs of steps: those measured in the last 30 days, or new ones, which are kept.
 
@@ -43,7 +43,7 @@ def cached_costs(
 
     Args:
         target: The runner of the target.
-        drafter: The drafter whose costs are measured with it.
+        drafter: The drafter whose costs are measured with it, or None.
         fresh: Measure in any case.
         progress: Callback for the progress of slow passes.
     """
@@ -69,7 +69,7 @@ def cached_costs(
     return costs
 
 
-def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
+def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
     """Return everything that costs depend on."""
     selection = drafter.selection if isinstance(drafter, MergedDrafter) else None
     return {
@@ -81,7 +81,9 @@ def _situation(target: TargetRunner, drafter: Drafter) -> dict[str, Any]:
         "specinfer": importlib.metadata.version("specinfer"),
         "dtype": str(target.loaded.dtype),
         "target": _shape(target),
-        "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts_of(drafter)],
+        "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts_of(drafter)]
+        if drafter
+        else [],
         **({"num_asked": selection.num_asked} if selection else {}),
         **_streaming(target),
         # With a small cache the larger sizes are not measured.

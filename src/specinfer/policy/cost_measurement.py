@@ -44,7 +44,7 @@ _salts = map(str, itertools.count())  # one for each prompt, so that no prefix o
 
 
 def measure_costs(
-    target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0, progress: ProgressCallback | None = None
+    target: TargetRunner, drafter: Drafter | None, max_seconds: float = 3.0, progress: ProgressCallback | None = None
 ) -> CostModel:
     """Time passes of growing size and a few draft levels; larger sizes are left out when time is up.
 
@@ -52,12 +52,14 @@ def measure_costs(
 
     Args:
         target: The runner of the target.
-        drafter: The drafter that is measured.
+        drafter: The drafter that is measured, or None without speculation: then a draft level costs as much as a pass.
         max_seconds: Time limit for each of the two measurements.
         progress: Callback for the progress of slow passes.
     """
     with _context_read(target):
         curve = _target_costs(target, max_seconds, progress)
+    if drafter is None:
+        return CostModel(curve, Curve([1], [float(curve(1))]))
     return CostModel(curve, *_draft_costs(target, drafter, max_seconds))
 
 
@@ -81,7 +83,7 @@ def _target_costs(target: TargetRunner, max_seconds: float, progress: ProgressCa
     return curve
 
 
-def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_seconds: float = 3.0) -> bool:
+def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter | None, max_seconds: float = 3.0) -> bool:
     """Return whether costs that were measured before are those of the machine now, by a few passes and draft levels.
 
     They may date from a busy hour, or from another speed of the machine. Slow passes are not repeated for this: every
@@ -95,7 +97,7 @@ def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter, max_se
         run(1)  # the first pass may take longer
         now = _fastest(sizes, run, max_seconds, runs_first=_has_slow_first_runs(target))
     pairs = [(float(now(size)), float(costs.target(size))) for size in now.sizes]
-    if all(_is_alike(*pair) for pair in pairs):
+    if drafter is not None and all(_is_alike(*pair) for pair in pairs):
         levels, _, start = _draft_costs(target, drafter, max_seconds / _ROUNDS)
         before = float(costs.draft(_DRAFT_LEVELS, _DRAFT_LEVELS))
         # Beside a pass, drafting may be too quick for its costs to matter.

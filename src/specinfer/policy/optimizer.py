@@ -42,9 +42,14 @@ class TreeSizes:
     _FLAT_ROWS, _FLAT = 128, 2.0  # this many rows must cost less than this many passes over one row
 
     def __init__(self, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> None:
-        self.max_nodes, self.max_depth = sizes[-1], depths[-1]
+        self.max_nodes, self.max_depth = sizes[-1], max(depths, default=0)
         pairs = [(0, 0)] + [(n, d) for n in sizes for d in depths if d <= n]
         self.num_nodes, self.num_levels = np.asarray(pairs).T
+
+    @classmethod
+    def none(cls) -> "TreeSizes":
+        """Return no trees to choose from."""
+        return cls((0,), ())
 
     @classmethod
     def for_costs(cls, costs: CostModel) -> "TreeSizes":

@@ -23,6 +23,7 @@ from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
 from specinfer.policy.network import PolicyNetwork
+from specinfer.policy.plain_policy import PlannedPlainPolicy
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
@@ -184,7 +185,7 @@ class Speculator:
             learned: Let the learned policy, if one was given, choose for "auto"; otherwise costs alone decide.
         """
         if self.drafter is None:
-            return FixedPolicy(why_off=TREE_OFF if self._is_off else NO_DRAFTER)
+            return FixedPolicy(why_off=self._why_off)
         make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
         names = [one.name for one in self.drafter.drafters]
         lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
@@ -198,13 +199,25 @@ class Speculator:
     def planner(self) -> SLOPlanner | None:
         """The planner for latency targets, or None if no costs were measured."""
         inner = self.policy.policy if isinstance(self.policy, LoggedPolicy) else self.policy
-        return inner.planner if isinstance(inner, RequestPolicy) else None
+        return inner.planner if isinstance(inner, (RequestPolicy, PlannedPlainPolicy)) else None
 
-    def prepare(self, policy: SpeculationPolicy) -> None:
-        """Measure now the costs that a request with its own "auto" needs; otherwise the first such request waits."""
+    @property
+    def _why_off(self) -> str:
+        return TREE_OFF if self._is_off else NO_DRAFTER
+
+    def prepare(self, policy: SpeculationPolicy) -> SpeculationPolicy:
+        """Measure now the costs that latency targets and a request with its own "auto" need; return the policy to use.
+
+        Slow passes of a streamed target are not measured for latency targets alone.
+        """
         inner = policy.policy if isinstance(policy, LoggedPolicy) else policy
         if isinstance(inner, RequestPolicy):
             inner.prepare()
+        elif self.drafter is None and self._target.loaded.stream is None and policy is self.policy:
+            costs = cached_costs(self._target, None, progress=self._progress)
+            self.policy = PlannedPlainPolicy(costs, self._why_off)
+            return self.policy
+        return policy
 
     def close(self) -> None:
         """Close the step log."""
