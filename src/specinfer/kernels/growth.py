@@ -62,7 +62,7 @@ class GrowthCall:
         min_path_prob: Floats,
     ) -> None:
         self._open, self._taken = np.empty((2, len(guesses["tree"])), dtype=np.int64)
-        heights, slopes = (_addresses([pair and pair[i] for pair in lines]) for i in range(2))
+        heights, slopes = (addresses([pair and pair[i] for pair in lines]) for i in range(2))
         arrays = nodes | {f"guess_{name}": guesses[name] for name in _GUESSES}
         arrays |= {"open": self._open, "taken": self._taken, "edges": edges, "middles": middles}
         arrays |= {"heights": heights, "slopes": slopes, "min_path_prob": min_path_prob}
@@ -135,5 +135,9 @@ class GrowthCall:
         return self._taken[: self._growth.num_taken].copy()
 
 
-def _addresses(arrays: Sequence[Floats | None]) -> npt.NDArray[np.uint64]:
-    return np.array([0 if array is None else array.ctypes.data for array in arrays], dtype=np.uint64)
+def addresses(arrays: Sequence[Floats | None]) -> npt.NDArray[np.uint64]:
+    """Return the address of each array, or 0 for None; that of an array named several times is looked up once."""
+    known = {
+        id(array): 0 if array is None else array.ctypes.data for array in {id(one): one for one in arrays}.values()
+    }
+    return np.array([known[id(array)] for array in arrays], dtype=np.uint64)

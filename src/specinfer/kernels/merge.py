@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from specinfer.core.draws import CHOSEN, POOL, DistributionPool, Draws, Floats, Ints
 from specinfer.core.tree import TokenTree, TreeArrays
+from specinfer.kernels.growth import addresses
 from specinfer.kernels.library import library
 
 _RESULTS = ("tokens", "parents", "depths", "ranks")
@@ -86,9 +87,9 @@ def merge_trees(groups: Sequence[Sequence[TokenTree]], rules: MergeRules) -> lis
     alone = np.empty(sizes[1])
     inputs: list[npt.NDArray[Any]] = [
         first_tree, first_node, first_draw, tokens, parents, draw_nodes, makers.sources, confidence,
-        *(_addresses([pair[i] for pair in rules.lines]) for i in range(2)),
+        *(addresses([pair[i] for pair in rules.lines]) for i in range(2)),
         rules.middles, np.array(rules.capacities, dtype=np.int64), np.array(rules.min_path_prob, dtype=np.float64),
-        *(_addresses([pair[i] for pair in rules.rivals]) for i in range(2)),
+        *(addresses([pair[i] for pair in rules.rivals]) for i in range(2)),
     ]  # fmt: skip
     at = [array.ctypes.data for array in inputs]
     call = _Merge(
@@ -163,7 +164,3 @@ def _merged(
         tree = TokenTree.of_arrays(TreeArrays(tokens[node], parents[node], depths[node], draws))
         merged.append(Merged(tree, ranks[node], alone[node]))
     return merged
-
-
-def _addresses(arrays: Sequence[Floats]) -> npt.NDArray[np.uint64]:
-    return np.array([array.ctypes.data for array in arrays], dtype=np.uint64)

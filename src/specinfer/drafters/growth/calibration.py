@@ -25,6 +25,7 @@ _EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96,
 # The middle of each bucket, where the lines of the calibrated probability meet.
 MIDDLE = np.convolve(np.concatenate([[0.0], _EDGES, [1.0]]), [0.5, 0.5], mode="valid")
 _POINTS = np.concatenate([[0.0], MIDDLE])
+_STEPS = np.diff(_POINTS, append=1.0)
 _PRIOR_WEIGHT = 4.0
 _FIRST_RANK = 0.6  # accepted share before any result
 # The target itself, cheaper, is right more often than it is sure: of first tokens of SmolLM2-135M-Instruct in 4 bits
@@ -72,7 +73,7 @@ class _Table:
             shares = np.zeros((RANKS, len(_POINTS) + 1))  # zero confidence gives zero; flat above the last middle
             shares[:, 1:-1] = self._kept / self._tried
             shares[:, -1] = shares[:, -2]
-            slopes = np.diff(shares) / np.diff(_POINTS, append=1.0)
+            slopes = (shares[:, 1:] - shares[:, :-1]) / _STEPS
             self._lines = (shares[:, :-1] - slopes * _POINTS).ravel(), slopes.ravel()
         return self._lines
 

@@ -58,8 +58,12 @@ class GrowingTree:
     ancestry: Bools = field(init=False)  # [nodes, nodes] row a, column b: b is a, or an ancestor
     frontier: range = range(1)  # nodes whose candidates come next
     computed: list[int] = field(default_factory=list)  # nodes with keys and values in the cache, except the root
+    width: int = field(init=False)  # candidates that a node of the frontier can use
     num_levels: int = 0  # grown so far
     size: int = 1  # nodes with the root
+
+    def __post_init__(self) -> None:
+        self.width = self._width()
 
     @property
     def num_left(self) -> int:
@@ -69,9 +73,7 @@ class GrowingTree:
     def levels_to_come(self) -> int:
         return self.budget.max_depth - self.num_levels
 
-    @property
-    def width(self) -> int:
-        """The number of candidates that a node of the frontier can use."""
+    def _width(self) -> int:
         widths = self.budget.widths
         return widths[self.num_levels] if widths else min(BEST_FIRST_WIDTH, self.num_left)
 
@@ -79,8 +81,10 @@ class GrowingTree:
         """Finish a level: its nodes become the frontier, unless no node may be added below them."""
         first, end = self.frontier.stop, self.size  # the nodes of a level follow those of the one before
         self.num_levels += 1
-        growing = end <= self.budget.max_nodes and self.levels_to_come > 0
-        self.frontier = range(first, end) if growing else range(0)
+        if end <= self.budget.max_nodes and self.num_levels < self.budget.max_depth:
+            self.frontier, self.width = range(first, end), self._width()
+        else:
+            self.frontier = range(0)
 
     def wanted(self) -> Run:
         """Return the nodes of the frontier."""
@@ -164,10 +168,17 @@ class TreeBatch:
     def _extend_natively(self, native: GrowthCall, best_first: Sequence[GrowingTree], candidates: Candidates) -> None:
         """Do in one call what `_offer`, `_above_floor`, `_select` and `_append` do."""
         tables: list[Floats | None] = [None] * len(self.growing_trees)
+        reaches: dict[tuple[str, int], Floats] = {}
         for tree in best_first:
-            tables[tree.index] = self._subtree_sizes[self._sources[tree.index]].reach(tree.levels_to_come - 1)
-        frontiers = [bound for tree in self.growing_trees for bound in (tree.frontier.start, tree.frontier.stop)]
-        widths = [tree.width if tree.frontier else 0 for tree in self.growing_trees]
+            key = name, levels = self._sources[tree.index], tree.levels_to_come
+            if key not in reaches:
+                reaches[key] = self._subtree_sizes[name].reach(levels - 1)
+            tables[tree.index] = reaches[key]
+        frontiers, widths = list[int](), list[int]()
+        for tree in self.growing_trees:
+            frontier = tree.frontier
+            frontiers += (frontier.start, frontier.stop)
+            widths.append(tree.width if frontier else 0)
         level = len(self.guesses.levels)
         self.guesses.levels.append(candidates)
         self.guesses.note_taken(

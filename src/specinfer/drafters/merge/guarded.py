@@ -3,7 +3,10 @@
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NoReturn, cast
+
+import numpy as np
 
 from specinfer.core.errors import EngineDeadError
 from specinfer.core.lookups import PREDICTION
@@ -61,7 +64,7 @@ class GuardedDrafter:
         """
         try:
             trees = draft.wait()
-            if len(trees) != len(spans) or not all(map(self._is_sound, trees, spans, budgets)):
+            if len(trees) != len(spans) or not self._are_sound(trees, spans, budgets):
                 raise ValueError("a drafter must return a tree for each request, within its budget and the vocabulary")
         except EngineDeadError:
             raise
@@ -73,12 +76,18 @@ class GuardedDrafter:
         self.num_failures = 0
         return trees
 
-    def _is_sound(self, tree: TokenTree, span: Span, budget: TreeBudget) -> bool:
-        if not tree.num_guessed:
-            return tree.tokens[0] == span.request.token_ids[-1]
-        known = min(tree.tokens) >= 0 and (self._vocab_size is None or max(tree.tokens) < self._vocab_size)
-        fits = tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
-        return known and fits and tree.tokens[0] == span.request.token_ids[-1]
+    def _are_sound(self, trees: Sequence[TokenTree], spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> bool:
+        """Return whether trees have the roots of their requests, and are within their budgets and the vocabulary."""
+        if any(tree.num_guessed > budget.max_nodes for tree, budget in zip(trees, budgets, strict=True)):
+            return False
+        arrays, sizes = [tree.arrays for tree in trees], [len(tree) for tree in trees]
+        tokens = np.concatenate([one.tokens for one in arrays])
+        roots = tokens[[0, *accumulate(sizes[:-1])]].tolist()
+        if roots != [span.request.token_ids[-1] for span in spans]:
+            return False
+        is_known = tokens.min() >= 0 and (self._vocab_size is None or tokens.max() < self._vocab_size)
+        depths = np.concatenate([one.depths for one in arrays])
+        return bool(is_known) and bool((depths <= np.repeat([one.max_depth for one in budgets], sizes)).all())
 
     def score(self, selection: Selection, requests: Sequence[Request]) -> None:
         """Pass its losses to the selection; a failure costs its scores."""
