@@ -20,6 +20,7 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.engine.engine import Engine
+from specinfer.inputs.job_reader import JobReader
 from specinfer.llm import LLM
 from specinfer.server import connection, process
 from specinfer.server.config import ServerConfig
@@ -184,14 +185,14 @@ def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monk
 
 def test_a_prompt_that_takes_long_to_read_is_left_behind_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a schema of many patterns under `allOf` does: its compilation takes minutes, and cannot be interrupted."""
-    job, reads, goes_on = LLM.job, threading.Event(), threading.Event()
+    read, reads, goes_on = JobReader.read, threading.Event(), threading.Event()
 
-    def long(self: LLM, *args: Any) -> Any:
+    def long(self: JobReader, *args: Any) -> Any:
         reads.set()
         assert goes_on.wait(60)
-        return job(self, *args)
+        return read(self, *args)
 
-    monkeypatch.setattr(LLM, "job", long)
+    monkeypatch.setattr(JobReader, "read", long)
     monkeypatch.setattr(connection, "_FLUSH_SECONDS", 1)
 
     def work(client: httpx.Client) -> None:
