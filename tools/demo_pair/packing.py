@@ -66,9 +66,10 @@ def pack(
 
 
 def pack_chat_drafter(folder: Path) -> None:
-    """Embed a drafter that `specinfer tune --freeze-embeddings` has made for the chat model."""
+    """Embed a drafter of the chat model that was trained with frozen embeddings, and rounded to 4 bits."""
     others = (EMBEDDING, "tokenizer.json", "tokenizer_config.json")
-    pack(folder, CHAT_DRAFTER, without=others, drafter_quantization="int8")  # the precision of the embedded weights
+    # Computed in the precision of the embedded weights.
+    pack(folder, CHAT_DRAFTER, without=others, bits=4, drafter_quantization="int4")
 
 
 def pack_head(folder: Path, name: str, bits: Literal[8, 4] = 4) -> None:
