@@ -146,7 +146,7 @@ def test_the_set_foresees_more_than_its_first() -> None:
         said.append([output.outputs[0].token_ids for output in outputs])
         passes.append(sum(output.metrics.speculative_decoding["num_target_passes"] for output in outputs))
     assert said[0] == said[1]
-    assert passes[1] < 0.85 * passes[0]
+    assert passes[1] < 0.95 * passes[0]
 
 
 def test_the_embedded_head_is_accepted_more_often_than_not_and_changes_no_text() -> None:
