@@ -9,8 +9,15 @@ import torch
 
 import reference
 from native import ISAS, each_isa, native
-from native_layers import CPU, PROMPT, TREE, Reader, error, last_logits, load_fused, make, saved
-from specinfer.kernels import AttentionCall, ExpertsCall
+from native_checks import (
+    change_attentions,
+    change_experts,
+    check_change_shows,
+    check_logits,
+    check_rounding,
+    check_trees,
+)
+from native_layers import CPU, PROMPT, error, last_logits, load_fused, make, saved
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
 from specinfer.model.fused import FusedDecoder
@@ -22,7 +29,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.parallel.group import Alone
 from specinfer.parallel.shard_spec import ShardSpec
 from thread_group import ThreadGroup
-from tiny import GEMMA_4, make_model, paths_of, random_prompts
+from tiny import GEMMA_4, make_model
 
 pytestmark = native
 # Layers of random models add little to hidden states: small numbers after layers would hide the rest.
@@ -63,18 +70,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[name]
     model = made(family, **changes)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, _ = load_fused(model, tmp_path)
-    assert error(last_logits(runner), wanted) < 1e-5
+    check_logits(model, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["heads of 512", "inputs and experts"])
 def test_all_instruction_sets_compute_what_transformers_does(isa: str, name: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[name]
     model = made(family, **changes)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, _ = load_fused(model, tmp_path)
-    assert error(last_logits(runner), wanted) < 1e-5
+    check_logits(model, tmp_path)
 
 
 @pytest.mark.covering(1)
@@ -87,14 +90,7 @@ def test_rounding_errors_are_those_of_the_definition(
     family: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path
 ) -> None:
     model = made(family)
-    wanted = reference.last_logits(model, PROMPT)
-    folder = saved(model, tmp_path)
-    runner, definition = (
-        ModelRunner(load_model(folder, dtype, CPU, quantization, native=native), 64) for native in (True, False)
-    )
-    assert isinstance(runner.loaded.model, FusedDecoder)
-    found, own = (error(last_logits(one), wanted) for one in (runner, definition))
-    assert found < 1.5 * own + 0.01
+    check_rounding(model, tmp_path, dtype, quantization)
 
 
 @pytest.mark.covering(1)
@@ -106,22 +102,7 @@ def test_trees_have_the_bits_of_chains(
     family: str, dtype: torch.dtype, quantization: str | None, model_folder: Callable[..., Path]
 ) -> None:
     loaded = load_model(model_folder(family, global_head_dim=288), dtype, CPU, quantization)
-    assert isinstance(loaded.model, FusedDecoder)
-    reader = Reader(ModelRunner(loaded, 300))
-    long, short = random_prompts([21, 3])
-    reader.read("other", short)
-    reader.read("long", long[:15])
-    reader.read("long", long[15:])
-    tree = reader.runner.forward([reader.piece("other", TREE), reader.piece("long", TREE)])[len(TREE) :]
-    for node, path in enumerate(paths_of(TREE)):
-        assert torch.equal(tree[node], reader.alone("alone", [*long, 8, *path]))
-
-
-def _attentions(decoder: FusedDecoder, **changes: Any) -> None:
-    calls = [call for layer in decoder.layers for mixers in layer._mixers.values() for call in mixers]
-    for call in calls:
-        for name, value in changes.items() if isinstance(call, AttentionCall) else ():
-            setattr(call._structure, name, value)
+    check_trees(loaded)
 
 
 def _parts(decoder: FusedDecoder, numbers: range = range(9), **changes: Any) -> None:
@@ -131,22 +112,15 @@ def _parts(decoder: FusedDecoder, numbers: range = range(9), **changes: Any) -> 
                 setattr(part._structure, name, value)
 
 
-def _experts(decoder: FusedDecoder, **changes: Any) -> None:
-    for layer in decoder.layers:
-        for part in layer.call.parts:
-            for name, value in changes.items() if isinstance(part.between, ExpertsCall) else ():
-                setattr(part.between._structure, name, value)
-
-
 MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
-    "values as they are": ("gemma4_text", lambda it: _attentions(it, value_norm=None)),
+    "values as they are": ("gemma4_text", lambda it: change_attentions(it, value_norm=None)),
     "one rotation for all": ("gemma4_text", lambda it: setattr(it.layers[0], "rotation", it.layers[1].rotation)),
     "hidden states as layers leave them": ("gemma4_text", lambda it: _parts(it, hidden_factor=1.0)),
     "no cap": ("gemma4_text-shared", lambda it: setattr(it.head, "cap", None)),
     "inputs of the first layer for all": ("gemma4_text-shared", lambda it: _parts(it, column=0)),
     "an MLP that is added alone": ("gemma4_text-moe", lambda it: _parts(it, range(1, 2), sum=0)),
     "a router that reads what experts read": ("gemma4_text-moe", lambda it: _parts(it, router_norm=None)),
-    "weights of experts without their scales": ("gemma4_text-moe", lambda it: _experts(it, scales=None)),
+    "weights of experts without their scales": ("gemma4_text-moe", lambda it: change_experts(it, scales=None)),
 }  # fmt: skip
 
 
@@ -155,11 +129,7 @@ def test_a_part_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     """Else the tests above would not show it."""
     family, mutate = MUTATIONS[name]
     model = made(family)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, decoder = load_fused(model, tmp_path)
-    assert error(last_logits(runner), wanted) < 1e-5
-    mutate(decoder)
-    assert not error(last_logits(runner), wanted) < 1e-3
+    check_change_shows(model, tmp_path, mutate)
 
 
 @pytest.mark.parametrize("is_native", [True, False])

@@ -9,13 +9,19 @@ import torch
 
 import reference
 from native import native
-from native_layers import CPU, PROMPT, TREE, Reader, error, last_logits, load, load_fused, make, saved
-from specinfer.kernels import AttentionCall, ExpertsCall
+from native_checks import (
+    change_attentions,
+    change_experts,
+    check_change_shows,
+    check_logits,
+    check_rounding,
+    check_trees,
+)
+from native_layers import CPU, PROMPT, error, last_logits, load, make, saved
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
-from specinfer.model.runner import ModelRunner
-from tiny import MORE_FUSED, make_model, paths_of, random_prompts
+from tiny import MORE_FUSED, make_model
 
 pytestmark = native
 SPARSE = {"qwen3_moe", "mixtral"} | {name for name in MORE_FUSED if "num_experts_per_tok" in MORE_FUSED[name]}
@@ -35,9 +41,7 @@ def biased(family: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = biased(family)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, _ = load_fused(model, tmp_path)
-    assert error(last_logits(runner), wanted) < 1e-5
+    check_logits(model, tmp_path)
 
 
 @pytest.mark.covering(1)
@@ -49,14 +53,7 @@ def test_rounding_errors_are_those_of_the_definition(
     family: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path
 ) -> None:
     model = biased(family)
-    wanted = reference.last_logits(model, PROMPT)
-    folder = saved(model, tmp_path)
-    runner, definition = (
-        ModelRunner(load_model(folder, dtype, CPU, quantization, native=native), 64) for native in (True, False)
-    )
-    assert isinstance(runner.loaded.model, FusedDecoder)
-    found, own = (error(last_logits(one), wanted) for one in (runner, definition))
-    assert found < 1.5 * own + 0.01
+    check_rounding(model, tmp_path, dtype, quantization)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,15 +65,7 @@ def test_trees_have_the_bits_of_chains(
     family: str, dtype: torch.dtype, quantization: str | None, model_folder: Callable[..., Path]
 ) -> None:
     loaded = load_model(model_folder(family), dtype, CPU, quantization)
-    assert isinstance(loaded.model, FusedDecoder)
-    reader = Reader(ModelRunner(loaded, 300))
-    long, short = random_prompts([21, 3])
-    reader.read("other", short)
-    reader.read("long", long[:15])
-    reader.read("long", long[15:])
-    tree = reader.runner.forward([reader.piece("other", TREE), reader.piece("long", TREE)])[len(TREE) :]
-    for node, path in enumerate(paths_of(TREE)):
-        assert torch.equal(tree[node], reader.alone("alone", [*long, 8, *path]))
+    check_trees(loaded)
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,29 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_variants_compute_what_transformers_does(name: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[name]
     model = biased(family, **changes)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, _ = load_fused(model, tmp_path)
-    assert error(last_logits(runner), wanted) < 1e-5
-
-
-def _attentions(decoder: FusedDecoder, **changes: Any) -> None:
-    found = 0
-    for layer in decoder.layers:
-        for mixers in layer._mixers.values():
-            for call in mixers:
-                if isinstance(call, AttentionCall):
-                    for name, value in changes.items():
-                        found += getattr(call._structure, name) != value
-                        setattr(call._structure, name, value)
-    assert found
-
-
-def _experts(decoder: FusedDecoder, **changes: Any) -> None:
-    parts = [part for layer in decoder.layers for part in layer.call.parts if isinstance(part.between, ExpertsCall)]
-    for part in parts:
-        for name, value in changes.items():
-            assert getattr(part.between._structure, name) != value
-            setattr(part.between._structure, name, value)
+    check_logits(model, tmp_path)
 
 
 def _rotated(decoder: FusedDecoder) -> None:
@@ -136,14 +103,14 @@ def _parts(decoder: FusedDecoder, **changes: Any) -> None:
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
-    "halves of heads rotated together": ("ernie4_5", lambda it: _attentions(it, rotates_pairs=0)),
-    "neighbours rotated together": ("olmo2", lambda it: _attentions(it, rotates_pairs=1)),
-    "a norm for each head": ("olmo2", lambda it: _attentions(it, joins_heads=0)),
+    "halves of heads rotated together": ("ernie4_5", lambda it: change_attentions(it, rotates_pairs=0)),
+    "neighbours rotated together": ("olmo2", lambda it: change_attentions(it, rotates_pairs=1)),
+    "a norm for each head": ("olmo2", lambda it: change_attentions(it, joins_heads=0)),
     "a layer that rotates": ("smollm3-mixed", lambda it: _rotated(it)),
     "what the part before has read": ("olmo2", lambda it: _parts(it, skips_norm=0)),
-    "experts by another score": ("glm4_moe-grouped", lambda it: _experts(it, scores=0)),
-    "experts without a bias of their choice": ("ernie4_5_moe", lambda it: _experts(it, bias=None)),
-    "experts of any group": ("solar_open", lambda it: _experts(it, chosen_groups=4)),
+    "experts by another score": ("glm4_moe-grouped", lambda it: change_experts(it, scores=0)),
+    "experts without a bias of their choice": ("ernie4_5_moe", lambda it: change_experts(it, bias=None)),
+    "experts of any group": ("solar_open", lambda it: change_experts(it, chosen_groups=4)),
 }  # fmt: skip
 
 
@@ -152,11 +119,7 @@ def test_a_part_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     """Else the tests above would not show it."""
     family, mutate = MUTATIONS[name]
     model = biased(family)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, decoder = load_fused(model, tmp_path)
-    assert error(last_logits(runner), wanted) < 1e-5
-    mutate(decoder)
-    assert not error(last_logits(runner), wanted) < 1e-3
+    check_change_shows(model, tmp_path, mutate)
 
 
 def test_fields_that_native_layers_do_not_know_leave_the_model_to_transformers(tmp_path: Path) -> None:
