@@ -23,13 +23,11 @@ from torch.nn.functional import binary_cross_entropy
 
 from demo_pair.target_texts import TARGETS, Texts, load_target, write_texts
 from specinfer.kernels.quantization import dequantize, quantize
-from specinfer.learning.distillation import HeadLogits, draft_logits_of
+from specinfer.learning.distillation import LEVEL_SHARE, HeadLogits, draft_logits_of
 from specinfer.learning.heads.trainable_head import TrainableHead
 from specinfer.model.folder import read_token_map
 from specinfer.tuning.initial_weights import build, export, parse_initial_weights
 from specinfer.tuning.training import learning_rate_for, make_optimizers
-
-_LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
 
 
 def loss_of(found: Tensor | HeadLogits, probs: Tensor, mass: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +38,7 @@ def loss_of(found: Tensor | HeadLogits, probs: Tensor, mass: Tensor) -> tuple[Te
     p = probs[found.outputs]
     log_q = found.logits.float().log_softmax(-1)
     overlap = torch.minimum(p, log_q.exp()).sum(-1)
-    weights = _LEVEL_SHARE**found.levels * mass[found.outputs]
+    weights = LEVEL_SHARE**found.levels * mass[found.outputs]
     divergence = (torch.xlogy(p, p) - p * log_q).sum(-1)
     loss = ((divergence + 1 - overlap) * weights).sum() / weights.sum()
     if found.accepted is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from demo_pair.loop import precision
+from demo_pair.static_generation import StaticGenerator
 
 
 def prompt_rows(tokens: Tensor, num_rows: int, num_prompt: int, seed: int) -> Tensor:
@@ -25,22 +26,10 @@ def continue_rows(model: Any, prompts: Tensor, num_new: int, *, greedy_rows: int
     The first `greedy_rows` rows take the best token, the others sample one at temperature 1.
     """
     model.eval()
-    rows, last, cache = [prompts], prompts, None
-    for _ in range(num_new):
-        with precision(prompts.device):
-            output = model(last, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        logits = output.logits[:, -1].float()
-        last = torch.cat(
-            [
-                logits[:greedy_rows].argmax(-1, keepdim=True),
-                torch.multinomial(logits[greedy_rows:].softmax(-1), 1)
-                if greedy_rows < len(logits)
-                else logits.new_zeros((0, 1), dtype=torch.long),
-            ]
-        )
-        rows.append(last)
-    return torch.cat(rows, dim=1)
+    temperatures = [0.0] * greedy_rows + [1.0] * (len(prompts) - greedy_rows)
+    with precision(prompts.device):
+        texts = StaticGenerator(model).generate(prompts.tolist(), temperatures, num_new, None)
+    return torch.cat([prompts, torch.tensor(texts, device=prompts.device)], dim=1)
 
 
 def mixed_batches(corpus_windows: Any, own_windows: Any, own_part: float) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy, linear
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.learning.training_examples import Batch
 
-_LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
+LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
 _LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0
 
 
@@ -79,7 +79,7 @@ def training_loss(found: Tensor | HeadLogits, batch: Batch, weights: Tensor | No
     """
     if isinstance(found, Tensor):
         return distillation_loss(found, batch.top_ids, batch.top_logprobs, weights)
-    shares = _LEVEL_SHARE**found.levels
+    shares = LEVEL_SHARE**found.levels
     weights = shares if weights is None else shares * weights[found.outputs]
     ids, logprobs = batch.top_ids[found.outputs], batch.top_logprobs[found.outputs]
     loss = distillation_loss(found.logits, ids, logprobs, weights)

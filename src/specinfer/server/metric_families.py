@@ -15,26 +15,29 @@ class MetricFamilies:
 
     def gauge(self, name: str, help: str, value: float) -> Metric:
         """Return a gauge."""
-        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        return self._filled(GaugeMetricFamily, name, help, {(): value})
 
     def gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a gauge for each value of a label."""
-        family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
-        return family
+        return self._filled(GaugeMetricFamily, name, help, {(key,): one for key, one in values.items()}, label)
 
     def total(self, name: str, help: str, value: float) -> Metric:
         """Return a counter."""
-        family = CounterMetricFamily(PREFIX + name, help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        return self._filled(CounterMetricFamily, name, help, {(): value})
 
     def totals(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter for each value of a label."""
-        family = CounterMetricFamily(PREFIX + name, help, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
+        return self._filled(CounterMetricFamily, name, help, {(key,): one for key, one in values.items()}, label)
+
+    def _filled(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        help: str,
+        values: Mapping[tuple[str, ...], float],
+        *labels: str,
+    ) -> Metric:
+        family = kind(PREFIX + name, help, labels=["model_name", *labels])
+        for keys, value in values.items():
+            family.add_metric([self._model_name, *keys], value)
         return family
