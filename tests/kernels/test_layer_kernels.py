@@ -44,25 +44,25 @@ def _close(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapters_add_to_their_rows_whatever_the_others_have(dtype: torch.dtype) -> None:
-    inputs, outputs, ranks, lanes = 70, 150, (0, 3, 0, 20), torch.tensor([1, 0, 3, 2, 1, 3], dtype=torch.int32)
-    x, y = _random((len(lanes), inputs), 0, dtype), _random((len(lanes), outputs), 1, dtype)
+    inputs, outputs, ranks, lora_indices = 70, 150, (0, 3, 0, 20), torch.tensor([1, 0, 3, 2, 1, 3], dtype=torch.int32)
+    x, y = _random((len(lora_indices), inputs), 0, dtype), _random((len(lora_indices), outputs), 1, dtype)
     pairs = [
         (_random((rank, inputs), i, dtype), _random((outputs, rank), i + 9, dtype)) if rank else None
         for i, rank in enumerate(ranks)
     ]
     rows = [(0, 0, 0) if pair is None else (pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0])) for pair in pairs]
-    places, lanes = torch.tensor(rows, device=DEVICE).T.contiguous(), lanes.to(DEVICE)
+    places, lora_indices = torch.tensor(rows, device=DEVICE).T.contiguous(), lora_indices.to(DEVICE)
     found, wanted = y.clone(), y.clone()
-    low_rank.add_low_rank(found, x, lanes, places, 24)
-    plain_layer.add_low_rank(wanted, x, lanes, pairs)
+    low_rank.add_low_rank(found, x, lora_indices, places, 24)
+    plain_layer.add_low_rank(wanted, x, lora_indices, pairs)
     near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
     sizes = y.double().abs()
     absolute = [None if pair is None else (pair[0].double().abs(), pair[1].double().abs()) for pair in pairs]
-    plain_layer.add_low_rank(sizes, x.double().abs(), lanes, absolute)
+    plain_layer.add_low_rank(sizes, x.double().abs(), lora_indices, absolute)
     assert ((found.double() - wanted.double()).abs() <= near * sizes).all()
     assert torch.equal(found[[1, 3]], y[[1, 3]])
     alone = y[2:3].clone()
-    low_rank.add_low_rank(alone, x[2:3], lanes[2:3], places, 24)
+    low_rank.add_low_rank(alone, x[2:3], lora_indices[2:3], places, 24)
     assert torch.equal(alone, found[2:3])
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from native import ISAS, each_isa
 from specinfer.kernels import (
     GATES,
-    AdapterLanes,
     AdapterRuns,
+    AdapterSlots,
     AdapterTable,
     Ending,
     LinearCall,
@@ -129,17 +129,17 @@ def test_where_pytorch_multiplies_many_rows_adapters_are_added_too(isa: str) -> 
     )
 
 
-def test_lanes_are_given_to_adapters_of_a_pass_and_taken_from_those_unused_longest() -> None:
+def test_slots_are_given_to_adapters_of_a_pass_and_taken_from_those_unused_longest() -> None:
     first, second, third = (AdapterTable([LowRank(torch.ones(i, 2), torch.ones(4, i)), None]) for i in (1, 2, 3))
-    lanes = AdapterLanes(2, 2, 3, torch.device("cpu"))
-    assert lanes.place([first, None, second, first]) == [1, 0, 2, 1]
-    assert lanes.place([second, first]) == [2, 1]
-    assert lanes.place([third, first]) in ([2, 1], [1, 2])
-    assert lanes.place([first, second, third]) is None
-    kept = lanes.place([third])
+    slots = AdapterSlots(2, 2, 3, torch.device("cpu"))
+    assert slots.place([first, None, second, first]) == [1, 0, 2, 1]
+    assert slots.place([second, first]) == [2, 1]
+    assert slots.place([third, first]) in ([2, 1], [1, 2])
+    assert slots.place([first, second, third]) is None
+    kept = slots.place([third])
     assert kept is not None
-    assert lanes.tables[kept[0]] is third
+    assert slots.tables[kept[0]] is third
     assert third.layers[0] is not None
-    assert lanes.places[0, :, kept[0]].tolist() == [third.layers[0].down.data_ptr(), third.layers[0].up.data_ptr(), 3]
-    assert not lanes.places[1].any()
-    assert not lanes.places[:, :, 0].any()
+    assert slots.places[0, :, kept[0]].tolist() == [third.layers[0].down.data_ptr(), third.layers[0].up.data_ptr(), 3]
+    assert not slots.places[1].any()
+    assert not slots.places[:, :, 0].any()

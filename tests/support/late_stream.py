@@ -16,7 +16,7 @@ from specinfer.core.request import Request
 from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
-from specinfer.kernels import AdapterLanes
+from specinfer.kernels import AdapterSlots
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.graph_runner import GraphRunner
@@ -112,9 +112,9 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
         _launch_later(stream, patch, Exchange, name)
     for name in ("write", "write_drafter", "write_acceptance", "move"):
         _launch_later(stream, patch, DeviceRows, name)
-    _launch_later(stream, patch, AdapterLanes, "_write")
+    _launch_later(stream, patch, AdapterSlots, "_write")
     events: dict[Marks, list[LateEvent]] = {}
-    mark, forward, lanes_of = Marks.mark, GraphRunner.forward, GraphRunner._lanes_of
+    mark, forward, lora_indices = Marks.mark, GraphRunner.forward, GraphRunner._lora_indices
 
     def mark_late(marks: Marks) -> None:
         mark(marks)
@@ -122,8 +122,8 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
         event.record()
         events[marks] = [event]
 
-    def lanes_now(runner: GraphRunner, pieces: Any, size: Size) -> list[int] | None:
-        found = lanes_of(runner, pieces, size)
+    def lora_indices_now(runner: GraphRunner, pieces: Any, size: Size) -> list[int] | None:
+        found = lora_indices(runner, pieces, size)
         stream.finish()
         return found
 
@@ -135,7 +135,7 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Marks, "mark", mark_late)
     patch.setattr(Marks, "wait", lambda marks: events[marks][0].synchronize())
     patch.setattr(GraphRunner, "forward", forward_now)
-    patch.setattr(GraphRunner, "_lanes_of", lanes_now)
+    patch.setattr(GraphRunner, "_lora_indices", lora_indices_now)
 
 
 def _launch_later(stream: LateStream, patch: pytest.MonkeyPatch, kind: type, name: str) -> None:

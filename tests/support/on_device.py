@@ -41,7 +41,7 @@ def make_device_engine(
     verification: str = "coupled",
     max_loras: int = 1,
 ) -> Engine:
-    """An engine with a lane, or one without it that is alike in all else."""
+    """An engine with a device executor, or one without it that is alike in all else."""
     graphs = Graphs(CPU) if has_device_executor else None
     runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
     drafter: MergedDrafter | None = None

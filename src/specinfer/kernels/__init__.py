@@ -3,7 +3,7 @@
 Native code is built at installation if a compiler is available. Without it, models run on PyTorch alone.
 """
 
-from specinfer.kernels.adapter_lanes import AdapterLanes, AdapterRows
+from specinfer.kernels.adapter_slots import AdapterRows, AdapterSlots
 from specinfer.kernels.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
 from specinfer.kernels.decoder import LayerCall, LayersCall
 from specinfer.kernels.experts import ExpertsCall, Opening, Routing, Scores
@@ -22,9 +22,9 @@ from specinfer.kernels.scales import WIDTH
 __all__ = [
     "GATES",
     "WIDTH",
-    "AdapterLanes",
     "AdapterRows",
     "AdapterRuns",
+    "AdapterSlots",
     "AdapterTable",
     "Attends",
     "AttentionCall",

@@ -127,15 +127,15 @@ def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, o
     return result
 
 
-def add_low_rank(y: Tensor, x: Tensor, lanes: Tensor, pairs: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+def add_low_rank(y: Tensor, x: Tensor, lora_indices: Tensor, pairs: Sequence[tuple[Tensor, Tensor] | None]) -> None:
     """Add to `y` [rows, outputs] in place what the adapter of each row adds to a linear layer (arXiv 2106.09685).
 
     Args:
         x: [rows, inputs].
-        lanes: [rows] int32 number of the row's adapter.
+        lora_indices: [rows] int32 index of the row's adapter.
         pairs: Matrices [rank, inputs] and [outputs, rank] of each adapter, or None if it adds nothing.
     """
-    for lane, pair in enumerate(pairs):
+    for slot, pair in enumerate(pairs):
         if pair is not None:
             added = functional.linear(functional.linear(x.to(pair[0].dtype), pair[0]), pair[1]).to(y.dtype)
-            y += added.where((lanes == lane).unsqueeze(1), 0.0)
+            y += added.where((lora_indices == slot).unsqueeze(1), 0.0)

@@ -215,7 +215,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         others = runner.adapters if isinstance(runner, DistributedRunner) else None
         adapters = None if lora is None else Adapters(target, lora, str(args.model), others)
         if adapters is not None and isinstance(runner, ModelRunner) and runner.padded is not None:
-            runner.padded.lanes = adapters.lanes
+            runner.padded.adapter_slots = adapters.slots
         undo.pop_all()
     logger.info(
         "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",

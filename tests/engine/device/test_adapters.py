@@ -15,7 +15,7 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.engine import Engine
-from specinfer.kernels import AdapterLanes, low_rank
+from specinfer.kernels import AdapterSlots, low_rank
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.load import LoadedModel
@@ -46,8 +46,8 @@ class Models:
             found.append(self._adapters.find(LoRARequest(f"a{i}", i, str(saved))))
         self.given = [found[0], None, found[1], found[0], None, found[2]]
 
-    def lanes(self) -> AdapterLanes:
-        return self._adapters._sites.lanes(self._adapters.config)
+    def adapter_slots(self) -> AdapterSlots:
+        return self._adapters._sites.adapter_slots(self._adapters.config)
 
     def requests(self, *, adapts: bool = True) -> list[Request]:
         result = []
@@ -67,7 +67,7 @@ class Models:
             max_loras=MAX_LORAS,
         )  # fmt: skip
         if (padded := engine.target.padded) is not None:  # type: ignore[attr-defined]
-            padded.lanes = self.lanes()
+            padded.adapter_slots = self.adapter_slots()
         return engine
 
 
@@ -123,8 +123,8 @@ def test_adapters_of_steps_in_flight_are_not_mixed_up(
     assert stream.longest >= 6, "two steps were never in flight"
 
 
-def test_steps_without_adapters_need_no_lanes(models: Models) -> None:
-    """A step with them holds one without; nothing is read of lanes where no request has one."""
+def test_steps_without_adapters_need_no_adapter_slots(models: Models) -> None:
+    """A step with them holds one without; nothing is read of slots where no request has one."""
     sizes = LaunchSize(2, None), LaunchSize(2, None, adapts=True)
     assert sizes[1].holds(sizes[0])
     assert not sizes[0].holds(sizes[1])
@@ -135,8 +135,8 @@ def test_steps_without_adapters_need_no_lanes(models: Models) -> None:
     assert any(size.adapts for size in executor_of(engine)._device._ready)
 
 
-def test_requests_with_adapters_take_ordinary_steps_where_there_are_no_lanes(models: Models) -> None:
+def test_requests_with_adapters_take_ordinary_steps_where_there_are_no_adapter_slots(models: Models) -> None:
     engine, requests = models.engine(None), models.requests()
     assert engine.target.padded is not None  # type: ignore[attr-defined]
-    engine.target.padded.lanes = None  # type: ignore[attr-defined]
+    engine.target.padded.adapter_slots = None  # type: ignore[attr-defined]
     assert run_on_device(engine, requests) == {one for one in requests if one.adapter is None}

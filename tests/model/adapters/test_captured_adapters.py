@@ -45,7 +45,7 @@ def test_passes_with_adapters_have_fixed_sizes(
     ]
     exact = padded.forward(pieces).clone()
     assert not any(size.adapts for size in padded.sizes)
-    padded.lanes = adapters._sites.lanes(adapters.config)
+    padded.adapter_slots = adapters._sites.adapter_slots(adapters.config)
     for order in ([0, 1, 2], [2, 0, 1]):
         found = padded.forward([pieces[i] for i in order])
         torch.testing.assert_close(found, exact[order], atol=1e-4, rtol=1e-4)

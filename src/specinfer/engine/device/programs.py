@@ -98,7 +98,7 @@ class LaunchSize:
             {
                 "num": (1,),
                 "slots": (rows, self.num_nodes),
-                "lanes": (rows if self.adapts else 0,),  # of the adapters of requests
+                "lora_indices": (rows if self.adapts else 0,),  # of the adapters of requests
                 "draft_slots": (models, rows, self.num_columns),
                 "drafts": (models, rows),  # 1 if the drafter has read the request
                 "max_nodes": (models, rows),  # 0 if the drafter is not asked
@@ -292,8 +292,9 @@ class Programs:
             return None
         padded = self._target.padded
         assert padded is not None
-        assert padded.lanes is not None
-        return AdapterRows(padded.lanes, self.inputs.there["lanes"].repeat_interleave(self.size.num_nodes))
+        assert padded.adapter_slots is not None
+        of_requests = self.inputs.there["lora_indices"]
+        return AdapterRows(padded.adapter_slots, of_requests.repeat_interleave(self.size.num_nodes))
 
     # ---------------------------------------------------------------------------------------- logits
 

@@ -82,9 +82,9 @@ class DeviceRows:
         return len(self.state.known)
 
     @property
-    def has_lanes(self) -> bool:
+    def takes_adapters(self) -> bool:
         """True if requests may have adapters."""
-        return self._target.padded is not None and self._target.padded.lanes is not None
+        return self._target.padded is not None and self._target.padded.adapter_slots is not None
 
     # --------------------------------------------------------------------------------------------- rows
 
@@ -189,7 +189,7 @@ class DeviceRows:
         inputs = programs.inputs.here(turn)
         _fill(inputs, launch, budgets, drafters)
         if launch.size.adapts:
-            self._place_adapters(inputs["lanes"], launch)
+            self._place_adapters(inputs["lora_indices"], launch)
         marks.mark()
         launch.clock.mark("rest")
         programs.inputs.send(turn)
@@ -205,15 +205,15 @@ class DeviceRows:
         launch.clock.launched()
         launch.answers = _Answers(marks, programs.results.here(back), launch.size.num_models)
 
-    def _place_adapters(self, lanes: npt.NDArray[Any], launch: Launch) -> None:
-        """Write the lane of each request's adapter. Steps in flight have read the lanes before they change there."""
+    def _place_adapters(self, lora_indices: npt.NDArray[Any], launch: Launch) -> None:
+        """Write the slot of each request's adapter. Steps in flight have read the slots before they change there."""
         padded, adapters = self._target.padded, [one.request.adapter for one in launch.device_requests]
         assert padded is not None
-        assert padded.lanes is not None
-        found = padded.lanes.place([None if one is None else one.table for one in adapters])
-        assert found is not None, "the scheduler runs requests with as many adapters as there are lanes"
-        lanes[:] = 0
-        lanes[: len(found)] = found
+        assert padded.adapter_slots is not None
+        found = padded.adapter_slots.place([None if one is None else one.table for one in adapters])
+        assert found is not None, "the scheduler runs requests with as many adapters as there are slots"
+        lora_indices[:] = 0
+        lora_indices[: len(found)] = found
 
     def wait(self) -> None:
         """Wait until everything that was launched is done, also in part."""

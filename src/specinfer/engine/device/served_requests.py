@@ -67,7 +67,7 @@ class ServedRequests:
             is_served(request, may_follow=self._may_follow, may_sample=self._may_sample)
             and self._barred.get(request) != request.num_output
             and self._drawn.may_join(request)
-            and (request.adapter is None or self._rows.has_lanes)
+            and (request.adapter is None or self._rows.takes_adapters)
             and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
         )
 

@@ -1,4 +1,4 @@
-"""Additions of adapters (LoRA, arXiv 2106.09685) to rows of a linear layer, each row with the adapter of its lane."""
+"""Additions of adapters (LoRA, arXiv 2106.09685) to rows of a linear layer, each row with the adapter of its slot."""
 
 import triton
 import triton.language as tl
@@ -11,14 +11,14 @@ _OUTPUTS = 64  # of a program
 
 @triton.jit
 def down_program(
-    x, lanes, downs, ranks, out, inputs, max_rank, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    x, lora_indices, downs, ranks, out, inputs, max_rank, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute some of the numbers between both matrices of one row's adapter; `downs` are addresses."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * RANKS
-    lane = tl.load(lanes + row)
-    count = tl.load(ranks + lane)
+    slot = tl.load(lora_indices + row)
+    count = tl.load(ranks + slot)
     if first < count:
-        down = tl.load(downs + lane).to(tl.pointer_type(x.dtype.element_ty))
+        down = tl.load(downs + slot).to(tl.pointer_type(x.dtype.element_ty))
         rank = first + tl.arange(0, RANKS)
         total = tl.zeros([RANKS], tl.float32)
         for start in range(0, inputs, BLOCK):
@@ -33,14 +33,14 @@ def down_program(
 
 @triton.jit
 def up_program(
-    y, between, lanes, ups, ranks, outputs, max_rank, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    y, between, lora_indices, ups, ranks, outputs, max_rank, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Add to a block of one row's outputs; `ups` are addresses."""
     row, output = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.load(lanes + row)
-    count = tl.load(ranks + lane)
+    slot = tl.load(lora_indices + row)
+    count = tl.load(ranks + slot)
     if count > 0:
-        up = tl.load(ups + lane).to(tl.pointer_type(y.dtype.element_ty))
+        up = tl.load(ups + slot).to(tl.pointer_type(y.dtype.element_ty))
         inside = output < outputs
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, count, RANKS):
@@ -56,13 +56,13 @@ def up_program(
         )
 
 
-def add_low_rank(y: Tensor, x: Tensor, lanes: Tensor, places: Tensor, max_rank: int) -> None:
+def add_low_rank(y: Tensor, x: Tensor, lora_indices: Tensor, places: Tensor, max_rank: int) -> None:
     """Compute `plain_layer.add_low_rank`.
 
     Args:
-        places: [3, lanes] int64 of each lane: addresses of its matrices [rank, inputs] and [outputs, rank], contiguous
-            and of the type of `y`, and its rank, or 0 for none.
-        max_rank: Largest rank that a lane may ever have.
+        places: [3, slots] int64 of each slot: addresses of its adapter's matrices [rank, inputs] and [outputs, rank],
+            contiguous and of the type of `y`, and its rank, or 0 for none.
+        max_rank: Largest rank that a slot's adapter may ever have.
     """
     assert y.is_contiguous()
     assert x.dtype == y.dtype
@@ -73,10 +73,10 @@ def add_low_rank(y: Tensor, x: Tensor, lanes: Tensor, places: Tensor, max_rank: 
         return
     downs, ups, ranks = places.unbind(0)
     down_program[(rows, triton.cdiv(max_rank, _RANKS))](
-        x, lanes, downs, ranks, between, inputs, max_rank, RANKS=_RANKS, BLOCK=_INPUTS, num_warps=4,
+        x, lora_indices, downs, ranks, between, inputs, max_rank, RANKS=_RANKS, BLOCK=_INPUTS, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
     up_program[(rows, triton.cdiv(outputs, _OUTPUTS))](
-        y, between, lanes, ups, ranks, outputs, max_rank, RANKS=_RANKS, BLOCK=_OUTPUTS, num_warps=2,
+        y, between, lora_indices, ups, ranks, outputs, max_rank, RANKS=_RANKS, BLOCK=_OUTPUTS, num_warps=2,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -41,13 +41,13 @@ class Adapters:
         ranks: The other ranks, or None for a whole target.
 
     Attributes:
-        lanes: Places of the adapters of passes on a GPU, or None.
+        slots: Slots for the adapters of passes on a GPU, or None.
     """
 
     def __init__(self, target: LoadedModel, config: LoRAConfig, name: str, ranks: AdapterRanks | None = None) -> None:
         self.config, self._name, self._ranks = config, name, ranks
         self._sites = AdapterSites(target)
-        self.lanes = None if target.device.type == "cpu" else self._sites.lanes(config)
+        self.slots = None if target.device.type == "cpu" else self._sites.adapter_slots(config)
         self._linears = self._sites.linears | ({} if ranks is None else ranks.linears())
         self._lock = threading.Lock()
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()

@@ -12,7 +12,7 @@ import torch
 
 from specinfer.core.errors import ModelError
 from specinfer.core.lora import LoRAConfig
-from specinfer.kernels import AdapterLanes, AdapterTable, LowRank
+from specinfer.kernels import AdapterSlots, AdapterTable, LowRank
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.cut import LinearCut
@@ -83,10 +83,10 @@ class AdapterSites:
         parts = [part for site in self._sites for part in site.parts.items()]
         self.linears = {name: _whole(shape, self._cuts.get(name)) for name, shape in parts}
 
-    def lanes(self, config: LoRAConfig) -> AdapterLanes:
-        """Return the places of the adapters of captured passes."""
+    def adapter_slots(self, config: LoRAConfig) -> AdapterSlots:
+        """Return empty slots for the adapters of captured passes."""
         parts = max(len(site.parts) for site in self._sites)
-        return AdapterLanes(len(self._sites), config.max_loras, config.max_lora_rank * parts, self._place[0])
+        return AdapterSlots(len(self._sites), config.max_loras, config.max_lora_rank * parts, self._place[0])
 
     def table(self, pairs: Mapping[str, Pair]) -> AdapterTable:
         """Return what an adapter with these matrices, by names of linear layers, adds here."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.kernels import AdapterLanes, AdapterRows
+from specinfer.kernels import AdapterRows, AdapterSlots
 from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.tree_layout import WORD, TreeLayout, num_words
 from specinfer.model.batch import ForwardBatch, KVStore, Piece
@@ -53,7 +53,7 @@ class Buffers:
             "node_lens": (np.int32, (requests,)),
             "visible": (np.int32, (tokens, words)),
             "query_positions": (np.int32, (tokens,)),
-            "lanes": (np.int32, (tokens,)),
+            "lora_indices": (np.int32, (tokens,)),
         }
         if taps:
             scanned = dict.fromkeys(_OF_SCANNED, (np.int64, (size.scanned,)))
@@ -91,12 +91,12 @@ class Buffers:
         """Bytes on the device."""
         return int(self._bytes.nbytes)
 
-    def batch(self, store: KVStore, lanes: AdapterLanes | None = None) -> ForwardBatch:
-        """Return a batch that reads the buffers' contents whenever it is run; `lanes` are those that rows may have."""
+    def batch(self, store: KVStore, adapters: AdapterSlots | None = None) -> ForwardBatch:
+        """Return a batch that reads the buffers whenever it is run; `adapters` are those that rows may have."""
         tensors: dict[str, Any] = {
             name: self._there[name] for name in ("token_ids", "positions", "slots", "logit_rows")
         }
-        rows = AdapterRows(lanes, self._there["lanes"]) if self.size.adapts and lanes is not None else None
+        rows = AdapterRows(adapters, self._there["lora_indices"]) if self.size.adapts and adapters is not None else None
         scan = self._scan() if self._taps else None
         return ForwardBatch(
             **tensors, pieces=(), store=store, allows_native=False, layout=self.layout, adapter_rows=rows,
@@ -113,8 +113,8 @@ class Buffers:
         """Write the changes of prefixes to the slot table; part of every pass."""
         self._table.cells.index_copy_(0, self._there["update_cells"], self._there["update_slots"])
 
-    def fill(self, pieces: Sequence[Piece], lanes: Sequence[int] = (), scan: Scan | None = None) -> None:
-        """Fill the buffers with these pieces, one after the other; `lanes` are those of their adapters."""
+    def fill(self, pieces: Sequence[Piece], lora_indices: Sequence[int] = (), scan: Scan | None = None) -> None:
+        """Fill the buffers with these pieces, one after the other; `lora_indices` are the slots of their adapters."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the previous pass reads the same memory
         self._sent.numpy()[:] = self._idle
@@ -128,7 +128,7 @@ class Buffers:
             host["logit_rows"][num_rows : num_rows + piece.num_logits] = range(end - piece.num_logits, end)
             host["prefix_lens"][i], host["node_lens"][i], host["starts"][i + 1] = len(piece.prefix_slots), nodes, end
             host["node_slots"][i, :earlier], host["node_slots"][i, earlier:nodes] = piece.earlier_slots, piece.slots
-            host["lanes"][start:end] = lanes[i] if lanes else 0
+            host["lora_indices"][start:end] = lora_indices[i] if lora_indices else 0
             host["node_positions"][i, :earlier] = piece.earlier_positions
             host["node_positions"][i, earlier:nodes] = piece.positions
             if not self.size.is_chain:

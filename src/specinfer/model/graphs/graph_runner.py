@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
-from specinfer.kernels import AdapterLanes
+from specinfer.kernels import AdapterSlots
 from specinfer.model.batch import KVStore, Piece, pack, runs_of
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
@@ -50,7 +50,7 @@ class _Pass:
 class GraphRunner:
     """A runner of passes over static buffers.
 
-    Passes that are larger than all sizes, or have more adapters than lanes, get buffers of their own and are not
+    Passes that are larger than all sizes, or have more adapters than slots, get buffers of their own and are not
     captured.
 
     Args:
@@ -83,7 +83,7 @@ class GraphRunner:
         self._passes: OrderedDict[Size, _Pass] = OrderedDict()
         self._is_capturable = True
         self.why_not_captured: str | None = None  # set when a capture has failed
-        self.lanes: AdapterLanes | None = None  # set where requests may have adapters
+        self.adapter_slots: AdapterSlots | None = None  # set where requests may have adapters
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -131,14 +131,14 @@ class GraphRunner:
             or size.rows > MAX_ROWS
             or not self._table_holds(pieces)
             or not self._is_at_hand(size)
-            or (lanes := self._lanes_of(pieces, size)) is None
+            or (lora_indices := self._lora_indices(pieces, size)) is None
         ):
             return self._run_once(exact, pieces)
         ready = self._pass_of(size)
         if self._is_worth_capturing(ready):
             self._capture(ready)
         try:
-            ready.buffers.fill(pieces, lanes, scan)
+            ready.buffers.fill(pieces, lora_indices, scan)
             self._run(ready)
         except BaseException:  # an interrupt too: changes of the table may not have been written
             self._table.forget()
@@ -150,11 +150,11 @@ class GraphRunner:
         longest = max(len(piece.prefix_slots) for piece in pieces)
         return len(pieces) <= self._table.requests and longest <= self._table.context
 
-    def _lanes_of(self, pieces: Sequence[Piece], size: Size) -> list[int] | None:
-        """Return the lane of each piece, or none if no piece has an adapter; None if there are too few lanes."""
+    def _lora_indices(self, pieces: Sequence[Piece], size: Size) -> list[int] | None:
+        """Return the slot of each piece's adapter, empty if no piece has one; None if there are too few slots."""
         if not size.adapts:
             return []
-        return None if self.lanes is None else self.lanes.place([piece.adapter for piece in pieces])
+        return None if self.adapter_slots is None else self.adapter_slots.place([piece.adapter for piece in pieces])
 
     def _is_at_hand(self, size: Size) -> bool:
         """Return whether the size has buffers or may get some; after a failed capture no other is tried."""
@@ -195,7 +195,7 @@ class GraphRunner:
         ready.times.append(time.perf_counter() - started)
 
     def _program(self, buffers: Buffers) -> Program:
-        batch, logits = buffers.batch(self._store, self.lanes), self._logits[: buffers.size.rows]
+        batch, logits = buffers.batch(self._store, self.adapter_slots), self._logits[: buffers.size.rows]
 
         def program() -> None:
             buffers.update_table()
