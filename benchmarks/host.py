@@ -27,7 +27,7 @@ from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, T
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
-from specinfer.model.kv_cache import KVTensors
+from specinfer.model.kv_tensors import KVTensors
 from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, write_json
 from specinfer.reporting.progress_bar import stage_bar

@@ -72,8 +72,8 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"rotate {name} to {str(pool)[6:]}", _rotation(dtype, 128, has_norms=True, kind=pool)
         gated = _empty(64, 2 * 14336, dtype=dtype)
         yield f"gate {name}", partial(gate, gated)
-        x, indices, places = _empty(64, 4096, dtype=dtype), _empty(64, dtype=torch.int32), _empty(3, 5, dtype=torch.int64)
-        yield f"low rank {name}", partial(add_low_rank, _empty(64, 14336, dtype=dtype), x, indices, places, 64)
+        x, slots, places = _empty(64, 4096, dtype=dtype), _empty(64, dtype=torch.int32), _empty(3, 5, dtype=torch.int64)
+        yield f"low rank {name}", partial(add_low_rank, _empty(64, 14336, dtype=dtype), x, slots, places, 64)
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)

@@ -37,7 +37,7 @@ from specinfer.kernels import PackedLinear
 from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.kv_cache import LayerShape
+from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, save_model

@@ -35,7 +35,7 @@ from specinfer.kernels.quantized_linear import QuantizedLinear
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.kv_cache import TapShape
+from specinfer.model.kv_tensors import TapShape
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import make_model, paths_of, random_prompts, save_model, save_tokenizer

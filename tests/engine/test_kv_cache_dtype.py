@@ -23,7 +23,8 @@ from specinfer.model.batch import Piece, pack
 from specinfer.model.capacity import bytes_per_token
 from specinfer.model.device import KV_CACHE_DTYPES
 from specinfer.model.forward import forward
-from specinfer.model.kv_cache import NO_SLOTS, KVTensors
+from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, make_engine, make_request, random_prompts, run

@@ -35,7 +35,7 @@ from specinfer.kernels.linear import Choice, is_faster
 from specinfer.kernels.quantization import quantize
 from specinfer.model.batch import Piece, pack
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.model.kv_tensors import KVTensors, LayerShape
 from specinfer.model.load import load_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from specinfer.kernels import AttentionCall, Ending, LayerCall, LinearCall, Nati
 from specinfer.kernels.recurrence import ConvolutionCall
 from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 from specinfer.model.batch import ForwardBatch, Piece, pack
-from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.model.kv_tensors import KVTensors, LayerShape
 
 CPU, WIDTH, OPENED, TAPS = torch.device("cpu"), 40, 48, 3
 TREE = TokenTree((8, 9, 10, 11, 9, 13), (-1, 0, 0, 1, 2, 1))

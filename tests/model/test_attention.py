@@ -20,7 +20,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.kernels import attends
 from specinfer.model.attention import UnsupportedAttentionError, tree_attention
 from specinfer.model.batch import Piece, pack
-from specinfer.model.kv_cache import KVTensors, LayerShape
+from specinfer.model.kv_tensors import KVTensors, LayerShape
 from tiny import trees
 
 CPU = torch.device("cpu")

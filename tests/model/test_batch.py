@@ -10,7 +10,7 @@ from native import native
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.sight import plain_sight, sight
 from specinfer.model.batch import MAX_GROUPED_TOKENS, ForwardBatch, Piece, pack
-from specinfer.model.kv_cache import KVTensors
+from specinfer.model.kv_tensors import KVTensors
 from tiny import trees
 
 STORE = KVTensors([], 0, torch.float32, torch.device("cpu"))

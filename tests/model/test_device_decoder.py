@@ -23,7 +23,7 @@ from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.kv_cache import KVTensors
+from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner

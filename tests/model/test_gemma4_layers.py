@@ -21,7 +21,7 @@ from native_layers import CPU, PROMPT, error, last_logits, load_fused, make, sav
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.kv_cache import KVTensors, bytes_per_slot
+from specinfer.model.kv_tensors import KVTensors, bytes_per_slot
 from specinfer.model.load import load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.probe import probe

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from specinfer.model.kv_cache import KVCache, KVTensors, LayerShape, OutOfSlotsError, bytes_per_slot
+from specinfer.model.kv_cache import KVCache, OutOfSlotsError
+from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
 
 SLOTS = 20
 OWNERS = st.sampled_from("abc")

@@ -20,7 +20,7 @@ from specinfer.kernels.kv_types import FLOAT8, KVScales, to_stored
 from specinfer.kernels.triton import attention, rotary, store
 from specinfer.kernels.triton.blocks import Blocks
 from specinfer.model.batch import Piece, pack
-from specinfer.model.kv_cache import KVTensors, LayerShape, bytes_per_slot
+from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
 from tree_cases import AttentionCase, Part, wide
 
 CPU = torch.device("cpu")

@@ -52,6 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "verify/multi_step.py": _TREES,
     "verify/traversal.py": _TREES,
     "model/kv_cache.py": ("model/test_kv_cache.py", "model/test_prefix_cache.py"),
+    "model/kv_tensors.py": ("model/test_kv_cache.py",),
     "model/prefix_cache.py": ("model/test_prefix_cache.py",),
     "engine/scheduler.py": ("engine/test_scheduler.py", "engine/test_waiting.py", "engine/test_in_flight_step.py"),
     "engine/waiting.py": ("engine/test_waiting.py", "engine/test_scheduler.py"),

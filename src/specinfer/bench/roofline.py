@@ -13,7 +13,7 @@ from specinfer.kernels import PackedLinear, QuantizedEmbedding
 from specinfer.llm import LLM
 from specinfer.model.definition import load_config
 from specinfer.model.heads.head import FeatureHead
-from specinfer.model.kv_cache import bytes_per_slot
+from specinfer.model.kv_tensors import bytes_per_slot
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_recurrent
 

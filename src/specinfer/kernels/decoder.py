@@ -7,7 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from specinfer.kernels.attention import NativePieces, norm
-from specinfer.kernels.layer_part import Adds, Attends, Mixer, Opens, PartCall, Places, Sum, run_parts
+from specinfer.kernels.layer_part import Adds, Attends, LayerPass, Mixer, Opens, PartCall, Places, Sum, run_parts
 from specinfer.kernels.linear_call import Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns
 from specinfer.kernels.recurrent_layer import RecurrentParts
@@ -94,13 +94,12 @@ class LayerCall:
             assert scratch is None or len(scratch) >= floats
             run_parts(Places(self.parts, mixers, [tables] * len(mixers)), pieces, hidden, scratch, runs, inputs)
             return
-        read, sums = inputs, None
+        read, sums, within = inputs, None, LayerPass(pieces, tables, hidden, sum_over_ranks, runs)
         for i, (part, mixer) in enumerate(zip(self.parts, mixers, strict=True)):
             if (part.norm is not None or part.skips_norm) and (i or inputs is None):
                 read = hidden if part.norm is None else norm(hidden, part.norm, part.eps)
             assert read is not None
-            summed = sum_over_ranks if part.is_split else None
-            sums = part.run_apart(mixer, pieces, tables, read, hidden, sums, summed, runs)
+            sums = part.run_apart(within, mixer, read, sums)
 
 
 class LayersCall:

@@ -80,6 +80,24 @@ class Adds:
 Between = Attends | RecurrentParts | Opens | ExpertsCall
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """A pass of a layer that is computed in steps.
+
+    Attributes:
+        tables: [positions, rotated] float32 cosines and sines.
+        hidden: [tokens, hidden] float32, changed in place.
+        sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
+        runs: Rows with adapters.
+    """
+
+    pieces: NativePieces
+    tables: tuple[Tensor, Tensor]
+    hidden: Tensor
+    sum_over_ranks: Callable[[Tensor], Tensor] | None
+    runs: AdapterRuns | None
+
+
 class PartCall:
     """A part of a decoder layer: a norm, a linear layer, what lies between, and another, added to the hidden states.
 
@@ -158,70 +176,50 @@ class PartCall:
         """All linear layers."""
         return self.linears if self.experts is None else [self.first, *self.experts.calls]
 
-    def run_apart(
-        self,
-        mixer: Mixer,
-        pieces: NativePieces,
-        tables: tuple[Tensor, Tensor],
-        inputs: Tensor,
-        hidden: Tensor,
-        sums: Tensor | None,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
-        runs: AdapterRuns | None,
-    ) -> Tensor | None:
+    def run_apart(self, within: LayerPass, mixer: Mixer, inputs: Tensor, sums: Tensor | None) -> Tensor | None:
         """Compute the part in steps, for many rows, where PyTorch does some products, and for several ranks.
 
         Args:
-            inputs: What it reads.
+            inputs: Float32 [tokens, inputs] that it reads.
             sums: The sum that it adds to, if it is the last part of one.
 
         Returns:
             The sum that it begins, if it does.
         """
         if self.second is None:
-            self._run_experts(pieces, tables, inputs, hidden, sums, sum_over_ranks)
+            self._run_experts(within, inputs, sums)
             return None
-        rows = self.first(inputs, None, self.ending, runs)
-        result = rows if self.is_opened_at_once else torch.empty(len(hidden), self.second.panels.inputs)
-        room = torch.empty(pieces.num_scanned * self.scan_floats)
-        places = (tensor.data_ptr() for tensor in (*tables, rows, result, room))
+        rows = self.first(inputs, None, self.ending, within.runs)
+        result = rows if self.is_opened_at_once else torch.empty(len(within.hidden), self.second.panels.inputs)
+        room = torch.empty(within.pieces.num_scanned * self.scan_floats)
+        places = (tensor.data_ptr() for tensor in (*within.tables, rows, result, room))
         address = None if mixer is None else mixer.address
-        call("specinfer_mix", self.address, address, pieces.address, *places)
+        call("specinfer_mix", self.address, address, within.pieces.address, *places)
         if self.gate is not None:
-            result *= self.gate(inputs, runs=runs).sigmoid()
-        return self._add(result, hidden, sum_over_ranks, runs)
+            result *= self.gate(inputs, runs=within.runs).sigmoid()
+        return self._add(within, result)
 
-    def _run_experts(
-        self,
-        pieces: NativePieces,
-        tables: tuple[Tensor, Tensor],
-        inputs: Tensor,
-        hidden: Tensor,
-        sums: Tensor | None,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        places, scratch = Places([self], [None], [tables]), None
+    def _run_experts(self, within: LayerPass, inputs: Tensor, sums: Tensor | None) -> None:
+        hidden, sum_over_ranks = within.hidden, self._sum_of(within)
+        places, scratch = Places([self], [None], [within.tables]), None
         if sums is not None:
             scratch = torch.empty(len(hidden) * self.scratch_floats)
             scratch[hidden.numel() : 2 * hidden.numel()] = sums.flatten()
         if sum_over_ranks is None:
-            run_parts(places, pieces, hidden, scratch, None, inputs)
+            run_parts(places, within.pieces, hidden, scratch, None, inputs)
             return
         assert self.adds == Adds()
         added = torch.zeros_like(hidden)
-        run_parts(places, pieces, added, scratch, None, inputs)
+        run_parts(places, within.pieces, added, scratch, None, inputs)
         hidden += sum_over_ranks(added)
 
-    def _add(
-        self,
-        x: Tensor,
-        hidden: Tensor,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
-        runs: AdapterRuns | None,
-    ) -> Tensor | None:
+    def _sum_of(self, within: LayerPass) -> Callable[[Tensor], Tensor] | None:
+        return within.sum_over_ranks if self.is_split else None
+
+    def _add(self, within: LayerPass, x: Tensor) -> Tensor | None:
         assert self.second is not None
         assert self.adds.sum != Sum.LAST
-        post_norm = self.adds.post_norm
+        hidden, runs, post_norm, sum_over_ranks = within.hidden, within.runs, self.adds.post_norm, self._sum_of(within)
         if sum_over_ranks is None and post_norm is None:
             self.second(x, hidden, Ending.ADD, runs)
         else:

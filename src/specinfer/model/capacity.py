@@ -7,7 +7,7 @@ import torch
 
 from specinfer.core.config import EngineConfig
 from specinfer.core.systems import installed_memory
-from specinfer.model.kv_cache import bytes_per_slot
+from specinfer.model.kv_tensors import bytes_per_slot
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST

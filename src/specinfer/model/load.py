@@ -26,7 +26,7 @@ from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers
 from specinfer.model.gguf.folder import origin_of
-from specinfer.model.kv_cache import LayerShape, TapShape
+from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory

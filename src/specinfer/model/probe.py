@@ -15,7 +15,8 @@ from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
 from specinfer.model.definition import max_position_of, shared_layers
 from specinfer.model.forward import forward
-from specinfer.model.kv_cache import NO_SLOTS, LayerShape
+from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
 from specinfer.model.recurrent.layers import num_stored, stores
 from specinfer.model.recurrent.states import RecurrentStates

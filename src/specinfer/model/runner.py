@@ -17,7 +17,8 @@ from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import make_graph_runner
 from specinfer.model.graphs.graph_runner import GraphRunner
-from specinfer.model.kv_cache import KVCache, KVTensors
+from specinfer.model.kv_cache import KVCache
+from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
 from specinfer.model.recurrent.layers import kept_states

@@ -13,7 +13,7 @@ from specinfer import SamplingParams
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.engine import Engine
 from specinfer.kernels import AdapterSlots, low_rank
 from specinfer.model.adapters.registry import Adapters

@@ -20,10 +20,9 @@ from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters import SmallModelDrafter
 from specinfer.drafters.growth.calibration import Calibration
-from specinfer.engine.device import rows
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.launch import Launch, Marks
+from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
@@ -432,7 +431,7 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
     executor, sizes, launch = executor_of(engine), list[tuple[int, int]](), DeviceRows.launch
     executor.prepare([TreeBudget(max_nodes=16, max_depth=6)])
     monkeypatch.setattr(Graphs, "median_seconds", 0.0035)
-    monkeypatch.setattr(rows._Answers, "wait", lambda self: (0.001, 0.003))
+    monkeypatch.setattr(Answers, "wait", lambda self: (0.001, 0.003))
 
     def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
         sizes.append((one.size.max_depth, one.size.num_nodes))

@@ -13,8 +13,8 @@ from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs
-from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
 from specinfer.engine.engine import Engine

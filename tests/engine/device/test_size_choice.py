@@ -1,8 +1,8 @@
 """SizeChoice: what steps run in, and when it is captured."""
 
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.size_choice import SizeChoice
 from specinfer.engine.device.sizes import shape_of
 

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import LaunchSize, Programs
+from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.sizes import shape_of
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops

@@ -41,7 +41,8 @@ from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
-from specinfer.model.kv_cache import NO_SLOTS, KVTensors, bytes_per_slot
+from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.kv_tensors import KVTensors, bytes_per_slot
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.recurrent.layers import kept_states, num_taps
 from specinfer.model.recurrent.scan import Scan

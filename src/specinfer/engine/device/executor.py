@@ -26,10 +26,10 @@ from specinfer.engine.device.drafts import DeviceDrafts, count_read
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import Launch
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.preparation import capture_sizes, usual_processing, usual_sizes
 from specinfer.engine.device.processing import Processing, drawn_rule, why_not, why_not_sampled
-from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.served_requests import ServedRequests
 from specinfer.engine.device.sizes import shape_of

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,8 @@ from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
-from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.launch_size import LaunchSize, TreeNames
+from specinfer.engine.device.logprobs import read_logprobs
 from specinfer.engine.timer import StageClock
 from specinfer.model.kv_cache import Slots
 from specinfer.verify import Acceptance
@@ -103,22 +104,76 @@ class Guess(NamedTuple):
     path_prob: npt.NDArray[np.float32]
 
 
-class Answers(Protocol):
-    """Interface of the results of a launch."""
+class Marks:
+    """Points in the work of a device, with their times; the last one can be waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def wait(self) -> None:
+        """Wait for the last mark."""
+        if self._events:
+            self._events[-1].synchronize()
+
+    def seconds(self) -> list[float]:
+        """Return the seconds from each mark to the next, once the last one is reached."""
+        if self._events:
+            pairs = zip(self._events[:-1], self._events[1:], strict=True)
+            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [after - before for before, after in zip(self._times[:-1], self._times[1:], strict=True)]
+
+
+class Answers:
+    """The results of a launch, in a buffer that is overwritten by the second next launch of its size."""
+
+    def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], num_models: int) -> None:
+        self._marks, self._here, self._num_models = marks, here, num_models
 
     def wait(self) -> tuple[float, float]:
         """Wait for the results; return the seconds that the draft loop and the target took on the device."""
-        ...
-
-    def of_row(self, row: int) -> Answer: ...
-
-    def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities that a request asks for at each of its emitted tokens, by token id."""
-        ...
+        self._marks.wait()
+        draft, target = self._marks.seconds()
+        return (draft, target) if self._num_models else (0.0, draft + target)
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the summed path probabilities of the nodes of each level: [rows, levels]."""
-        ...
+        found: npt.NDArray[np.float32] = self._here["path_prob_float32"][list(rows)]
+        return found[found[:, :1].any(axis=1)] if len(rows) else found
+
+    def of_row(self, row: int) -> Answer:
+        here = self._here
+        lengths, states = [int(of_rows[row]) for of_rows in here["draft_lengths"]], here["uniforms"]
+        return Answer(
+            trees=[self._tree(number, row) for number in range(max(self._num_models, 1))],
+            path=here["path"][row, : max(int(here["lengths"][row]), 0)].tolist(),
+            next_token=int(here["next"][row]),
+            draft_columns=[
+                [0, *path[row, :length].tolist()] if length >= 0 else []
+                for path, length in zip(here["draft_path"], lengths, strict=True)
+            ],
+            uniforms=int(states[row].view(np.uint64)[0]) if len(states) else None,
+        )
+
+    def _tree(self, number: int, row: int) -> DraftedTree:
+        names = TreeNames.of(number, max(self._num_models, 1))
+        size = int(self._here[names.sizes][row])
+        return DraftedTree(
+            *(self._here[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
+        )
+
+    def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities that a request asks for at each of its emitted tokens, by token id."""
+        return read_logprobs(self._here, row, tokens, params)
 
 
 @dataclass(slots=True)
@@ -159,32 +214,3 @@ class Launch:
         drafted = [any(slots is not None for slots in of_row) for of_row in zip(*self.draft_slots, strict=True)]
         both = enumerate(zip(drafted, self.budgets, strict=False))
         return self.answers.path_prob([row for row, (is_drafted, budget) in both if is_drafted and not budget.widths])
-
-
-class Marks:
-    """Points in the work of a device, with their times; the last one can be waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def mark(self) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
-        else:
-            self._times.append(time.perf_counter())
-
-    def wait(self) -> None:
-        """Wait for the last mark."""
-        if self._events:
-            self._events[-1].synchronize()
-
-    def seconds(self) -> list[float]:
-        """Return the seconds from each mark to the next, once the last one is reached."""
-        if self._events:
-            pairs = zip(self._events[:-1], self._events[1:], strict=True)
-            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
-        return [after - before for before, after in zip(self._times[:-1], self._times[1:], strict=True)]

@@ -11,8 +11,8 @@ from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import LaunchSize
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of
 from specinfer.model.graphs.capture import CaptureError

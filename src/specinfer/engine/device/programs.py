@@ -6,8 +6,6 @@ nothing is written for them, so that a program can be run, and captured, without
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +13,10 @@ from torch import Tensor
 from specinfer.engine.device.draft_loop import DeviceDrafter, DraftInputs, DraftLoop
 from specinfer.engine.device.drawn_walk import walk_drawn
 from specinfer.engine.device.growth import DraftShape
-from specinfer.engine.device.logprobs import Asked, result_shapes, write_logprobs
+from specinfer.engine.device.launch_size import LaunchSize, TreeNames
+from specinfer.engine.device.logprobs import write_logprobs
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.state import DeviceState, Exchange
+from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import AdapterRows, tree_ops
 from specinfer.kernels.plain_draft import Grown, Limits
 from specinfer.kernels.plain_drawn import Draws
@@ -27,116 +26,6 @@ from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
-
-
-class TreeNames(NamedTuple):
-    """Names of a drafter's trees among the results of a step."""
-
-    tokens: str
-    parents: str
-    sizes: str
-    confidence: str  # of the drafter; negative for what it has not drafted
-
-    @classmethod
-    def of(cls, number: int, num_models: int) -> "TreeNames":
-        """Return those of a drafter. The last one's trees are those of all, and walked."""
-        which = "" if number + 1 == num_models else f"_{number}"
-        return cls(f"tokens{which}", f"parents{which}", f"sizes{which}", f"confidence{which}_float32")
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchSize:
-    """The fixed sizes of a step: rows of requests, and the shape of their trees, or None for plain decoding.
-
-    Attributes:
-        processing: What is done with logits; a step may do more than its requests need.
-        asked: Log-probabilities that are returned, or None.
-        rule: Verification rule of requests whose tokens are drawn, or None if there are none.
-        adapts: Whether requests may have adapters.
-    """
-
-    num_rows: int
-    shape: DraftShape | None
-    processing: Processing = Processing.NONE
-    asked: Asked | None = None
-    rule: str | None = None
-    adapts: bool = False
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of a tree, with the root."""
-        return 1 + (self.shape.num_nodes if self.shape else 0)
-
-    @property
-    def max_depth(self) -> int:
-        return self.shape.max_depth if self.shape else 1
-
-    @property
-    def num_models(self) -> int:
-        return self.shape.num_models if self.shape else 0
-
-    @property
-    def num_columns(self) -> int:
-        return self.shape.num_columns if self.shape else 0
-
-    def holds(self, other: "LaunchSize") -> bool:
-        """Return whether a step of the other size can run in this one, with the same trees."""
-        if self.num_rows < other.num_rows or self.processing < other.processing or self.adapts < other.adapts:
-            return False
-        if other.rule is not None and self.rule != other.rule:
-            return False
-        if other.asked is not None and (self.asked is None or not self.asked.holds(other.asked)):
-            return False
-        if self.shape is None or other.shape is None:
-            return self.shape is other.shape
-        return self.shape.holds(other.shape)
-
-    def inputs(self, device: torch.device) -> Exchange:
-        rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
-        guesses, models = (rows, self.shape.num_guesses if self.shape else 0), self.num_models
-        return Exchange(
-            {
-                "num": (1,),
-                "slots": (rows, self.num_nodes),
-                "lora_indices": (rows if self.adapts else 0,),  # of the adapters of requests
-                "draft_slots": (models, rows, self.num_columns),
-                "drafts": (models, rows),  # 1 if the drafter has read the request
-                "max_nodes": (models, rows),  # 0 if the drafter is not asked
-                "max_depth": (rows,),
-                "widths": (rows, levels),
-                "least_float32": (rows,),
-                "guess_tokens": guesses,
-                "guess_parents": guesses,
-                "guess_float32": guesses,  # path probabilities; -1 where there is no guess
-            },
-            device,
-        )
-
-    def results(self, device: torch.device) -> Exchange:
-        rows, levels, models = self.num_rows, self.shape.num_levels if self.shape else 0, self.num_models
-        return Exchange(
-            {
-                "lengths": (rows,),  # lengths of paths; -1 if no token was emitted
-                "next": (rows,),
-                "path": (rows, self.max_depth),
-                "uniforms": (rows if self.rule else 0, 2),  # states, in halves
-                "draft_lengths": (models, rows),  # number of columns that the drafter keeps, without the first
-                "draft_path": (models, rows, self.max_depth + 1),
-                **self._trees(),
-                "worth_float32": (rows, levels),
-                **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.asked),
-            },
-            device,
-        )
-
-    def _trees(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the trees of each drafter; without drafters, those of the roots alone."""
-        rows, found = self.num_rows, dict[str, tuple[int, ...]]()
-        for number in range(max(self.num_models, 1)):
-            nodes = 1 + self.shape.of_model(number).num_nodes if self.shape else 1
-            names = TreeNames.of(number, max(self.num_models, 1))
-            found |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
-        return found
 
 
 class Programs:
@@ -181,7 +70,7 @@ class Programs:
     def _grown(self, names: TreeNames) -> Grown:
         """Return the trees of these results."""
         tokens, parents, sizes, confidence = (self.results.there[name] for name in names)
-        path_prob = self.results.there["worth_float32"]
+        path_prob = self.results.there["path_prob_float32"]
         with torch.inference_mode(mode=False):
             own = path_prob if names == TreeNames.of(0, 1) else torch.zeros_like(path_prob)
             return Grown(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)

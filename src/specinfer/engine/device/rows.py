@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from specinfer.core.draws import Floats
-from specinfer.core.logprob import Logprob
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import DRAWS_EACH, Request
-from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.launch import Answer, DraftedTree, Launch, Marks
-from specinfer.engine.device.logprobs import read_logprobs
+from specinfer.engine.device.launch import Answers, Launch, Marks
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
-from specinfer.engine.device.programs import LaunchSize, Programs, TreeNames
+from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.size_choice import SizeChoice
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
@@ -203,7 +201,7 @@ class DeviceRows:
         marks.mark()
         launch.clock.mark("target")
         launch.clock.launched()
-        launch.answers = _Answers(marks, programs.results.here(back), launch.size.num_models)
+        launch.answers = Answers(marks, programs.results.here(back), launch.size.num_models)
 
     def _place_adapters(self, lora_indices: npt.NDArray[Any], launch: Launch) -> None:
         """Write the slot of each request's adapter. Steps in flight have read the slots before they change there."""
@@ -268,43 +266,3 @@ def _fill(
             if columns is not None:
                 inputs["draft_slots"][number, row] = columns
                 inputs["drafts"][number, row] = 1
-
-
-class _Answers:
-    """The results of a launch, in a buffer that is overwritten by the second next launch of its size."""
-
-    def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], num_models: int) -> None:
-        self._marks, self._here, self._num_models = marks, here, num_models
-
-    def wait(self) -> tuple[float, float]:
-        self._marks.wait()
-        draft, target = self._marks.seconds()
-        return (draft, target) if self._num_models else (0.0, draft + target)
-
-    def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
-        found: npt.NDArray[np.float32] = self._here["worth_float32"][list(rows)]
-        return found[found[:, :1].any(axis=1)] if len(rows) else found
-
-    def of_row(self, row: int) -> Answer:
-        here = self._here
-        lengths, states = [int(of_rows[row]) for of_rows in here["draft_lengths"]], here["uniforms"]
-        return Answer(
-            trees=[self._tree(number, row) for number in range(max(self._num_models, 1))],
-            path=here["path"][row, : max(int(here["lengths"][row]), 0)].tolist(),
-            next_token=int(here["next"][row]),
-            draft_columns=[
-                [0, *path[row, :length].tolist()] if length >= 0 else []
-                for path, length in zip(here["draft_path"], lengths, strict=True)
-            ],
-            uniforms=int(states[row].view(np.uint64)[0]) if len(states) else None,
-        )
-
-    def _tree(self, number: int, row: int) -> DraftedTree:
-        names = TreeNames.of(number, max(self._num_models, 1))
-        size = int(self._here[names.sizes][row])
-        return DraftedTree(
-            *(self._here[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
-        )
-
-    def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
-        return read_logprobs(self._here, row, tokens, params)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from specinfer.engine.device.programs import LaunchSize
+from specinfer.engine.device.launch_size import LaunchSize
 
 _MEMORY = 0.8  # decay per step of what is remembered of a size's time
 _CUT = 0.1  # of the time of a step, counted as lost if trees are cut: tokens that they would have had in addition

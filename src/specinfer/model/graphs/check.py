@@ -15,7 +15,8 @@ from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
 from specinfer.model.graphs.sizes import MAX_STATES, REQUESTS, at_least, loaded_sizes
-from specinfer.model.kv_cache import NO_SLOTS, KVTensors
+from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.layer_check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens

@@ -19,7 +19,7 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
-from specinfer.model.kv_cache import LayerShape
+from specinfer.model.kv_tensors import LayerShape
 
 _OWN_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # of an attention that has keys and values of its own
 

@@ -14,7 +14,7 @@ from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers, can_fuse_layers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.kv_cache import LayerShape
+from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.linears import output_head
 
 

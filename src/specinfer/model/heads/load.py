@@ -22,7 +22,7 @@ from specinfer.model.heads.fit import check_stated_target
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.mtp import load_mtp
 from specinfer.model.heads.pair import EagleHead
-from specinfer.model.kv_cache import LayerShape, TapShape
+from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 from specinfer.model.recurrent.layers import LOOP_REPLACED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.kv_types import KVScales
-from specinfer.model.kv_cache import LayerShape
+from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.offload.shards import Shards
 from specinfer.model.quantized.sources import is_quantized
 

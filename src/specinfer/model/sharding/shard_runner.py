@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specinfer.model.batch import Piece
-from specinfer.model.kv_cache import KVTensors, Slots, TapShape
+from specinfer.model.kv_cache import Slots
+from specinfer.model.kv_tensors import KVTensors, TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.runner import compute

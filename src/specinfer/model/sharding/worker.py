@@ -11,7 +11,7 @@ import torch
 from specinfer.core.errors import ModelError, RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place
 from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_bytes, num_states
-from specinfer.model.kv_cache import TapShape
+from specinfer.model.kv_tensors import TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
 from specinfer.model.self_copy import load_self
