@@ -21,8 +21,9 @@ from specinfer.bench.serve import run_serve
 from specinfer.bench.serve_load import send_all, send_alone
 from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, at_rate, schedule
 from specinfer.bench.serve_process import running_server
-from specinfer.bench.serve_report import Overhead, RateResult, RequestRun, Round, ServeArm, ServeReport
+from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
+from specinfer.bench.serve_runs import RequestRun, Round
 from specinfer.bench.serve_search import highest_rate, next_rate
 from specinfer.bench.serve_table import arm_lines, overhead_line, print_serve
 from specinfer.cli.app import app

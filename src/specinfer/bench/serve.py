@@ -22,8 +22,9 @@ from specinfer.bench.options import PLAIN, precision_of
 from specinfer.bench.serve_load import PATHS, send_all, send_alone, send_one
 from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, at_rate, schedule
 from specinfer.bench.serve_process import ServerAddress, running_server
-from specinfer.bench.serve_report import Overhead, RateResult, Round, ServeArm, ServeReport
+from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
+from specinfer.bench.serve_runs import Round
 from specinfer.bench.serve_search import highest_rate, next_rate, targets_met
 from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from specinfer.bench.serve_report import RequestRun, Round
+from specinfer.bench.serve_runs import RequestRun, Round
 from specinfer.client import EventDecoder, error_text
 
 if TYPE_CHECKING:

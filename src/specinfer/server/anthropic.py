@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import MAX_MESSAGES
 from specinfer.server.anthropic_blocks import MessageBlocks
+from specinfer.server.call import Call
 from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.generations import Call
+from specinfer.server.field_checks import check_spelling
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
-from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single, check_spelling
+from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
 

@@ -12,8 +12,8 @@ from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
 from specinfer.llm import LLM
+from specinfer.server.call import Call
 from specinfer.server.errors import ApiError
-from specinfer.server.generations import Call
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.parsed_request import ParsedRoute

@@ -14,8 +14,8 @@ from specinfer.core.outputs import TextChunk
 from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
+from specinfer.server.call import Call
 from specinfer.server.completion_prompts import Echo, ReadPrompt, as_prompts, read_prompt
-from specinfer.server.generations import Call
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
 from specinfer.server.parsed_request import ParsedRoute

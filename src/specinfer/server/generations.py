@@ -1,182 +1,17 @@
-"""Turns token ids and parameters into running generations, and these into chunks or errors."""
+"""Running generations into chunks or errors."""
 
 import asyncio
-import re
-import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import TypeVar
-
-from fastapi import Request
 
 from specinfer.core.errors import RequestError
-from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import CompletionOutput, TextChunk
-from specinfer.core.request import Fault
-from specinfer.core.request import Request as EngineRequest
-from specinfer.core.sampling import SamplingParams
+from specinfer.core.request import Fault, Request
 from specinfer.core.step_trace import StepTrace
-from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
-from specinfer.server.auth import body_size_of, cache_salt_of, tenant_of
 from specinfer.server.errors import ApiError, as_api_error
-from specinfer.server.protocol import SharedFields
-from specinfer.server.state import ServerState, state_of
 
-T = TypeVar("T")
-
-# Limits of one request. An entry takes about 100 bytes, and as much again in the response; a prompt's come all at once.
-_MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
-# Nodes and levels of a tree that a request may ask for: the whole batch waits for its largest tree. Passes of a
-# streamed target take seconds, so larger trees hardly slow them.
-_MAX_TREE, _MAX_STREAMED_TREE = (64, 16), (256, 32)
-_MAX_TRACED_NODES = 200_000
-_SHORT_BYTES = 2048  # of a request whose text is encoded in the event loop
-_NAME = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One API request: its fields, its name, and the tenant that sent it."""
-
-    state: ServerState
-    fields: SharedFields
-    name: str
-    tenant: str
-    cache_salt: str | None
-    body_size: int
-    adapter: LoRARequest | None = None
-
-    @classmethod
-    def of(cls, request: Request, fields: SharedFields) -> "Call":
-        """Check everything that does not depend on the prompt.
-
-        Raises:
-            ApiError: The model is not served here.
-            RequestError: The request id or the tree cannot be used.
-        """
-        state = state_of(request)
-        state.check_model(fields.model)
-        state.engine.check_seats(1, tenant_of(request))
-        name = fields.request_id
-        if name is None:
-            name = getattr(request.state, "request_id", None) or uuid.uuid4().hex
-        elif not _NAME.fullmatch(name):
-            raise RequestError("request_id: use 1 to 128 visible ASCII characters without spaces")
-        if fields.speculative is not None and fields.speculative.tree is not None:
-            is_streamed = state.engine.llm.target.loaded.stream is not None
-            max_nodes, max_depth = _MAX_STREAMED_TREE if is_streamed else _MAX_TREE
-            _check_tree(fields.speculative.tree, state.config.max_tree_nodes or max_nodes, max_depth)
-        if fields.trace and len(state.config.api_keys) > 1 and state.engine.llm.adaptation is not None:
-            raise RequestError(
-                "trace: drafters learn from the texts of all keys here (--adapt-drafters), which their draft tokens "
-                "could show; leave trace out"
-            )
-        salt = cache_salt_of(request, state.config, fields.cache_salt)
-        return cls(
-            state, fields, name, tenant_of(request), salt, body_size_of(request), state.adapters.get(fields.model or "")
-        )
-
-    async def read(self, action: Callable[[], T], *, only_encodes: bool = False) -> T:
-        """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
-
-        One that `only_encodes` a short text runs in the event loop.
-        """
-        is_brief = only_encodes and self.body_size <= _SHORT_BYTES
-        return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size, is_brief=is_brief)
-
-    @property
-    def model(self) -> str:
-        return self.fields.model or self.state.names[0]
-
-    def check_count(self, num_prompts: int, num_outputs: int) -> None:
-        """Refuse more outputs than the queue can ever have.
-
-        Raises:
-            RequestError: There are more.
-        """
-        capacity = self.state.engine.admission.capacity_of(self.tenant)
-        if num_outputs > capacity:
-            field = "n" if num_prompts == 1 else "prompt"
-            raise RequestError(
-                f"{field}: {num_outputs} outputs are more than the {capacity} that may wait; ask for fewer"
-            )
-
-    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
-        """Queue all prompts, or none of them.
-
-        Raises:
-            RequestError: One of the prompts cannot be served.
-            QueueFullError: The queue has no room for all of them.
-        """
-        engine = self.state.engine
-        self.check_count(len(prompts), sum(params.n for _, params in prompts))
-        self._check_logprobs(prompts)
-        extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
-        generations: list[Generation] = []
-        try:
-            for ids, params in prompts:
-                generations.append(
-                    await engine.submit(
-                        {"prompt_token_ids": ids, **extra},
-                        params,
-                        request_id=self.name,
-                        priority=self.fields.priority or 0,
-                        tenant=self.tenant,
-                        trace=bool(self.fields.trace),
-                        lora_request=self.adapter,
-                    )
-                )
-        except BaseException:
-            close_all(generations)
-            raise
-        return generations
-
-    async def submit_one(self, ids: list[int], params: SamplingParams) -> Generation:
-        """Queue a prompt with one output, whose limit is lowered to the capacity that the context has left.
-
-        Raises:
-            RequestError: The prompt cannot be served.
-            QueueFullError: The queue has no room for it.
-        """
-        left = self.state.engine.llm.max_model_len - len(ids)
-        if params.max_tokens is not None and 0 < left < params.max_tokens:
-            params = replace(params, max_tokens=left)
-        (generation,) = await self.submit([(ids, params)])
-        return generation
-
-    def _check_logprobs(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
-        max_model_len, of_prompts, of_outputs = self.state.engine.llm.max_model_len, 0, 0
-        for ids, params in prompts:
-            if params.prompt_logprobs is not None:
-                of_prompts += params.n * len(ids) * (1 + params.prompt_logprobs)
-            if params.logprobs is not None:
-                max_tokens = params.max_tokens or max_model_len - len(ids)
-                of_outputs += params.n * max_tokens * (1 + params.logprobs + len(params.scored_tokens))
-        if of_prompts > _MAX_PROMPT_LOGPROBS:
-            raise RequestError(
-                f"prompt_logprobs: {of_prompts} would be returned; ask for {_MAX_PROMPT_LOGPROBS} at most, by shorter "
-                "prompts, fewer of them, or fewer for each token"
-            )
-        if of_outputs > _MAX_LOGPROBS:
-            raise RequestError(
-                f"logprobs: up to {of_outputs} would be returned; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
-                "(max_tokens), outputs (n) or prompts"
-            )
-
-
-def _check_tree(tree: str, max_nodes: int, max_depth: int) -> None:
-    try:
-        shape = parse_tree(tree)
-    except ValueError as error:
-        raise RequestError(f"speculative.{error}") from error
-    if shape.max_nodes > max_nodes:
-        raise RequestError(
-            f"speculative.tree: {tree[:60]!r} has {shape.max_nodes} nodes; use at most {max_nodes} (--max-tree-nodes)"
-        )
-    if shape.max_depth > max_depth:
-        raise RequestError(f"speculative.tree: {tree[:60]!r} has {shape.max_depth} levels; use at most {max_depth}")
+_MAX_TRACED_NODES = 200_000  # of a response
 
 
 def close_all(generations: Sequence[Generation]) -> None:
@@ -290,7 +125,7 @@ async def _arrivals(
             alarm.cancel()
 
 
-def failure(request: EngineRequest | None) -> ApiError:
+def failure(request: Request | None) -> ApiError:
     """Return the error for a request that was ended early; `request` is None if the reason is not known."""
     message = "the request was ended before it was complete" if request is None else request.error or ""
     match None if request is None else request.fault:

@@ -34,29 +34,14 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 NODES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
 FEW = (1, 2, 5, 10, 20, 50, 128)
 # Error codes with a label of their own; others share one, as the number of label values must be bounded.
-REFUSALS = frozenset(
-    {
-        *("invalid_value", "missing_field", "invalid_json", "context_length_exceeded", "model_not_found", "not_found"),
-        *(
-            "method_not_allowed",
-            "invalid_api_key",
-            "insufficient_permissions",
-            "invalid_host",
-            "invalid_origin",
-            "request_too_large",
-        ),
-        *("headers_too_large", "unsupported_media_type", "request_timeout", "queue_full", "engine_unavailable"),
-        *("loading", "shutting_down", "too_many_connections", "internal_error"),
-        *(
-            "unsupported_parameter",
-            "rate_limit_exceeded",
-            "unknown_field",
-            "client_closed_request",
-            "generation_failed",
-            "timeout",
-        ),
-    }
-)
+REFUSALS = frozenset({
+    "invalid_value", "missing_field", "invalid_json", "context_length_exceeded", "model_not_found", "not_found",
+    "method_not_allowed", "invalid_api_key", "insufficient_permissions", "invalid_host", "invalid_origin",
+    "request_too_large", "headers_too_large", "unsupported_media_type", "request_timeout", "queue_full",
+    "engine_unavailable", "loading", "shutting_down", "too_many_connections", "internal_error",
+    "unsupported_parameter", "rate_limit_exceeded", "unknown_field", "client_closed_request", "generation_failed",
+    "timeout",
+})  # fmt: skip
 
 
 def as_vllm(text: bytes) -> bytes:
@@ -191,16 +176,8 @@ class Metrics:
             ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_prompt_tokens),
             ("prefix_cache_hits", "Of those, tokens found there.", totals.num_cached_tokens),
             ("num_preemptions", "Times that an output gave its slots back to others.", counted.num_preempted),
-            (
-                "draft_failures",
-                "Steps without draft tokens because a drafter failed.",
-                counted.num_draft_failures,
-            ),
-            (
-                "spec_decode_num_drafts",
-                "Token trees with at least one draft token.",
-                totals.num_drafts,
-            ),
+            ("draft_failures", "Steps without draft tokens as a drafter failed.", counted.num_draft_failures),
+            ("spec_decode_num_drafts", "Token trees with at least one draft token.", totals.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens in them.", totals.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
         ):

@@ -13,25 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
+from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
 from specinfer.server.errors import ApiError
-from specinfer.server.generations import Call
+from specinfer.server.field_checks import check_spelling
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.ollama_pieces import Pieces, now
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
-from specinfer.server.protocol import (
-    ChatFields,
-    CompletionFields,
-    Count,
-    Objects,
-    Text,
-    as_fields,
-    check_single,
-    check_spelling,
-)  # fmt: skip
+from specinfer.server.protocol import ChatFields, CompletionFields, Count, Objects, Text, as_fields, check_single
 from specinfer.server.state import state_of
 from specinfer.server.tools import ToolPlan
 

@@ -5,23 +5,21 @@ fields are ignored with a warning, except misspelt ones and fields whose sender 
 name.
 """
 
-import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
+from specinfer.server.field_checks import HARMLESS, REFUSED, check_spelling, few
 
 logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
-_MAX_UNKNOWN = 64  # each takes a tenth of a millisecond to compare
-_SIMILARITY = 0.81  # the least at which an unknown name is a misspelt one: refuses max_new_tokens, but not top_a
 
 Text = Annotated[str, Field(max_length=1024)]
 # Lists fail at their first wrong entry: to report every wrong entry of a long list takes minutes.
@@ -32,94 +30,8 @@ Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
 _STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
-
-# Fields that are accepted and have no effect here.
-_HARMLESS = {
-    "metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "safety_identifier", "service_tier", "store", "user", "verbosity",
-}  # fmt: skip
-
-# A client that sends one of these relies on it: a response that ignored it would be wrong and look right.
-_REFUSED = {
-    "allowed_tools": "use tool_choice",
-    "audio": "only text is served",
-    "chat_template": "templates come with the model or from the operator",
-    "documents": "put their text into a message",
-    "ebnf": "use structured_outputs.grammar, in Lark's notation",
-    "format": "use response_format",
-    "function_call": "use /v1/chat/completions",
-    "functions": "use /v1/chat/completions",
-    "grammar": "use structured_outputs.grammar, in Lark's notation",
-    "guided_choice": "use structured_outputs.choice",
-    "guided_decoding_backend": "use structured_outputs",
-    "guided_grammar": "use structured_outputs.grammar, in Lark's notation",
-    "guided_json": "use structured_outputs.json, or response_format",
-    "guided_json_object": "use response_format",
-    "guided_regex": "use structured_outputs.regex",
-    "guided_whitespace_pattern": "use structured_outputs.regex",
-    "json_schema": "use response_format",
-    "kv_transfer_params": "leave it out",
-    "logits_processors": "use logit_bias, bad_words or structured_outputs",
-    "prompt_embeds": "send text or token ids",
-    "regex": "use structured_outputs.regex",
-    "structural_tag": "use tools or structured_outputs.grammar",
-    "tool_choice": "use /v1/chat/completions",
-    "tools": "use /v1/chat/completions",
-    "use_beam_search": "leave it out",
-    "web_search_options": "nothing is searched",
-}
-
-
-def few(limit: int) -> BeforeValidator:
-    """Return a validator that counts the keys of an object before it looks at any of them."""
-
-    def check(given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > limit:
-            raise ValueError(f"{len(given)} names are too many; send {limit} at most")
-        return given
-
-    return BeforeValidator(check)
-
-
 USE_CHAT = "use /v1/chat/completions"
 _OF_CHOICES = ("logprob_token_ids", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "trace")
-
-
-def check_single(fields: "SharedFields", refused: Mapping[str, str]) -> None:
-    """Check the fields of an API without choices.
-
-    Args:
-        refused: The remedies for further fields that this API has no place for.
-
-    Raises:
-        ApiError: A field is not supported there.
-    """
-    remedies = dict.fromkeys(_OF_CHOICES, USE_CHAT) | dict(refused)
-    for name, remedy in remedies.items():
-        if getattr(fields, name, (fields.model_extra or {}).get(name)) not in (None, False):
-            raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
-    if fields.n not in (None, 1):
-        raise ApiError(400, "n: a response has one output; send several requests", param="n")
-
-
-def check_spelling(unknown: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
-    """Refuse the first unknown name that resembles a known one.
-
-    Raises:
-        ApiError: A name is misspelt, and the message has the likely one; or there are too many names to compare.
-    """
-    names = set(known)
-    for i, name in enumerate(unknown):
-        if i == _MAX_UNKNOWN:
-            place = prefix.rstrip(".") or "body"
-            message = f"{place}: more than {i} names are not known, {name!r:.64} among them; leave them out"
-            raise ApiError(400, message, param=prefix + name[:64], code="unknown_field")
-        plain = name[:64].lower().replace("-", "_")
-        if likely := difflib.get_close_matches(plain, names, 1, _SIMILARITY):
-            field = prefix + name[:64]
-            raise ApiError(
-                400, f"{field}: is not known; did you mean {prefix}{likely[0]}?", param=field, code="unknown_field"
-            )
 
 
 class StreamOptions(BaseModel):
@@ -220,15 +132,13 @@ class SharedFields(BaseModel):
         """
         unknown = self.model_extra or {}
         for name, value in unknown.items():
-            if name in _REFUSED and value not in (None, False):
-                raise ApiError(
-                    400, f"{name}: not supported; {_REFUSED[name]}", param=name, code="unsupported_parameter"
-                )
+            if name in REFUSED and value not in (None, False):
+                raise ApiError(400, f"{name}: not supported; {REFUSED[name]}", param=name, code="unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream; leave it out", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs: not in a stream; leave one of them out", param="prompt_logprobs")
-        ignored = sorted(name for name, value in unknown.items() if name not in _HARMLESS and value is not None)
+        ignored = sorted(name for name, value in unknown.items() if name not in HARMLESS and value is not None)
         check_spelling((name for name in ignored if name not in _fields_of_any()), type(self).model_fields)
         if self.stream_options is not None:
             given = self.stream_options.model_extra or ()
@@ -292,6 +202,23 @@ class ChatFields(SharedFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+def check_single(fields: SharedFields, refused: Mapping[str, str]) -> None:
+    """Check the fields of an API without choices.
+
+    Args:
+        refused: The remedies for further fields that this API has no place for.
+
+    Raises:
+        ApiError: A field is not supported there.
+    """
+    remedies = dict.fromkeys(_OF_CHOICES, USE_CHAT) | dict(refused)
+    for name, remedy in remedies.items():
+        if getattr(fields, name, (fields.model_extra or {}).get(name)) not in (None, False):
+            raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+    if fields.n not in (None, 1):
+        raise ApiError(400, "n: a response has one output; send several requests", param="n")
 
 
 Fields = TypeVar("Fields", bound=SharedFields)

@@ -10,9 +10,9 @@ from fastapi.responses import Response
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
+from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation
 from specinfer.server.errors import ApiError
-from specinfer.server.generations import Call
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond

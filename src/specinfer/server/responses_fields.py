@@ -13,7 +13,8 @@ from pydantic import Field, WithJsonSchema
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.errors import ApiError
-from specinfer.server.protocol import USE_CHAT, Label, Objects, SharedFields, check_single, few
+from specinfer.server.field_checks import few
+from specinfer.server.protocol import USE_CHAT, Label, Objects, SharedFields, check_single
 from specinfer.server.response_format import json_schema_params, structured_outputs_of
 
 MAX_ITEMS = 4096

@@ -294,8 +294,5 @@ def _precision(config: TuneConfig, place: torch.device) -> str:
     if place.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
     flags = Path("/proc/cpuinfo")
-    return (
-        "bf16"
-        if place.type == "cpu" and flags.exists() and "avx512_bf16" in flags.read_text(encoding="utf-8")
-        else "no"
-    )
+    has_bf16 = place.type == "cpu" and flags.exists() and "avx512_bf16" in flags.read_text(encoding="utf-8")
+    return "bf16" if has_bf16 else "no"

@@ -1,4 +1,4 @@
-"""Models with Mamba-2 layers: Granite 4, Nemotron-H, Falcon-H1, and those of such layers alone."""
+"""Models with Mamba-2 layers: Granite 4, Falcon-H1, and those of such layers alone."""
 
 from collections.abc import Collection
 from functools import partial
@@ -12,8 +12,6 @@ from specinfer.model.gguf.families.plan_parts import (
     attention,
     attention_fields,
     expansion,
-    expert_groups,
-    experts,
     gated,
     granite_experts,
     in_layer,
@@ -23,11 +21,11 @@ from specinfer.model.gguf.families.plan_parts import (
     norms,
     outside,
 )
-from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
+from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
 
-class _Names(NamedTuple):
+class Mamba2Names(NamedTuple):
     """Names of a family's fields for the sizes of its Mamba-2 layers."""
 
     heads: str = "mamba_n_heads"
@@ -37,12 +35,12 @@ class _Names(NamedTuple):
     taps: str = "mamba_d_conv"
 
 
-_USUAL = _Names()
-_OF_NEMOTRON = _Names("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-_OF_MAMBA = _Names("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+_USUAL = Mamba2Names()
+_OF_MAMBA = Mamba2Names("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
 
 
-def _sizes(meta: Metadata, names: _Names = _USUAL) -> dict[str, Any]:
+def mamba2_sizes(meta: Metadata, names: Mamba2Names = _USUAL) -> dict[str, Any]:
+    """Return the sizes of Mamba-2 layers as fields of config.json."""
     inner, heads = meta.size("ssm.inner_size"), meta.size("ssm.time_step_rank")
     groups = meta.size("ssm.group_count")
     if inner % heads or heads % groups:
@@ -51,18 +49,20 @@ def _sizes(meta: Metadata, names: _Names = _USUAL) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def _size_keys(fields: Fields, names: _Names = _USUAL) -> dict[str, Any]:
+def mamba2_size_keys(fields: Fields, names: Mamba2Names = _USUAL) -> dict[str, Any]:
+    """Return the sizes of Mamba-2 layers as keys of a GGUF file."""
     heads, dim, *sizes = (fields[name] for name in names)
     named = dict(zip(("ssm.group_count", "ssm.state_size", "ssm.conv_kernel"), sizes, strict=True))
     return {"ssm.inner_size": heads * dim, "ssm.time_step_rank": heads, **named}
 
 
-def _has_bias(meta: Metadata) -> bool:
+def has_conv_bias(meta: Metadata) -> bool:
+    """Return whether the convolutions of Mamba-2 layers have a bias."""
     return any(name.endswith(".ssm_conv1d.bias") for name in meta.header.tensors)
 
 
 def mamba2(
-    fields: Fields, module: str, names: _Names = _USUAL, *, has_bias: bool = True, has_norm: bool = True
+    fields: Fields, module: str, names: Mamba2Names = _USUAL, *, has_bias: bool = True, has_norm: bool = True
 ) -> Plan:
     """Yield the tensors of a Mamba-2 layer; `has_bias` is whether its convolution has one."""
     heads, dim, groups, state, taps = (fields[name] for name in names)
@@ -89,7 +89,7 @@ def granite_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     if all(kv_heads):
         sizes = {"mamba_n_heads": 1}  # of no layers; the others follow from it
     else:
-        sizes = {**_sizes(meta), "mamba_expand": expansion(meta, common), "mamba_conv_bias": _has_bias(meta)}
+        sizes = {**mamba2_sizes(meta), "mamba_expand": expansion(meta, common), "mamba_conv_bias": has_conv_bias(meta)}
     count, wide = meta.get("expert_count", int, 0), meta.size("feed_forward_length")
     return {
         "model_type": "granitemoehybrid",
@@ -113,7 +113,7 @@ def _granite_keys(fields: Fields) -> dict[str, Any]:
         "rope.scaling.finetuned": fields["position_embedding_type"] == "rope",
         **({"feed_forward_length": wide} | sizes if fields["num_local_experts"] else {"feed_forward_length": shared}),
         **multiplier_keys(fields),
-        **_size_keys(fields),
+        **mamba2_size_keys(fields),
     }
 
 
@@ -146,110 +146,6 @@ def with_and_without_positions(family: Family) -> Family:
     return family._replace(read_fields=read_fields, plan=plan)
 
 
-# ------------------------------------------------------------------------------------------ Nemotron-H
-
-
-def nemotron_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of config.json of Nemotron-H, dense or with experts."""
-    num_layers, tensors = common["num_hidden_layers"], meta.header.tensors
-    widths = meta.sizes("feed_forward_length", num_layers)
-    kinds = []
-    for i, (kv_heads, width) in enumerate(zip(meta.sizes("attention.head_count_kv", num_layers), widths, strict=True)):
-        has_experts = f"blk.{i}.ffn_gate_inp.weight" in tensors
-        feed_forward = "moe" if has_experts else "mlp"
-        kinds.append(feed_forward if width else "full_attention" if kv_heads else "linear_attention")
-    fields = {
-        "model_type": "nemotron_h",
-        "architectures": ["NemotronHForCausalLM"],
-        **attention_fields(meta, common, rotates=False),
-        **_sizes(meta, _OF_NEMOTRON),
-        "use_conv_bias": _has_bias(meta),
-        "layer_types": kinds,
-        "layer_norm_epsilon": common["rms_norm_eps"],
-    }
-    if "mlp" in kinds:
-        dense = {width for width, kind in zip(widths, kinds, strict=True) if kind == "mlp"}
-        if len(dense) > 1:
-            raise meta.error(f"{meta.arch}.feed_forward_length has {len(dense)} numbers for MLPs", TAKE_ANOTHER)
-        fields["intermediate_size"] = dense.pop()
-    if "moe" in kinds:
-        fields |= {
-            **meta.experts("n_routed_experts"),
-            "moe_intermediate_size": meta.size("expert_feed_forward_length"),
-            "moe_shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
-            **expert_groups(meta),
-            "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
-            "routed_scaling_factor": meta.positive("expert_weights_scale", 1.0),
-            "moe_latent_size": meta.size("moe_latent_size") if meta.get("moe_latent_size", int) else None,
-        }
-    return fields
-
-
-_COUNTS = (
-    "count",
-    "used_count",
-    "feed_forward_length",
-    "shared_feed_forward_length",
-    "group_count",
-    "group_used_count",
-)
-_OF_EXPERTS = tuple(f"expert_{name}" for name in _COUNTS)
-
-
-def _nemotron_keys(fields: Fields) -> dict[str, Any]:
-    widths = {"mlp": fields["intermediate_size"], "moe": fields["moe_intermediate_size"]}
-    keys = {
-        "attention.head_count_kv": kv_heads_by_layer(fields),
-        "feed_forward_length": [widths.get(kind, 0) for kind in fields["layer_types"]],
-        "expert_shared_feed_forward_length": fields["moe_shared_expert_intermediate_size"],
-        "expert_group_count": fields["n_group"],
-        "expert_group_used_count": fields["topk_group"],
-        "expert_weights_norm": fields["norm_topk_prob"],
-        "expert_weights_scale": float(fields["routed_scaling_factor"]),
-        "moe_latent_size": fields["moe_latent_size"],
-        "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],  # llama.cpp's name of it for this family
-        **_size_keys(fields, _OF_NEMOTRON),
-    }
-    # llama.cpp takes all MLPs for experts where there is a number of them.
-    return keys if "moe" in fields["layer_types"] else keys | dict.fromkeys(_OF_EXPERTS)
-
-
-def plan_nemotron(fields: Fields, _names: Collection[str]) -> Plan:
-    """Yield the tensors of Nemotron-H."""
-    hidden = fields["hidden_size"]
-    yield from outside(fields, "model.embeddings", "model.norm_f")
-    for i, kind in enumerate(fields["layer_types"]):
-        yield from in_layer(i, norms({"attn_norm": "norm"}, hidden))
-        if kind == "full_attention":
-            yield from in_layer(i, attention(fields, "mixer", has_pairs=True))
-        elif kind == "mlp":
-            yield from in_layer(i, _plain("mixer", hidden, fields["intermediate_size"]))
-        elif kind == "moe":
-            yield from in_layer(i, _nemotron_experts(fields))
-        else:
-            yield from in_layer(i, mamba2(fields, "mixer", _OF_NEMOTRON, has_bias=fields["use_conv_bias"]))
-
-
-def _plain(module: str, hidden: int, width: int, end: str = "") -> Plan:
-    """Yield the matrices of an MLP without gates."""
-    yield f"ffn_up{end}.weight", Weight(f"{module}.up_proj.weight", (width, hidden))
-    yield f"ffn_down{end}.weight", Weight(f"{module}.down_proj.weight", (hidden, width))
-
-
-def _nemotron_experts(fields: Fields) -> Plan:
-    hidden, count = fields["hidden_size"], fields["n_routed_experts"]
-    inside = fields["moe_latent_size"] or hidden
-    yield "ffn_gate_inp.weight", Weight("mixer.gate.weight", (count, hidden))
-    yield "exp_probs_b.bias", Weight("mixer.gate.e_score_correction_bias", (count,))
-    if fields["moe_latent_size"]:
-        yield "ffn_latent_down.weight", Weight("mixer.fc1_latent_proj.weight", (inside, hidden))
-        yield "ffn_latent_up.weight", Weight("mixer.fc2_latent_proj.weight", (hidden, inside))
-    for stored, one in experts("mixer.experts", inside, fields["moe_intermediate_size"], count):
-        if "gate" not in stored:
-            yield stored, one
-    yield from _plain("mixer.shared_experts", hidden, fields["moe_shared_expert_intermediate_size"], "_shexp")
-
-
 # ------------------------------------------------------------------------------------------- Falcon-H1
 
 
@@ -260,9 +156,9 @@ def falcon_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
         "model_type": "falcon_h1",
         "architectures": ["FalconH1ForCausalLM"],
         **attention_fields(meta, common),
-        **_sizes(meta),
+        **mamba2_sizes(meta),
         "mamba_d_ssm": meta.size("ssm.inner_size"),
-        "mamba_conv_bias": _has_bias(meta),
+        "mamba_conv_bias": has_conv_bias(meta),
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in meta.header.tensors,
         "mamba_norm_before_gate": False,
         "intermediate_size": meta.size("feed_forward_length"),
@@ -293,9 +189,9 @@ def mamba2_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     return {
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],
-        **_sizes(meta, _OF_MAMBA),
+        **mamba2_sizes(meta, _OF_MAMBA),
         "expand": expansion(meta, common),
-        "use_conv_bias": _has_bias(meta),
+        "use_conv_bias": has_conv_bias(meta),
         "layer_norm_epsilon": common["rms_norm_eps"],
     }
 
@@ -308,11 +204,8 @@ def plan_mamba2(fields: Fields, _names: Collection[str]) -> Plan:
         yield from in_layer(i, [*norms({"attn_norm": "norm"}, fields["hidden_size"]), *layer], "backbone.layers")
 
 
-_NEMOTRON = Family(nemotron_fields, plan_nemotron, written=("nemotron_h",), keys=_nemotron_keys)
 FAMILIES = {
     "granitehybrid": Family(granite_fields, plan_granite, written=("granitemoehybrid",), keys=_granite_keys),
-    "nemotron_h": _NEMOTRON,
-    "nemotron_h_moe": _NEMOTRON._replace(written=("nemotron_h with experts",)),
-    "falcon-h1": Family(falcon_fields, plan_falcon, written=("falcon_h1",), keys=_size_keys),
-    "mamba2": Family(mamba2_fields, plan_mamba2, written=("mamba2",), keys=partial(_size_keys, names=_OF_MAMBA)),
+    "falcon-h1": Family(falcon_fields, plan_falcon, written=("falcon_h1",), keys=mamba2_size_keys),
+    "mamba2": Family(mamba2_fields, plan_mamba2, written=("mamba2",), keys=partial(mamba2_size_keys, names=_OF_MAMBA)),
 }
