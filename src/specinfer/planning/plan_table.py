@@ -22,7 +22,7 @@ def print_plan(report: PlanReport, console: Console) -> None:
     environment = report.environment
     console.print(
         f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
-        f"{environment.precision} on {environment.device}, {environment.num_threads} threads, {environment.cpu}"
+        f"{environment.precision} on {environment.device}\n{environment.num_threads} threads, {environment.cpu}"
     )
     if report.streaming is not None:
         console.print(_streaming(report.streaming), highlight=False)
