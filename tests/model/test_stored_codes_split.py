@@ -80,6 +80,7 @@ MODELS = {
     "W4A16": _safetensors("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
     "FP8": _safetensors("FP8 of 128", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64),
     "AWQ experts": _safetensors("AWQ", "qwen3_moe", hidden_size=64, head_dim=16, moe_intermediate_size=64),
+    "W4A16 experts of Mixtral": _safetensors("pack-quantized", "mixtral", hidden_size=64, intermediate_size=64),
 }
 
 

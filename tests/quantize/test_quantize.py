@@ -14,6 +14,7 @@ from specinfer.kernels import quantization
 from specinfer.kernels.quantization import Bits, dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.quantize import checkpoint
+from specinfer.quantize.calibration import decoder_layers
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from specinfer.quantize.gptq import quantize_with_moments, round_layers
 from tiny import VOCAB, save_model, save_tokenizer
@@ -89,15 +90,16 @@ def test_layers_of_all_kinds_are_calibrated_in_order(family: str, tmp_path: Path
     source = save_model(tmp_path / "model", family, noise=0.3)
     model = load_plain(source, torch.float32).eval().requires_grad_(False)
     texts = torch.randint(VOCAB, (6, 40)).tolist()
-    names, _ = checkpoint._linear_layers(source, 4)
-    layers = checkpoint._decoder_layers(source, model)
+    names = list(checkpoint.Layers.of(source, 4).places)
+    layers = decoder_layers(source, model)
     ids = torch.tensor(texts)
     original = {name: model.get_submodule(name).weight.clone() for name in names}
     before = model(ids).logits
     done: list[int] = []
-    found = round_layers(model, layers, names, texts, 4, done.append)
+    found, unseen = round_layers(model, layers, names, texts, 4, done.append)
     assert done == list(range(1, len(layers) + 1))
     assert set(found) == set(names)
+    assert not unseen
     calibrated = (model(ids).logits - before).square().mean()
     for name, weight in original.items():
         model.get_submodule(name).weight.copy_(dequantize(quantize(weight, 4)))

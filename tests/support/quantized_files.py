@@ -261,7 +261,7 @@ def save_mixed(
     torch.manual_seed(0)
     tensors, plain = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
-        encode = encoder_of(key) if "_proj" in key and tensor.ndim == 2 else None
+        encode = encoder_of(key) if ("_proj" in key or ".experts." in key) and tensor.ndim == 2 else None
         if encode is not None:
             stored, plain[key] = encode(tensor.float())
             tensors |= {f"{key.removesuffix('.weight')}.{end}": one.contiguous() for end, one in stored.items()}

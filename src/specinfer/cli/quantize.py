@@ -63,5 +63,10 @@ def quantize(
         screen.out.print(
             f"perplexity of held-out texts: {before:.3f} before, {after:.3f} now ({after / before - 1:+.1%})"
         )
+        if report.num_uncalibrated:
+            screen.out.print(
+                f"rounded to nearest, because no calibration text reached them: {report.num_uncalibrated} matrices of "
+                "experts; more --num-texts may reach them"
+            )
     if as_json is not None:
         write_json(as_json, report.as_dict())

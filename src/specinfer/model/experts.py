@@ -14,16 +14,16 @@ from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 from specinfer.model.packing import together
 from specinfer.model.quantized_experts import Expert, QuantizedExperts, matrix_of, opened
+from specinfer.model.stacked_source import STACKED
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
 _SEPARATE = frozenset(
-    {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "deepseek_v3", "ernie4_5_moe"}
-)
-# Families whose checkpoints, or GGUF files as they are read, have stacks, too, see `StackedSource`.
-_STACKED = frozenset(
-    {"gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "lfm2_moe", "nemotron_h", "jamba", "kimi_linear"}
-)
-FAMILIES = _SEPARATE | _STACKED
+    {
+        "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe",
+        "hy_v3", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text",
+    }
+)  # fmt: skip
+FAMILIES = _SEPARATE | STACKED
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT = "{layer}.{number}.{kind}_proj.weight"
 _Weight = QuantizedWeight | Tensor
@@ -44,7 +44,7 @@ def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[s
             for one, stack in stacks.items()
         ):
             read = _Reader(checkpoint, is_read, kinds)
-            is_stacked = f"{name}.down_proj" in checkpoint.shards.sources
+            is_stacked = all(origin_of(stack) for stack in stacks.values() if stack is not None and stack.is_meta)
             parts = _of_stacks(name, module, read) if is_stacked else _of_matrices(name, module, read)
             model.set_submodule(name, QuantizedExperts(parts))
     return kinds
@@ -102,9 +102,11 @@ def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> Expert:
     assert experts.is_concatenated
     assert not experts.is_transposed
     assert not experts.has_bias
-    ending = GATES[getattr(experts.config, "hidden_act", "silu")]  # LFM2 has no other
+    names = (getattr(experts.config, name, None) for name in ("hidden_act", "hidden_activation"))
+    ending = GATES.get(next(filter(None, names), "silu"))  # LFM2 has no other
     if (
-        not (isinstance(gate, Tensor) or isinstance(up, Tensor))
+        ending is not None
+        and not (isinstance(gate, Tensor) or isinstance(up, Tensor))
         and gate.format == up.format
         and gate.out_features % _LANES == 0
     ):

@@ -13,7 +13,7 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_linear import joined_bias
-from specinfer.model.quantized_experts import quantize_experts
+from specinfer.model.quantized_experts import plain_linear, quantize_experts
 
 HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the last one
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.
@@ -34,9 +34,9 @@ def make_linears_plain(model: nn.Module) -> None:
         layer: Any = model.get_submodule(name)
         if kind == "Conv1D":
             weight = nn.Parameter(layer.weight.detach().T.contiguous(), requires_grad=False)
-            model.set_submodule(name, _plain(weight, layer.bias))
+            model.set_submodule(name, plain_linear(weight, layer.bias))
         elif kind == "FalconLinear":
-            model.set_submodule(name, _plain(layer.weight, layer.bias))
+            model.set_submodule(name, plain_linear(layer.weight, layer.bias))
 
 
 def _kind(module: nn.Module) -> str:
@@ -160,7 +160,7 @@ def cut_head(model: nn.Module, token_ids: Tensor) -> None:
     head: Any = model.get_submodule(names[0])
     weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
     bias = None if head.bias is None else nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
-    model.set_submodule(names[0], _plain(weight, bias))
+    model.set_submodule(names[0], plain_linear(weight, bias))
 
 
 def layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
@@ -189,12 +189,6 @@ def output_head(model: nn.Module) -> nn.Module | None:
     find: Any = getattr(model, "get_output_embeddings", None)
     head: nn.Module | None = getattr(model, "lm_head", None) if find is None else find()
     return head
-
-
-def _plain(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
-    return layer
 
 
 def can_join(layer: Any) -> bool:
@@ -233,4 +227,4 @@ def _joined(layers: list[Any]) -> nn.Module:
         rounded: nn.Module = type(layers[0]).joined(layers)
         return rounded
     weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
-    return _plain(weight, joined_bias(layers))
+    return plain_linear(weight, joined_bias(layers))

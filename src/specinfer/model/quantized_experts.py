@@ -81,24 +81,43 @@ def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits, *, n
     """
     names = [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]
     for name in names:  # one after the other, so that the numbers of few are in memory beside their codes
-        model.set_submodule(name, QuantizedExperts(_rounded(model.get_submodule(name), bits, native=native)))
+        make = partial(_rounded, bits=bits, native=native)
+        model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), make)))
 
 
-def _rounded(experts: Any, bits: Bits, *, native: bool) -> Iterator[Expert]:
+def split_experts(model: nn.Module) -> None:
+    """Replace the experts of a model by ones with an `nn.Linear` for each matrix, `linears.{2 * expert}` the first."""
+    for name in [name for name, one in model.named_modules() if can_quantize_experts(one)]:
+        model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), plain_linear)))
+
+
+def _parts(experts: Any, make: Callable[[Tensor, Tensor | None], _Linear]) -> Iterator[Expert]:
+    """Yield the parts of experts, whose linear layers are made of a matrix and its bias."""
     shell = copy.copy(experts)
     shell._parameters = {}  # gates are functions of values and of the module's settings
     has_gate = getattr(experts, "has_gate", True)
     opens = shell._apply_gate if has_gate else shell.act_fn
     first = "gate_up_proj" if has_gate else "up_proj"
     for i in range(experts.num_experts):
-        values, down = (_linear(experts, name, i, bits, native=native) for name in (first, "down_proj"))
+        values, down = (
+            make(matrix_of(experts, name, i), getattr(experts, f"{name}_bias")[i] if experts.has_bias else None)
+            for name in (first, "down_proj")
+        )
         yield partial(opened, values, opens), [values], down, None
 
 
-def _linear(experts: Any, name: str, expert: int, bits: Bits, *, native: bool) -> _Linear:
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer of tensors."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight, layer.bias = (  # type: ignore[assignment]
+        one if one is None or isinstance(one, nn.Parameter) else nn.Parameter(one, requires_grad=False)
+        for one in (weight, bias)
+    )
+    return layer
+
+
+def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits, *, native: bool) -> _Linear:
     """Return the rounded layer of one matrix of a stack."""
-    weight = matrix_of(experts, name, expert)
-    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
     rounded = quantize(weight, bits)
     if native and library() is not None:
         return LinearCall(Panels.of_codes(rounded, bias))

@@ -1,14 +1,29 @@
 """StackedSource: matrices of experts, each stored for itself, as the one weight that definitions have them in."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specinfer.core.errors import ModelError
 from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
+
+EXPERT = re.compile(
+    r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.(?P<end>weight|bias)"
+)
+_KINDS = {"w1": "gate", "w2": "down", "w3": "up"}
+# Families whose definitions have stacks of experts under other names than those that `EXPERT` fits, or transposed.
+STACKED = frozenset(
+    {
+        "gemma4_text", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "jamba", "kimi_linear",
+        "lfm2_moe", "minimax", "minimax_m2", "mixtral", "nemotron_h", "phimoe",
+    }
+)  # fmt: skip
+TRANSPOSED = frozenset({"gpt_oss"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +71,12 @@ class StackedSource:
 
     @property
     def has_codes(self) -> bool:
-        """True if our kernels take the codes of each expert's matrix as they are; all experts are stored alike."""
-        first = self.experts[0]
-        return all(one.has_codes for one in first) and len({one.outline()[1].format for one in first}) == 1
+        """True if our kernels take the codes of each expert's matrix as they are, and all experts are stored alike."""
+        parts = [one for parts in self.experts for one in parts]
+        is_alike = len({id(getattr(one, "format", None)) for one in parts}) == 1
+        if not is_alike or not all(one.has_codes for one in parts):
+            return False
+        return len({one.outline()[1].format for one in self.experts[0]}) == 1
 
     def codes(self, expert: int = 0) -> tuple[str, QuantizedWeight]:
         """Read an expert's matrix [out, in] as it is stored, and return its type's name, too."""
@@ -79,3 +97,42 @@ class StackedSource:
 def _alternating(tensors: Sequence[Tensor]) -> Tensor:
     """Return the first rows of all tensors, then the second ones, and so on."""
     return torch.stack(list(tensors), dim=1).flatten(0, 1)
+
+
+def stacked(sources: Mapping[str, Any], *, is_transposed: bool) -> dict[str, Any]:
+    """Return the sources with one for the matrices of all experts, and for their biases.
+
+    Args:
+        is_transposed: Whether stacks are transposed, and have gates beside values; or gates before values.
+
+    Raises:
+        ModelError: An expert's matrix is missing, or of another shape.
+    """
+    result: dict[str, Any] = {}
+    matches = {name: EXPERT.fullmatch(name) for name in sources}
+    has_gates = any(kind_of(match) == "gate" for match in matches.values() if match)
+    stacks: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, source in sources.items():
+        if (match := matches[name]) is None:
+            result[name] = source
+        else:
+            experts = stacks.setdefault(stack_name(match, has_gates=has_gates), {})
+            experts.setdefault(int(match["number"]), {})[kind_of(match)] = source
+    for name, experts in stacks.items():
+        each = [dict(sorted(parts.items())) for _, parts in sorted(experts.items())]  # gates before values
+        shapes = {source.shape for parts in each for source in parts.values()}
+        if max(experts) >= len(experts) or len(shapes) > 1 or len({tuple(parts) for parts in each}) > 1:
+            raise ModelError(f"model: matrices of {name} are missing, or of several shapes; fetch the model again")
+        result[name] = StackedSource([list(parts.values()) for parts in each], is_transposed)
+    return result
+
+
+def kind_of(expert: re.Match[str]) -> str:
+    """Return "gate", "up" or "down"."""
+    return _KINDS.get(expert["kind"], expert["kind"].removesuffix("_proj"))
+
+
+def stack_name(expert: re.Match[str], *, has_gates: bool) -> str:
+    """Return the name of the weight that an expert's matrix, or its bias, is a part of in definitions."""
+    kind = "gate_up" if has_gates and kind_of(expert) != "down" else kind_of(expert)
+    return f"{expert['layer']}.{kind}_proj{'_bias' if expert['end'] == 'bias' else ''}"

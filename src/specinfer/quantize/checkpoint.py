@@ -5,7 +5,7 @@ first inputs, `weight_scale` [out, groups] and `weight_shape` [2]. All other ten
 """
 
 import json
-import math
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,21 +20,22 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import BITS, Bits, quantize
 from specinfer.kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
-from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer, outline
+from specinfer.model.definition import load_config, load_plain, load_tokenizer, outline
 from specinfer.model.folder import replacing, weight_shapes
 from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.gguf.writing import TYPES, write_gguf
-from specinfer.model.linears import layer_lists, layer_names, quantizable_names
+from specinfer.model.linears import ROUTER, layer_names, quantizable_names
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
-from specinfer.quantize.gptq import round_layers
+from specinfer.quantize.calibration import Calibrated, calibrate, read_texts
+from specinfer.quantize.experts import Place, StoredExperts
 from specinfer.reporting.files import check_files
 from specinfer.setup.model_names import find_target
-from specinfer.tuning.corpus import read_prompts
 
 _FORMAT, _METHOD = "pack-quantized", "compressed-tensors"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _INDEX = "model.safetensors.index.json"
 _LEAST_TEXT = 8  # tokens of a text cut from data
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +97,16 @@ class QuantizeReport:
     """Size of a quantized checkpoint, and its loss of quality.
 
     Attributes:
-        num_layers: Number of quantized linear layers.
+        num_layers: Number of quantized linear layers; each matrix of an expert is one.
+        num_uncalibrated: Number of these that are rounded to nearest: all without data, or experts that no token of a
+            calibration text was routed to.
         num_bytes_before, num_bytes: Sizes of the weight files.
         perplexity_before, perplexity: Of held-out texts with unrounded activations, or None without data.
     """
 
     folder: Path
     num_layers: int
+    num_uncalibrated: int
     num_bytes_before: int
     num_bytes: int
     perplexity_before: float | None = None
@@ -113,6 +117,7 @@ class QuantizeReport:
         return {
             "folder": str(self.folder),
             "num_quantized_layers": self.num_layers,
+            "num_uncalibrated_layers": self.num_uncalibrated,
             "num_bytes_before": self.num_bytes_before,
             "num_bytes": self.num_bytes,
             "perplexity_before": self.perplexity_before,
@@ -139,22 +144,26 @@ def write_quantized(
         raise ModelError(f"model: {config.model} has no safetensors files; its weights are quantized already, or GGUF")
     if config.is_gguf:
         return _write_file(config, source, stage, note)
-    names, ignored = _linear_layers(source, config.bits)
-    rounded: dict[str, QuantizedWeight] = {}
-    perplexity: tuple[float, float] | tuple[()] = ()
+    layers = Layers.of(source, config.bits)
+    found = Calibrated({}, set(layers.places), None, None)
     if config.data:
-        rounded, perplexity = _calibrate(config, source, names, stage, note)
+        data = [Path(name) for name in config.data]
+        texts = read_texts(source, data, config.num_texts, config.text_tokens)
+        found = calibrate(source, layers.places, texts, config.bits, stage, note)
     out, index = Path(config.out), dict[str, str]()
     with replacing(out) as partial:
         stage("writing", len(files := weight_paths(source)))
         for number, file in enumerate(files, start=1):
-            tensors = _rounded_tensors(file, names, rounded, config.bits)
+            tensors = _rounded_tensors(file, layers, found.rounded, config.bits)
             save_file(tensors, partial / file.name, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file.name)
             note(number)
-        _write_fields(source, partial, quantization_fields(config.bits, ignored), index if len(files) > 1 else None)
+        _write_fields(
+            source, partial, quantization_fields(config.bits, layers.ignored), index if len(files) > 1 else None
+        )
     before, after = (sum(file.stat().st_size for file in paths) for paths in (files, weight_paths(out)))
-    return QuantizeReport(out, len(names), before, after, *perplexity)
+    counts = len(layers.places), len(found.unseen)
+    return QuantizeReport(out, *counts, before, after, found.perplexity_before, found.perplexity)
 
 
 def _write_file(
@@ -177,43 +186,64 @@ def _write_file(
     finally:
         partial.unlink(missing_ok=True)
     before = sum(file.stat().st_size for file in weight_paths(source))
-    return QuantizeReport(out, count, before, out.stat().st_size)
+    return QuantizeReport(out, count, count, before, out.stat().st_size)
 
 
-def _linear_layers(source: Path, bits: Bits) -> tuple[list[str], list[str]]:
-    """Return the names of the linear layers to quantize, and of those that stay as they are.
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The linear layers of a model, by the names that they are written under.
 
-    Raises:
-        ModelError: There are none to quantize.
+    Attributes:
+        places: Those to quantize, and their places in a model with split experts.
+        ignored: Those that stay as they are.
     """
-    model = outline(source)
-    linears = {name: one for name, one in model.named_modules() if type(one) is nn.Linear}
-    inside = layer_names(model, load_config(source).get_text_config().num_hidden_layers)
-    size, stored = GROUP_SIZES[bits], weight_shapes(source)
-    names = [
-        name
-        for name in quantizable_names(model, inside)
-        if linears[name].in_features % size == 0 and f"{name}.weight" in stored
-    ]
-    if not names:
-        raise ModelError(f"model: {source} has no linear layers that can be quantized")
-    mtp = [one.removesuffix(".weight") for one in sorted(mtp_names(stored)) if len(stored[one]) == 2]
-    return names, [name for name in linears if name not in names] + mtp
+
+    places: dict[str, Place]
+    ignored: list[str]
+    experts: StoredExperts
+
+    @classmethod
+    def of(cls, source: Path, bits: Bits) -> "Layers":
+        """Find the linear layers of a folder's model.
+
+        Raises:
+            ModelError: There are none to quantize.
+        """
+        model, config = outline(source), load_config(source).get_text_config()
+        linears = [name for name, one in model.named_modules() if type(one) is nn.Linear]
+        plain = set(quantizable_names(model, layer_names(model, config.num_hidden_layers)))
+        stored = weight_shapes(source)
+        experts, mtp = StoredExperts(model, stored), mtp_names(stored)
+        places, others, stacks = dict[str, Place](), list[str](), list[str]()
+        for weight, shape in experts.shapes.items():
+            layer = weight.removesuffix(".weight")
+            place = Place(layer, slice(None)) if layer in plain else experts.place(layer)
+            if place is not None and weight != layer and shape[1] % GROUP_SIZES[bits] == 0:
+                places[layer] = place
+            elif len(shape) == 2 and (place is not None or weight in mtp or ROUTER.search(layer)):
+                others.append(layer)
+            elif len(shape) > 2 and ".expert" in weight:
+                stacks.append(weight)
+        if not places:
+            raise ModelError(f"model: {source} has no linear layers that can be quantized")
+        if stacks:
+            logger.warning("stacked matrices stay as they are: %s and %d others", stacks[0], len(stacks) - 1)
+        ignored = [name for name in linears if name not in places]
+        return cls(places, ignored + sorted(set(others) - set(ignored)), experts)
 
 
-def _rounded_tensors(
-    file: Path, names: Sequence[str], rounded: dict[str, QuantizedWeight], bits: Bits
-) -> dict[str, Tensor]:
-    """Return the tensors of a file, with those of the named layers rounded and packed."""
+def _rounded_tensors(file: Path, layers: Layers, rounded: dict[str, QuantizedWeight], bits: Bits) -> dict[str, Tensor]:
+    """Return the tensors of a file, with those of layers to quantize rounded and packed, and experts apart."""
     tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 - it is no dict
-            tensor, layer = opened.get_tensor(key), key.removesuffix(".weight")
-            if layer in names and key != layer:
-                weight = rounded.pop(layer) if layer in rounded else quantize(tensor, bits)
-                tensors |= {f"{layer}.{name}": one for name, one in packed(weight, tensor.dtype).items()}
-            else:
-                tensors[key] = tensor
+            for name, tensor in layers.experts.split(key, opened.get_tensor(key)):
+                layer = name.removesuffix(".weight")
+                if layer in layers.places and name != layer:
+                    weight = rounded.pop(layer) if layer in rounded else quantize(tensor.contiguous(), bits)
+                    tensors |= {f"{layer}.{end}": one for end, one in packed(weight, tensor.dtype).items()}
+                else:
+                    tensors[name] = tensor if name == key else tensor.clone(memory_format=torch.contiguous_format)
     return tensors
 
 
@@ -257,43 +287,3 @@ def quantization_fields(bits: Bits, ignored: Sequence[str]) -> dict[str, Any]:
         "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }  # fmt: skip
-
-
-def _calibrate(
-    config: QuantizeConfig,
-    source: Path,
-    names: Sequence[str],
-    stage: Callable[[str, int], None],
-    note: Callable[[int], None],
-) -> tuple[dict[str, QuantizedWeight], tuple[float, float]]:
-    """Return the calibrated codes by layer, and perplexity before and after."""
-    length = min(config.text_tokens, known_positions(source) or config.text_tokens)
-    vocab_size = int(load_config(source).get_text_config().vocab_size)
-    texts = read_prompts(
-        [Path(name) for name in config.data], load_tokenizer(source), count=config.num_texts,
-        num_held_out=max(config.num_texts // 4, 1), length=length, num_texts=0, text_length=length, most=length,
-        vocab_size=vocab_size,
-    )  # fmt: skip
-    model = load_plain(source, torch.float32).eval().requires_grad_(False)
-    before = perplexity_of(model, texts.held_out)
-    layers = _decoder_layers(source, model)
-    stage("calibrating layers", len(layers))
-    rounded = round_layers(model, layers, names, texts.training, config.bits, note)
-    return rounded, (before, perplexity_of(model, texts.held_out))
-
-
-def _decoder_layers(source: Path, model: nn.Module) -> dict[str, nn.Module]:
-    lists = layer_lists(model, load_config(source).get_text_config().num_hidden_layers)
-    return {f"{name}.{i}": layer for name, found in lists.items() for i, layer in enumerate(found)}
-
-
-@torch.no_grad()
-def perplexity_of(model: Any, texts: Sequence[Sequence[int]]) -> float:
-    """Return the perplexity of texts, whose tokens are predicted from those before them."""
-    surprise, count = 0.0, 0
-    for text in texts:
-        ids = torch.tensor([text])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        surprise += float(nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-        count += len(text) - 1
-    return math.exp(surprise / count)

@@ -76,8 +76,8 @@ def round_layers(
     texts: Sequence[Sequence[int]],
     bits: Bits,
     note: Callable[[int], None],
-) -> dict[str, QuantizedWeight]:
-    """Round linear layers of a model in place, and return their codes by name.
+) -> tuple[dict[str, QuantizedWeight], set[str]]:
+    """Round linear layers of a model in place; return their codes by name, and those that no token of the texts saw.
 
     Args:
         model: A model as transformers defines it, in float32.
@@ -88,6 +88,7 @@ def round_layers(
     """
     states, calls = _first_calls(model, layers, texts)
     found: dict[str, QuantizedWeight] = {}
+    unseen: set[str] = set()
     for number, (prefix, layer) in enumerate(layers.items(), start=1):
         inside = [name for name in names if name.startswith(f"{prefix}.")]
         moments = _Moments({name: model.get_submodule(name) for name in inside})
@@ -96,12 +97,14 @@ def round_layers(
                 layer(state, *call[0], **call[1])
         for name in inside:
             linear: Any = model.get_submodule(name)
+            if not moments.sums[name].any():
+                unseen.add(name)
             found[name] = quantize_with_moments(linear.weight, moments.sums[name], bits)
             linear.weight.copy_(dequantize(found[name]))
         outputs = (layer(state, *call[0], **call[1]) for state, call in zip(states, calls[prefix], strict=True))
         states = [one[0] if isinstance(one, tuple) else one for one in outputs]
         note(number)
-    return found
+    return found, unseen
 
 
 class _Moments:

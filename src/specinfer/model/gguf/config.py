@@ -15,9 +15,8 @@ from specinfer.model.gguf.families.plan_parts import Family
 from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read_header
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.rope import LLAMA3, LONGROPE
-from specinfer.model.gguf.stored import EXPERT, stack_name
 from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight, read_tensor
-from specinfer.model.stacked_source import StackedSource
+from specinfer.model.stacked_source import StackedSource, stacked
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 # Matrices of 32 bits in files of all types: convolutions, what recurrences decay by, and routers.
@@ -100,27 +99,7 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> _Sources:
         pieces[one.name].append(GgufSource(_place(header, stored, one, factors.get(stored)), one, dtype))
     sources = {name: found[0] if len(found) == 1 else JoinedSource(found) for name, found in pieces.items()}
     family = _family(header)
-    return _stacked(sources, is_transposed=family.transposes_experts) if family.stacks_experts else {**sources}
-
-
-def _stacked(sources: Mapping[str, GgufSource | JoinedSource], *, is_transposed: bool) -> _Sources:
-    """Return the sources with one for the matrices of all experts, and for their biases.
-
-    Args:
-        is_transposed: Whether stacks are transposed, and have gates beside values; or gates before values.
-    """
-    result: _Sources = {}
-    has_gates = any(".gate_proj" in name for name in sources if EXPERT.fullmatch(name))
-    stacks: dict[str, dict[int, list[Any]]] = {}
-    for name, source in sources.items():
-        if (found := EXPERT.fullmatch(name)) is None:
-            result[name] = source
-            continue
-        whole = stack_name(found, has_gates=has_gates)
-        stacks.setdefault(whole, {}).setdefault(int(found["number"]), []).append(source)
-    for name, experts in stacks.items():
-        result[name] = StackedSource([parts for _, parts in sorted(experts.items())], is_transposed)
-    return result
+    return stacked(sources, is_transposed=family.transposes_experts) if family.stacks_experts else {**sources}
 
 
 def _factor_names(header: GgufHeader, stored: str, *kinds: str) -> list[str]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.model.gguf.families.plan_parts import Family, Fields
 from specinfer.model.gguf.weights import Weight, in_pairs
+from specinfer.model.stacked_source import EXPERT, kind_of, stack_name
 
-EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<end>weight|bias)")
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # tensors of MTP layers that are the target's, too
 _MTP = re.compile(r"(model\.)?mtp[._]|(?P<layer>model\.layers\.\d+)\.")
 _NAMES = ("token_embd_norm.weight",)  # of norms that families have under several names: the one of new files
@@ -35,7 +35,7 @@ class StoredTensors:
         pieces: dict[str, list[str]] = defaultdict(list)
         plan, mtp = list(family.plan(fields, _NAMES)), list(family.mtp(fields)) if family.mtp else []
         matches = [match for _, one in plan + mtp if (match := EXPERT.fullmatch(one.name))]
-        self._gated = {match["layer"] for match in matches if match["kind"] == "gate"}
+        self._gated = {match["layer"] for match in matches if kind_of(match) == "gate"}
         self.num_mtp_layers = int(bool(mtp) and all(self._has(one.name) for _, one in mtp))
         for stored, one in plan + mtp * self.num_mtp_layers:
             self._parts[stored].append(one)
@@ -104,7 +104,7 @@ class StoredTensors:
             found = found.mT if match["end"] == "weight" else found
         if "gate_up" not in stack:
             return found
-        is_up = match["kind"] == "up"
+        is_up = kind_of(match) == "up"
         return found[is_up::2] if self._is_transposed else found.chunk(2)[is_up]
 
 
@@ -112,12 +112,6 @@ def mtp_names(weights: Collection[str]) -> set[str]:
     """Return the names of all MTP layers' weights."""
     matches = [match for name in weights if (match := _MTP.match(name))]
     return {one.string for one in matches if one["layer"] is None or f"{one['layer']}.eh_proj.weight" in weights}
-
-
-def stack_name(expert: re.Match[str], *, has_gates: bool) -> str:
-    """Return the name of the weight that an expert's matrix, or its bias, is a part of in definitions."""
-    kind = "gate_up" if has_gates and expert["kind"] != "down" else expert["kind"]
-    return f"{expert['layer']}.{kind}_proj{'_bias' if expert['end'] == 'bias' else ''}"
 
 
 def _store(numbers: Tensor, weight: Weight, target: Tensor) -> None:

@@ -17,7 +17,7 @@ from specinfer.model.quantized.floats import GPT_OSS
 from specinfer.model.quantized.format import Format, Tensors
 from specinfer.model.quantized.formats import choose, find_formats
 from specinfer.model.quantized.settings import unread_field
-from specinfer.model.stacked_source import StackedSource
+from specinfer.model.stacked_source import STACKED, TRANSPOSED, StackedSource, stacked
 
 T = TypeVar("T")
 # What decoding raises where tensors do not fit each other.
@@ -131,7 +131,8 @@ def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | 
         for end in own:
             del result[f"{layer}.{end}"]
         result[f"{layer}.weight"] = DecodedSource(layer, found, own, _shape(found, own, layer), dtype or usual)
-    return result
+    family = config.get("model_type")
+    return stacked(result, is_transposed=family in TRANSPOSED) if family in STACKED else result
 
 
 def _layers(formats: Sequence[Format], sources: Mapping[str, Any]) -> list[str]:

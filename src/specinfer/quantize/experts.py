@@ -1,0 +1,98 @@
+"""Experts of a model's files as one linear layer for each matrix, whether the files have these or stacks of them.
+
+A stack `experts.gate_up_proj` [experts, out, in], or transposed, becomes `experts.0.gate_proj.weight` [out, in],
+`experts.0.up_proj.weight` and so on: the names that vLLM and compressed-tensors have for quantized experts.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.model.gguf.stored import mtp_names
+from specinfer.model.offload.checkpoint import layer_number
+from specinfer.model.quantized_experts import can_quantize_experts
+from specinfer.model.stacked_source import EXPERT, kind_of
+
+_STACK = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up|up|down)_proj(?P<bias>_bias)?")
+_OF_GRANITE = re.compile(r"(?P<block>.*)\.(?P<kind>in|out)put_linear\.weight")
+_PARTS = {"gate_up": ("gate_proj", "up_proj"), "up": ("up_proj",), "down": ("down_proj",)}
+
+
+class Place(NamedTuple):
+    """The place of an expert's matrix in a model whose experts `split_experts` has split.
+
+    Attributes:
+        linear: Name of the linear layer.
+        rows: Its outputs that are those of the matrix.
+    """
+
+    linear: str
+    rows: slice
+
+
+class StoredExperts:
+    """The experts of a model's files.
+
+    Args:
+        model: Its definition.
+        shapes: Shapes of the tensors in the files, by name.
+
+    Attributes:
+        shapes: Shapes of the same tensors, without stacks.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        modules = [(name, one) for name, one in model.named_modules() if can_quantize_experts(one)]
+        self._modules: dict[int | None, tuple[str, Any]] = {
+            layer_number(f"{name}."): (name, one) for name, one in modules
+        }
+        self._mtp = mtp_names(shapes)
+        self.shapes = {
+            name: tuple(one.shape)
+            for key, shape in shapes.items()
+            for name, one in self.split(key, torch.empty(shape, device="meta"))
+        }
+
+    def split(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parts of a stack by their names, as views; and any other tensor as it is."""
+        of_granite, match = _OF_GRANITE.fullmatch(key), _STACK.fullmatch(key)
+        found = self._module_of(key)
+        if found is None or tensor.ndim < 2 or (match is None and (of_granite is None or tensor.ndim < 3)):
+            yield key, tensor
+            return
+        experts = found[1]
+        if match is not None:
+            layer, names, end = match["layer"], _PARTS[match["kind"]], "bias" if match["bias"] else "weight"
+        else:
+            assert of_granite is not None
+            layer, end = f"{of_granite['block']}.experts", "weight"
+            names = ("w1", "w3") if of_granite["kind"] == "in" else ("w2",)
+        for number, one in enumerate(tensor):
+            matrix = one.T if experts.is_transposed and end == "weight" else one
+            for name, rows in zip(names, _rows(experts, len(matrix), len(names)), strict=True):
+                yield f"{layer}.{number}.{name}.{end}", matrix[rows]
+
+    def place(self, layer: str) -> Place | None:
+        """Return the place of a layer, named as in `shapes`, or None if it is no expert's matrix."""
+        match, found = EXPERT.fullmatch(f"{layer}.weight"), self._module_of(f"{layer}.weight")
+        if match is None or found is None:
+            return None
+        (name, experts), kind = found, kind_of(match)
+        is_half = kind != "down" and getattr(experts, "has_gate", True)
+        outputs = self.shapes[f"{layer}.weight"][0]
+        rows = _rows(experts, 2 * outputs, 2)[kind == "up"] if is_half else slice(None)
+        return Place(f"{name}.linears.{2 * int(match['number']) + (kind == 'down')}", rows)
+
+    def _module_of(self, key: str) -> tuple[str, Any] | None:
+        return None if key in self._mtp else self._modules.get(layer_number(key))
+
+
+def _rows(experts: Any, outputs: int, count: int) -> list[slice]:
+    """Return the outputs of so many matrices in one; transposed stacks have gates beside values."""
+    if experts.is_transposed:
+        return [slice(i, None, count) for i in range(count)]
+    step = outputs // count
+    return [slice(i * step, (i + 1) * step) for i in range(count)]
