@@ -73,6 +73,7 @@ def test_the_library_is_built_where_there_is_a_compiler() -> None:
 @example(14, 256, 32, True, True, torch.bfloat16, 0)
 @example(15, 257, 33, False, False, torch.float32, 0)
 @example(28, 600, 64, True, True, torch.float16, 0)
+@example(40, 4_500, 32, True, True, torch.bfloat16, 0)
 def test_equal_to_the_product(
     isa: str, rows: int, depth: int, size: int, biased: bool, dots: bool, dtype: torch.dtype, seed: int
 ) -> None:

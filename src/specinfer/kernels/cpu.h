@@ -5,6 +5,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 // Bits of CPUID by leaf, subleaf and register.
 static inline bool has_bits(unsigned leaf, unsigned subleaf, int index, unsigned bits) {
@@ -35,6 +39,17 @@ static inline bool has_avx512() {
 
 static inline bool has_avx512_vnni() { return has_avx512() && has_bits(7, 0, 2, 1u << 11); }
 static inline bool has_avx512_bf16() { return has_avx512_vnni() && has_bits(7, 1, 0, 1u << 5); }
+
+// Linux lends the registers of tiles to a process that asks.
+static inline bool has_amx() {
+#if defined(__linux__)
+    const long request = 0x1023, tiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return has_avx512_bf16() && system_saves(0x60000) && has_bits(7, 0, 3, 1u << 22 | 1u << 24 | 1u << 25) &&  // BF16, TILE, INT8
+           !syscall(SYS_arch_prctl, request, tiles);
+#else
+    return false;
+#endif
+}
 
 #elif defined(__aarch64__)
 #if defined(__APPLE__)

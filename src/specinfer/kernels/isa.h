@@ -26,4 +26,9 @@ namespace ISA {
 #include "decoder.h"
 extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, mix, decode, choose, noise_of, most_probable,
                               walk, toss, convolve, recur};
+#ifdef TILES
+extern const bool knows_tiles = true;
+#else
+extern const bool knows_tiles = false;
+#endif
 }  // namespace ISA

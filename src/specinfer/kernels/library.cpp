@@ -17,7 +17,16 @@ namespace portable { extern const Native native; }
 namespace avx2 { extern const Native native; }
 namespace avx512 { extern const Native native; }
 namespace avx512_vnni { extern const Native native; }
-namespace avx512_bf16 { extern const Native native; }
+namespace avx512_bf16 {
+extern const Native native;
+extern const bool knows_tiles;
+}
+
+static const Native amx = [] {  // the same but for linear layers
+    Native result = avx512_bf16::native;
+    result.name = "AVX-512 VNNI BF16 AMX";
+    return result;
+}();
 #elif defined(__aarch64__)
 namespace neon_dotprod { extern const Native native; }
 namespace neon_i8mm { extern const Native native; }
@@ -25,6 +34,7 @@ namespace neon_i8mm { extern const Native native; }
 
 static const Native *chosen() {
 #if defined(__x86_64__)
+    if (avx512_bf16::knows_tiles && has_amx()) return &amx;
     if (has_avx512_bf16()) return &avx512_bf16::native;
     if (has_avx512_vnni()) return &avx512_vnni::native;
     if (has_avx512()) return &avx512::native;
@@ -37,6 +47,7 @@ static const Native *chosen() {
 }
 
 static const Native *native = chosen();
+bool has_tiles = strstr(native->name, "AMX");
 
 #include "growth.h"
 
@@ -177,7 +188,7 @@ PUBLIC int specinfer_use(const char *name) {
     const Native *best = chosen();
     const Native *all[] = {
 #if defined(__x86_64__)
-        &avx512_bf16::native, &avx512_vnni::native, &avx512::native, &avx2::native,
+        &amx, &avx512_bf16::native, &avx512_vnni::native, &avx512::native, &avx2::native,
 #elif defined(__aarch64__)
         &neon_i8mm::native, &neon_dotprod::native,
 #endif
@@ -187,6 +198,7 @@ PUBLIC int specinfer_use(const char *name) {
         is_there = is_there || one == best;
         if (is_there && !strcmp(one->name, name)) {
             native = one;
+            has_tiles = strstr(name, "AMX");
             return 1;
         }
     }

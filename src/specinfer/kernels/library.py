@@ -16,7 +16,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 29  # version of structures and functions, as in types.h
+_LAYOUT = 30  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 Item = TypeVar("Item")
 Result = TypeVar("Result")

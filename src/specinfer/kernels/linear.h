@@ -7,13 +7,17 @@ static const int64_t AHEAD = 8192;  // bytes that a panel's only block of rows f
 static const int64_t PART_BYTES = 1 << 17;  // of a panel, that several blocks of rows take turns on
 static const int64_t MADE_READY = 512;      // k's of which one thread makes activations ready
 
-// Rows shared out so that blocks differ by one row at most.
+// Rows shared out so that blocks differ by one row at most; those of tiles are full, but for the last.
 struct Blocks {
-    int64_t count, least, larger;
-    explicit Blocks(int64_t rows)
-        : count((rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK), least(rows / count), larger(rows % count) {}
-    int64_t rows(int64_t block) const { return least + (block < larger); }
-    int64_t first(int64_t block) const { return block * least + (block < larger ? block : larger); }
+    int64_t total, most, count, least, larger;
+    bool full;
+    Blocks(int64_t rows, bool tiles)
+        : total(rows), most(tiles ? 32 : ROWS_OF_BLOCK), count((rows + most - 1) / most), least(rows / count),
+          larger(rows % count), full(tiles) {}
+    int64_t rows(int64_t block) const {
+        return !full ? least + (block < larger) : total - block * most < most ? total - block * most : most;
+    }
+    int64_t first(int64_t block) const { return full ? block * most : block * least + (block < larger ? block : larger); }
 };
 
 // One group of one row: its scale, whole numbers, and their sum. What is not finite makes the scale NaN.
@@ -45,8 +49,33 @@ static INLINE float quantize(const float *x, int64_t size, int64_t group, int8_t
     return bits < 0x7f800000 ? largest / 127.0f : NAN;
 }
 
+// Writes words of row r, from the number `first` on: those of a tile lie together, others `rows` apart.
+static INLINE void place_words(const void *from, int64_t first, int64_t count, int64_t r, int64_t rows, int64_t words,
+                               uint32_t *ready) {
+    if (words > 1)
+        memcpy(ready + (first / words * rows + r) * words, from, 4 * count);
+    else
+        for (int64_t i = 0; i < count; i++) ready[(first + i) * rows + r] = read<uint32_t>((const char *)from + 4 * i);
+}
+
+#ifdef DOTS
+// Numbers k to k + 31 as pairs of bf16. Subnormal ones become zero, as they are in products of pairs.
+static INLINE __m512i pairs_of(const float *x, int64_t inputs, int64_t k, int type) {
+    float padded[32] = {};
+    if (k + 32 > inputs) {
+        if (k < inputs) memcpy(padded, x + k, 4 * (inputs - k));
+        x = padded - k;
+    }
+    const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + k + 16), _mm512_loadu_ps(x + k));
+    if (type != FP8) return pairs;
+    // In fp8 the first of four is beside the third, and the second beside the fourth.
+    return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(pairs, 0xd8), 0xd8);
+}
+#endif
+
+// words: of a row that lie together.
 static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t from, int64_t to, int type, bool dots,
-                       bool affine, uint32_t *ready, float *scales, int32_t *zeros) {
+                       bool affine, int64_t words, uint32_t *ready, float *scales, int32_t *zeros) {
     if (is_rounded(type)) {
         const int64_t group = shape_of(type).group, zero = affine ? -1 : shape_of(type).zero;
         for (int64_t r = 0; r < rows; r++)
@@ -57,25 +86,26 @@ static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t fro
                 scales[g * rows + r] = quantize(x + r * inputs + g * group, size, group, codes, sum);
                 zeros[g * rows + r] = -sum * (int32_t)zero;
                 if (dots)
-                    for (int64_t k = 0; k < group; k += 4)
-                        ready[(g * group + k) / 4 * rows + r] = read<uint32_t>(codes + k);
+                    place_words(codes, g * group / 4, group / 4, r, rows, words, ready);
                 else
                     for (int64_t k = 0; k < group; k++)
                         ready[(g * group + k) * rows + r] = read<uint32_t>(&(const float &)(float)codes[k]);
             }
-    } else if (dots) {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t k = from; k < to; k += 2) {
-                // In fp8 the first of four is beside the third, and the second beside the fourth.
-                const int64_t apart = type == FP8 ? 2 : 1, first = k - (type == FP8 && k % 4 ? 1 : 0);
-                const auto bits = [&](int64_t i) ALWAYS { return i < inputs ? to_bf16(x[r * inputs + i]) : 0; };
-                ready[k / 2 * rows + r] = bits(first) | (uint32_t)bits(first + apart) << 16;
-            }
-    } else {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t k = from; k < to; k++)
-                ready[k * rows + r] = k < inputs ? read<uint32_t>(x + r * inputs + k) : 0;
+        return;
     }
+#ifdef DOTS
+    if (dots) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = from; k < to; k += 32) {
+                const __m512i pairs = pairs_of(x + r * inputs, inputs, k, type);
+                place_words(&pairs, k / 2, 16, r, rows, words, ready);
+            }
+        return;
+    }
+#endif
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = from; k < to; k++)
+            ready[k * rows + r] = k < inputs ? read<uint32_t>(x + r * inputs + k) : 0;
 }
 
 static INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
@@ -131,8 +161,10 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const Shape shape = shape_of(type);
     const int64_t inputs = layer->inputs, outputs = layer->outputs, depth = shape.depth(inputs);
     const int64_t groups = depth / shape.group, panels = (outputs + WIDTH - 1) / WIDTH;
-    const int64_t in_step = !dots ? 1 : is_rounded(type) ? 4 : 2, steps = depth / in_step;  // of activations
-    const Blocks blocks(rows);
+    const int64_t in_step = !dots ? 1 : is_rounded(type) ? 4 : 2;              // numbers in a word of activations
+    const int64_t filled = in_step == 2 ? (depth + 31) / 32 * 32 : depth, steps = filled / in_step;  // as tiles read them
+    const int64_t words = words_of_tile(type, dots, rows);
+    const Blocks blocks(rows, words > 1);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
     const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
     const int64_t multiple = layer->scaling >= NESTED ? NEST : 64;  // whole groups, and whole ones of groups
@@ -142,11 +174,11 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     float *scales = (float *)(ready + rows * steps);
     int32_t *zeros = (int32_t *)(scales + rows * groups);
     const auto ready_from = [&](int64_t unit) {
-        const int64_t from = unit * MADE_READY, to = from + MADE_READY < depth ? from + MADE_READY : depth;
+        const int64_t from = unit * MADE_READY, to = from + MADE_READY < filled ? from + MADE_READY : filled;
         for (int64_t b = 0; b < blocks.count; b++) {
             const int64_t m = blocks.first(b);
-            make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, affine, ready + m * steps,
-                       scales + m * groups, zeros + m * groups);
+            make_ready(x + m * inputs, inputs, blocks.rows(b), from, to, type, dots, affine, words,
+                       ready + m * steps, scales + m * groups, zeros + m * groups);
         }
     };
     const auto panel = [&](int64_t p) {
@@ -165,8 +197,8 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
                 const uint8_t *ahead = place + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
                 const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
                                      scales + m * groups + group * count, zeros + m * groups + group * count,
-                                     layer->scaling, layer->levels};
-                kernel_of(type, dots, count)(block, place, weight_scales, size, sums + m * WIDTH);
+                                     layer->scaling, layer->levels, count};
+                kernel_of(type, dots, count, words > 1)(block, place, weight_scales, size, sums + m * WIDTH);
             }
             place += bytes;
             if (weight_scales) weight_scales += scale_bytes(layer->scaling, shape.group, size);
@@ -175,7 +207,7 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
         finish(sums, layer->bias, y + layer->first, rows, p * WIDTH, outputs, layer->stride, ending);
     };
     // Few activations are ready before another thread has come.
-    in_parallel((depth + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
+    in_parallel((filled + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
     if (runs && !layer->first) all_down(layer, x, runs, threads);  // the others have the same inputs
     in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
     if (layer->next) linear(layer->next, x, y, room, rows, ending, runs, threads);

@@ -46,31 +46,35 @@ static INLINE GroupScales scales_of(const uint8_t *scales, int scaling, int64_t 
 struct Ready {
     const uint8_t *ahead;  // what to fetch while this block is multiplied: `pace` bytes of it in each step of 128
     int64_t pace;
-    const uint32_t *x;     // [steps][rows] floats, pairs of bf16 or four int8
+    const uint32_t *x;     // [steps][rows] floats, pairs of bf16 or four int8; of tiles [tiles][rows][words]
     const float *scales;   // [groups][rows]
     const int32_t *zeros;  // [groups][rows] what the weights' zero point adds to a group's sum, negated; or the sum of x
     int32_t scaling;
     const uint8_t *levels;  // of codes that are numbers of levels
+    int64_t rows;
 };
 
-// result [ROWS][WIDTH] += the sums of group g, times the scales of weights and activations.
+// result [WIDTH] += the sums of a group times the scales of weights and activations, which are those at `place`.
+template <class Sum>
+static INLINE void add_scaled_row(const Ready &ready, const GroupScales &scales, int64_t place, Sum low, Sum high,
+                                  float *result) {
+    const float scale = ready.scales[place];
+    const auto add = [&](float *to, Floats sum, Floats factor) ALWAYS { write(to, read<Floats>(to) + sum * factor); };
+    if (is_affine(ready.scaling)) {
+        const float x = (float)ready.zeros[place];
+        add(result, as_floats(low) * scales.low + scales.low_added * x, Floats{} + scale);
+        add(result + LANES, as_floats(high) * scales.high + scales.high_added * x, Floats{} + scale);
+    } else {
+        add(result, as_floats(low), scales.low * scale);
+        add(result + LANES, as_floats(high), scales.high * scale);
+    }
+}
+
+// The same of the rows of group g.
 template <int ROWS, class Sum>
 static INLINE void add_scaled(const Ready &ready, const GroupScales &scales, int64_t g, const Sum *low, const Sum *high,
                               float *result) {
-    const auto add = [&](float *place, Floats sum, float scale) ALWAYS { write(place, read<Floats>(place) + sum * scale); };
-    if (is_affine(ready.scaling))
-        each<ROWS>([&](auto r) ALWAYS {
-            const float scale = ready.scales[g * ROWS + r], x = (float)ready.zeros[g * ROWS + r];
-            add(result + r * WIDTH, as_floats(low[r]) * scales.low + scales.low_added * x, scale);
-            add(result + r * WIDTH + LANES, as_floats(high[r]) * scales.high + scales.high_added * x, scale);
-        });
-    else
-        each<ROWS>([&](auto r) ALWAYS {
-            const float scale = ready.scales[g * ROWS + r];
-            float *place = result + r * WIDTH;
-            write(place, read<Floats>(place) + as_floats(low[r]) * (scales.low * scale));
-            write(place + LANES, read<Floats>(place + LANES) + as_floats(high[r]) * (scales.high * scale));
-        });
+    each<ROWS>([&](auto r) ALWAYS { add_scaled_row(ready, scales, g * ROWS + r, low[r], high[r], result + r * WIDTH); });
 }
 
 static INLINE void fetch_ahead(Ready &ready) {
@@ -260,6 +264,7 @@ struct MultiplyInt {
 };
 
 #include "multiply_dots.h"
+#include "multiply_tiles.h"
 
 template <class Kernel, int ROWS = 1>
 static Multiply of_rows(int64_t rows) {
@@ -269,8 +274,21 @@ static Multiply of_rows(int64_t rows) {
         return Kernel::template run<ROWS>;
 }
 
-static Multiply kernel_of(int type, bool dots, int64_t rows) {
-    (void)dots;
+// Words of a row's activations that lie together, as a tile has them; 1 where products are not by tiles.
+static int64_t words_of_tile(int type, bool dots, int64_t rows) {
+#ifdef TILES
+    if (has_tiles && dots && !is_rounded(type)) return 16;
+    if (has_tiles && dots && rows >= FEW_FOR_TILES) return shape_of(type).group / 4;
+#endif
+    (void)type, (void)dots, (void)rows;
+    return 1;
+}
+
+static Multiply kernel_of(int type, bool dots, int64_t rows, bool tiles) {
+    (void)dots, (void)tiles;
+#ifdef TILES
+    if (tiles) return rows > TILE_ROWS ? of_tiles<true>(type) : of_tiles<false>(type);
+#endif
 #if defined(INT_DOTS) || defined(SHORT_DOTS)
     if (dots) switch (type) {
             case INT8: return of_rows<DotInt<8, 64>>(rows);

@@ -167,15 +167,16 @@ class Panels:
     def scratch_floats(self, *, dots: bool) -> int:
         """Return the floats of scratch memory for one row of prepared activations.
 
-        Instructions for two or four numbers store that many in one float. Rounded activations need in addition a scale
-        and a zero point for each group.
+        Instructions for two or four numbers store that many in one float; pairs fill whole tiles. Rounded activations
+        need in addition a scale and a zero point for each group.
 
         Args:
             dots: Whether such instructions are used.
         """
-        depth, is_rounded = _filled(self.inputs, self.type), self.type >= INT8 and self.type != FP8
-        together = 1 if not dots else 4 if is_rounded else 2
-        return depth // together + (2 * depth // _GROUPS[self.type] if is_rounded else 0)
+        depth = _filled(self.inputs, self.type)
+        if self.type < INT8 or self.type == FP8:
+            return -(-depth // 32) * 16 if dots else depth
+        return depth // (4 if dots else 1) + 2 * depth // _GROUPS[self.type]
 
     @property
     def num_bytes(self) -> int:

@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 29;
+static const int LAYOUT = 30;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -288,6 +288,8 @@ struct Scan {  // the tokens of a pass in the order of a recurrence; as in recur
     const int64_t *rows, *results;     // [tokens] row of the pool for its state, and of the results; or -1
     const int64_t *first_places, *first_rows;  // [count] rows of the pool; -1: zeros
 };
+
+extern bool has_tiles;  // whether those of AMX are used
 
 struct Native {
     const char *name;
