@@ -5,7 +5,6 @@ Its figures show bars without numbers; of them, only what the text states is kno
 
 from collections.abc import Iterable, Mapping
 
-PROMPT_SETS = ("Alpaca", "CP", "WebQA", "CIP", "PIQA")
 BATCH_SIZES = (1, 2, 4, 8, 16)
 
 # Table 1: percentage of tokens of LLaMA-7B among the 1 to 5 best of LLaMA-68M, by prompt set.

@@ -20,7 +20,7 @@ from interpreter import interpreted
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import plain_tree, tree_ops
 from specinfer.kernels.tree_layout import TreeLayout, num_words, pack_bits, unpack_bits
-from specinfer.kernels.triton.attention import attend, scratch_size
+from specinfer.kernels.triton.attention import attend
 from specinfer.kernels.triton.blocks import Blocks, Device, choose_blocks, device_of
 from specinfer.kernels.triton.store import store
 from tiny import trees
@@ -148,11 +148,11 @@ def test_head_dims_and_types(dims: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("splits", [2, 8])
-def test_long_prefixes_are_split(name: str, splits: int) -> None:
+def test_long_prefixes_are_split(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some parts see nothing of a short request; with a window most of the prefix is not looked at."""
     case = AttentionCase([Part(330, 1, wide(2)), Part(2, 1, ROOT)], heads=4, kv_heads=2)
-    scratch = torch.full((scratch_size(case.layout.num_tokens, 4, 16),), torch.nan)
-    out = case.run(attend, **FEATURES[name], blocks=Blocks(16, 32, splits, 4), scratch=scratch)
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), torch.nan, **options))
+    out = case.run(attend, **FEATURES[name], blocks=Blocks(16, 32, splits, 4))
     check(out, case.run(plain_tree.attend, **FEATURES[name]))
 
 

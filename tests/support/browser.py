@@ -1,6 +1,5 @@
 """A headless Chromium for tests of the page, spoken to over a pipe in its own protocol: no driver is needed."""
 
-import base64
 import fcntl
 import json
 import os
@@ -144,7 +143,3 @@ class Browser:
         """Sets media features: `prefers_color_scheme="dark"`."""
         named = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=named)
-
-    def picture(self, path: Path, *, whole: bool = False) -> None:
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))

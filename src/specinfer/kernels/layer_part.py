@@ -16,7 +16,6 @@ from specinfer.kernels.linear_call import ANY_ROWS, Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns
 from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 
-_ATTENDS, _RECURS, _OPENS, _SELECTS = range(4)
 Mixer = AttentionCall | RecurrentCall | None  # what mixes the tokens of a part on one cache
 
 

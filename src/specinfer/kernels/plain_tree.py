@@ -27,7 +27,6 @@ def attend(
     key_bias: Tensor | None = None,
     value_scale: float = 1.0,
     out: Tensor | None = None,
-    scratch: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of all new tokens over the slots that the layout lets them see.
 
@@ -42,7 +41,6 @@ def attend(
         key_bias: [heads, positions] float32, added to the scores by key position (ALiBi).
         value_scale: What results are multiplied by, for values that are stored as multiples of it.
         out: [tokens, heads, value_dim] to write to.
-        scratch: As in the Triton kernel; not used here.
 
     Returns:
         [tokens, heads, value_dim] of the query's type; rows of padding are 0.

@@ -211,14 +211,12 @@ def attend(
     key_bias: Tensor | None = None,
     value_scale: float = 1.0,
     out: Tensor | None = None,
-    scratch: Tensor | None = None,
     blocks: Blocks | None = None,
     has_float8: bool | None = None,
 ) -> Tensor:
     """Compute `plain_tree.attend`.
 
     Args:
-        scratch: At least `scratch_size` float32 numbers, for launches that are split, or None to allocate them.
         blocks: How to divide the work, or None for `choose_blocks` on this device.
         has_float8: Whether the device has instructions for e4m3, or None to find out.
     """
@@ -236,16 +234,14 @@ def attend(
     if out is None:
         out = query.new_empty((tokens, heads, value_dim))
     assert out.stride(2) == 1
+    parts = out
     if blocks.splits > 1:
-        wanted = _part_size(tokens, heads, value_dim, blocks.splits)
-        if scratch is None:
-            scratch = torch.empty(wanted, dtype=torch.float32, device=query.device)
-        assert scratch.numel() >= wanted
-        assert scratch.dtype == torch.float32
+        size = blocks.splits * tokens * heads * (value_dim + 1)
+        parts = torch.empty(size, dtype=torch.float32, device=query.device)
     repeats = heads // kv_heads
     grid = (triton.cdiv(layout.max_new * repeats, blocks.rows), layout.num_requests + 1, kv_heads * blocks.splits)
     attend_program[grid](
-        query, as_stored(keys), as_stored(values), out, scratch if blocks.splits > 1 else out,
+        query, as_stored(keys), as_stored(values), out, parts,
         sinks if sinks is not None else query, key_bias if key_bias is not None else query,
         layout.slot_table, layout.prefix_lens, layout.starts, layout.node_slots, layout.node_positions,
         layout.node_lens, layout.visible, layout.positions,
@@ -261,17 +257,8 @@ def attend(
     )  # fmt: skip
     if blocks.splits > 1:
         combine_program[(tokens, heads)](
-            scratch, out, layout.starts, layout.num_requests, blocks.splits, out.stride(0), out.stride(1),
+            parts, out, layout.starts, layout.num_requests, blocks.splits, out.stride(0), out.stride(1),
             VALUE_DIM=value_dim, BLOCK_VALUE=padded(value_dim), MOST_SPLITS=MAX_SPLITS, num_warps=2,
             enable_fp_fusion=True,
         )  # fmt: skip
     return out
-
-
-def scratch_size(tokens: int, heads: int, value_dim: int) -> int:
-    """Return the number of float32 numbers that `attend` may need as scratch memory for this many tokens."""
-    return _part_size(tokens, heads, value_dim, MAX_SPLITS)
-
-
-def _part_size(tokens: int, heads: int, value_dim: int, splits: int) -> int:
-    return splits * tokens * heads * (value_dim + 1)

@@ -124,21 +124,14 @@ def choose(
     temperatures: Tensor,
     least: Tensor | None = None,
     out: Tensor | None = None,
-    scratch: Tensor | None = None,
 ) -> Tensor:
-    """Compute `plain_tree.choose`.
-
-    Args:
-        scratch: At least `scratch_size` float32 numbers, or None to allocate them.
-    """
+    """Compute `plain_tree.choose`."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab, _CHUNK)
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if scratch is None:
-        scratch = torch.empty(rows * num_chunks, dtype=torch.float32, device=logits.device)
-    assert scratch.numel() >= rows * num_chunks
+    scratch = torch.empty(rows * num_chunks, dtype=torch.float32, device=logits.device)
     limits = temperatures if least is None else least  # not read if there are none
     of_rows = (logits, seeds, positions, temperatures, limits, int(least is not None), scratch)
     same = (vocab, logits.stride(0), num_chunks)
@@ -149,8 +142,3 @@ def choose(
         CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-def scratch_size(rows: int, vocab: int) -> int:
-    """Return the number of float32 numbers that `choose` needs as scratch memory."""
-    return rows * int(triton.cdiv(vocab, _CHUNK))

@@ -40,15 +40,18 @@ class Lfm2Layer(nn.Module):
         return out
 
 
-class NemotronHLayer(nn.Module):
-    """A loaded decoder layer of Nemotron-H, with attention, a Mamba-2 layer, an MLP or experts."""
+class MixerLayer(nn.Module):
+    """A loaded decoder layer with one norm and one mixer: of Nemotron-H, Mamba, Falcon-Mamba or Mamba-2."""
 
     norm: nn.Module
     mixer: nn.Module
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.norm, self.mixer, self.block_type = layer.norm, layer.mixer, layer.block_type
+        self.norm, self.mixer = layer.norm, layer.mixer
+        # Nemotron-H's blocks may also be attention, an MLP or experts.
+        self.block_type = getattr(layer, "block_type", "linear_attention")
+        self.residual_in_fp32 = not hasattr(layer, "block_type") and bool(layer.residual_in_fp32)
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **more: Any) -> Tensor:
         weight = self.norm.weight
@@ -60,7 +63,7 @@ class NemotronHLayer(nn.Module):
             mixed = self.mixer(normed, forward_batch=forward_batch)
         else:
             mixed = self.mixer(normed)
-        out: Tensor = hidden_states + mixed
+        out: Tensor = (hidden_states.float() if self.residual_in_fp32 else hidden_states) + mixed
         return out
 
 
@@ -126,24 +129,6 @@ class FalconH1Model(nn.Module):
             hidden = layer(hidden, forward_batch=forward_batch, position_ids=position_ids, position_embeddings=rotary)
         hidden = self.model.final_layernorm(hidden)[:, logits_to_keep]
         return SimpleNamespace(logits=self.lm_head(hidden) * self.model.lm_head_multiplier)
-
-
-class MambaLayer(nn.Module):
-    """A loaded layer of a model of Mamba, Falcon-Mamba or Mamba-2 layers alone."""
-
-    norm: nn.Module
-    mixer: nn.Module
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.norm, self.mixer, self.residual_in_fp32 = layer.norm, layer.mixer, bool(layer.residual_in_fp32)
-
-    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
-        weight = self.norm.weight
-        assert isinstance(weight, Tensor)
-        mixed = self.mixer(self.norm(hidden_states.to(weight.dtype)), forward_batch=forward_batch)
-        out: Tensor = (hidden_states.float() if self.residual_in_fp32 else hidden_states) + mixed
-        return out
 
 
 class MambaModel(nn.Module):

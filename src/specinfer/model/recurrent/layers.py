@@ -13,9 +13,8 @@ from specinfer.model.recurrent.definitions import (
     FalconH1Model,
     JambaMambaLayer,
     Lfm2Layer,
-    MambaLayer,
     MambaModel,
-    NemotronHLayer,
+    MixerLayer,
 )
 from specinfer.model.recurrent.gated_delta import GatedDelta
 from specinfer.model.recurrent.kimi_delta import KimiDelta
@@ -52,15 +51,15 @@ _REPLACED: dict[str, type[nn.Module]] = {
 _AROUND: dict[str, type[nn.Module]] = {
     "Lfm2DecoderLayer": Lfm2Layer,
     "Lfm2MoeDecoderLayer": Lfm2Layer,
-    "NemotronHBlock": NemotronHLayer,
+    "NemotronHBlock": MixerLayer,
     "JambaMambaDecoderLayer": JambaMambaLayer,
     "FalconH1DecoderLayer": FalconH1Layer,
     "FalconH1ForCausalLM": FalconH1Model,
-    "MambaBlock": MambaLayer,
+    "MambaBlock": MixerLayer,
     "MambaForCausalLM": MambaModel,
-    "FalconMambaBlock": MambaLayer,
+    "FalconMambaBlock": MixerLayer,
     "FalconMambaForCausalLM": MambaModel,
-    "Mamba2Block": MambaLayer,
+    "Mamba2Block": MixerLayer,
     "Mamba2ForCausalLM": MambaModel,
 }
 # Families whose loop over layers is replaced, too.
@@ -92,7 +91,7 @@ def num_attending(config: Any) -> int:
 
 
 def num_stored(config: Any, num_layers: int) -> int:
-    """Return the number of places where so many layers store: a recurrence beside attention has its own."""
+    """Return the number of places where this many layers store: a recurrence beside attention has its own."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     return num_layers * (2 if _BOTH in types else 1)
 
