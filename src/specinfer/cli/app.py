@@ -39,7 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 for name, command in COMMANDS.items():
     add_command(app, command, called=name, environment=command is serve)
-bench = typer.Typer(cls=Group, no_args_is_help=True, help="Benchmarks.")
+bench = typer.Typer(cls=Group, no_args_is_help=True, help="Benchmark latency, throughput, a server, or acceptance.")
 for measurement in (latency, throughput, bench_serve, acceptance):
     add_command(bench, measurement)
 add_moved(bench)

@@ -1,5 +1,6 @@
 """Help texts: no flag is shortened, and no name is broken over two lines, however narrow the terminal is."""
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 _WIDEST = 100  # columns of text
 _COLUMN = 28  # where descriptions begin
 _GAP = 2
+_TYPE = re.compile(r"<(?:list\[)?(\w+)(?: range|\])>")  # shown as the type of one value
 
 
 class Command(TyperCommand):
@@ -45,7 +47,9 @@ def _sections(command: Any, context: Any) -> dict[str, list[tuple[str, str]]]:
         usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
         record = parameter.get_help_record(context)
         if record is not None:
-            sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+            name, text = record
+            name = _TYPE.sub(r"<\1>", name)
+            sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append((name, text))
     for name, one in getattr(command, "commands", {}).items():
         if not one.hidden:
             sections.setdefault("Commands", []).append((name, one.get_short_help_str(limit=400)))

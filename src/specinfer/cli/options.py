@@ -77,7 +77,7 @@ GROW = Annotated[
     str | None,
     flag(
         "Model",
-        "Grow the target to this number of parameters, such as 1b. Llama models only.",
+        "Grow the target to this number of parameters, such as 1b, with the same output. Llama models only.",
         "--grow",
         metavar="SIZE",
     ),

@@ -24,7 +24,7 @@ from specinfer.planning.options import ACCELERATORS, PlanConfig
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Target model, as in generate.")],
     *,
     machines: SimulationOptions,
     models: GrowableOptions,

@@ -23,7 +23,7 @@ MODEL_OR_PROMPT = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Model, as in chat. An argument with a space is taken for the first PROMPT instead.",
+        help="Model, as in chat. If it contains a space, it is the first PROMPT.",
         show_default=False,
     ),
 ]

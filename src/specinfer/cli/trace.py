@@ -26,10 +26,10 @@ _HELP = "space: pause · ← →: step · home end · q: leave"
 def trace(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Trace file written by specinfer serve --trace.")],
     *,
-    request: Annotated[str | None, flag("Choice", "Show only this request.", metavar="ID")] = None,
-    step: Annotated[int | None, flag("Choice", "Show only this step of each request, from 1.")] = None,
+    request: Annotated[str | None, flag("Filter", "Show only this request.", metavar="ID")] = None,
+    step: Annotated[int | None, flag("Filter", "Show only this step of each request, from 1.")] = None,
     summary: Annotated[
-        bool, flag("Choice", "Show only acceptance totals by depth, rank and drafter.", "--summary")
+        bool, flag("Filter", "Show only acceptance totals by depth, rank and drafter.", "--summary")
     ] = False,
     delay: Annotated[
         float | None, flag("Replay", "Delay after each step, in seconds. (default: 0.5 at a terminal, else 0)")
