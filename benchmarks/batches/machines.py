@@ -30,11 +30,11 @@ class Machine:
     flops: float
 
     def target(self, num_rows: int) -> float:
-        """Return the seconds of a pass over so many rows."""
+        """Return the seconds of a pass over this many rows."""
         return max(2 * _TARGET / self.bandwidth, 2 * _TARGET / self.flops * num_rows) + _PASS
 
     def draft(self, num_nodes: int, num_levels: int) -> float:
-        """Return the seconds of drafting so many nodes in so many levels."""
+        """Return the seconds of drafting this many nodes in this many levels."""
         return _START + num_levels * _LEVEL + num_nodes * self.read_token if num_levels else 0.0
 
     @property

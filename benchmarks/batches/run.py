@@ -123,7 +123,7 @@ class Served:
     requests: list[Request]
 
     def decoding_rate(self, num_requests: int) -> float:
-        """Return the tokens per second of steps of so many requests without prompts, or NaN without any."""
+        """Return the tokens per second of steps of this many requests without prompts, or NaN without any."""
         steps = [
             step
             for step in self.steps

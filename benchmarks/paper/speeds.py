@@ -58,7 +58,7 @@ def split_reports(config: ThroughputConfig, console: Console | None) -> Iterator
     for size in (2, 3, 5):
         try:
             report = run_throughput(replace(config, tensor_parallel_size=size), console)
-        except ModelError:  # the heads cannot be split over so many
+        except ModelError:  # the heads cannot be split over this many
             continue
         yield f"{size} tensor ranks", report
         break

@@ -181,7 +181,7 @@ class AsyncLLM:
             self.admission.remove(generation.requests)
 
     def check_seats(self, count: int, tenant: str) -> None:
-        """Check that a tenant may have this many outputs more.
+        """Check that a tenant may have this many more outputs.
 
         Raises:
             EngineDeadError: The engine has failed, or is shutting down.
@@ -214,7 +214,7 @@ class AsyncLLM:
 
     @property
     def reading_seconds(self) -> float:
-        """Seconds since the oldest prompt that is being read was begun; 0 if there is none."""
+        """Seconds for which the oldest prompt has been read; 0 if none is being read."""
         return self._reads.age
 
     @property
@@ -301,7 +301,7 @@ _MAX_READ = 1 << 12  # tokens of all outputs of a request that takes less time t
 
 
 def _is_read(prompt: Prompt, params: SamplingParams) -> bool:
-    """Return whether nothing of a request is left to read, so that it takes next to no time."""
+    """Return whether a request is token ids already, so that reading it takes next to no time."""
     if params.structured_outputs is not None or params.bad_words or params.prediction is not None:
         return False
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None

@@ -217,7 +217,7 @@ class EngineArgs:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
 
     def _name_revisions(self) -> None:
-        """Make the revisions part of the names, which is how everything else has them."""
+        """Make the revisions part of the names, as everything else expects them."""
         model = self.model
         for field_name, value, revision in (
             ("tokenizer", self.tokenizer if self.tokenizer is not None else model, "tokenizer_revision"),
@@ -282,7 +282,7 @@ EngineArgs.__doc__ = f"{EngineArgs.__doc__}\n    Attributes:\n" + "\n".join(
 
 @dataclass(frozen=True, slots=True)
 class LoadArgs(EngineArgs):
-    """Arguments of `LLM`, with what is no setting.
+    """Arguments of `LLM`, with those that are no settings.
 
     Attributes:
         progress: Callback that receives the name of the work, the units done and their total: bytes while a streamed

@@ -113,7 +113,7 @@ class LLM:
 
     @property
     def compute_paths(self) -> dict[str, str]:
-        """Compute path of the target, and of each model drafter that runs in this process."""
+        """Compute paths, such as "native fused layers", of the target and of each model drafter in this process."""
         runners = {"target": self.target, **self.small_models}
         return {name: runner.compute_path for name, runner in runners.items()}
 
@@ -153,7 +153,7 @@ class LLM:
         return self._counters.metrics(len(scheduler.running), len(scheduler.waiting), used)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *_: object, **__: object) -> NoReturn:
-        """Refuse: models generate text here.
+        """Refuse pooling: models generate text here.
 
         Raises:
             RequestError: Always. The message names what to use instead.

@@ -1,4 +1,4 @@
-"""Processes that work on what strangers send, each with limits on processor time and memory.
+"""Processes that work on the input of untrusted clients, each with limits on processor time and memory.
 
 A kilobyte can keep native code busy for minutes, take gigabytes, or end it. A process can be killed and replaced, and
 takes nothing along.
@@ -27,11 +27,11 @@ _FOREIGN_SIGNALS = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSEGV
 
 
 class StartError(RuntimeError):
-    """A process cannot be started."""
+    """A process that cannot be started."""
 
 
 class Caller:
-    """One who waits for answers. When it leaves, the process that works for it is killed."""
+    """A client that waits for answers. When it leaves, the process that works for it is killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,7 +200,7 @@ def answer_questions(
 
     Args:
         prepare: Function of the job that returns the function that answers questions.
-        seconds: Processor time that a question of so many bytes may take.
+        seconds: Function from the bytes of a question to the processor time that it may take.
         memory_bytes: Memory that all questions together may add.
     """
     for number in STOP_SIGNALS:

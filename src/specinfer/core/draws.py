@@ -1,4 +1,4 @@
-"""Draws of draft tokens, one by one and as arrays.
+"""Draws of draft tokens, as single values and as arrays.
 
 A step has hundreds of draws, and hardly any is looked at alone. So drafters, merging and learners pass them as arrays.
 """
@@ -92,7 +92,7 @@ class Draws(NamedTuple):
         return cls(np.arange(1, count + 1), np.zeros(count, dtype=np.int64), confidence, (drafter,))
 
     def tuples(self) -> tuple[Draw, ...]:
-        """Return the draws one by one."""
+        """Return the draws as single values."""
         names, pools = self.names, self.pools
         distributions = (
             repeat(None)

@@ -25,11 +25,11 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(Exception):
-    """The queue is full; the same request may be served later."""
+    """A refusal by a full queue; the same request may be served later."""
 
 
 class QuotaError(QueueFullError):
-    """A tenant has reached a limit of its own; the same request may be served after `seconds`."""
+    """A refusal at a tenant's own limit; the same request may be served after `seconds`."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class QuotaError(QueueFullError):
 
 
 class EngineDeadError(Exception):
-    """The engine failed or is shutting down, and serves nothing any more."""
+    """An engine that failed or is shutting down, and serves nothing any more."""
 
 
 class RanksError(EngineDeadError):
-    """A process that computes a part of the target ended, hangs or failed; the target cannot be used any more."""
+    """A rank of the target that ended, hangs or failed; the target cannot be used any more."""
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -30,7 +30,7 @@ MTP = "mtp"  # the drafter of the layers for several tokens that some targets ha
 
 
 class SelfKind(NamedTuple):
-    """A drafter that is the target itself, cheaper.
+    """A drafter that is a cheaper form of the target itself.
 
     Attributes:
         quantization: What its weights are rounded to, or None for the target's own.

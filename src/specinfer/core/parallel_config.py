@@ -83,7 +83,7 @@ class ParallelConfig:
         self.check_cluster("nnodes", self.nnodes)
 
     def check_cluster(self, name: str, num_machines: int) -> None:
-        """Raise `ValueError`, with this name, if ranks on so many machines would have to trust every network."""
+        """Raise `ValueError`, with this name, if ranks on this many machines would have to trust every network."""
         if num_machines > 1 and self.cluster_cert is None and not self.insecure_cluster:
             raise ValueError(
                 f"{name}: ranks on several machines need cluster_cert, a file with a key that only they have "

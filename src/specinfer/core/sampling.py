@@ -175,19 +175,19 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, always a tuple."""
+        """Strings of `stop`, always as a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """`stop_token_ids`, always a tuple."""
+        """Token ids of `stop_token_ids`, always as a tuple."""
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
 
     @property
     def scored_tokens(self) -> tuple[int, ...]:
-        """`logprob_token_ids`, always a tuple."""
+        """Token ids of `logprob_token_ids`, always as a tuple."""
         assert isinstance(self.logprob_token_ids, tuple)
         return self.logprob_token_ids
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Speculation counters of one request. The keys of `as_dict` are vLLM's, and `reason`.
+    """Speculation counters of one request. The keys of `as_dict` are vLLM's, except `reason`.
 
     Attributes:
         reason: Why most of the passes had no tree, or None if they had one or the request has not ended.

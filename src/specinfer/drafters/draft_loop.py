@@ -101,7 +101,7 @@ class DraftLoop:
         return not request.params.is_greedy and sampling == "without-replacement"
 
     def _ready_call(self, positions: int) -> DraftCall | None:
-        """Return the call for the model as it is now, with tables for so many positions, or None if there is none."""
+        """Return the call for the model as it is now, with tables for this many positions, or None if there is none."""
         model, tensors = self._runner.loaded.model, self._runner.tensors
         if self._call is None or self._model is not model or positions > self._call.parts.num_positions:
             parts = None

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 _SINKS, _PAGE = 16, 16  # tokens
-_LEAST, _SHARE = 256, 16  # tokens that are kept of any context, and one of so many of a long one
+_LEAST, _SHARE = 256, 16  # tokens kept of any context; a long one keeps one token in this many
 
 
 def kept_places(num_known: int, least: int | None = None) -> npt.NDArray[np.int64] | None:
     """Return the places of the known tokens that drafts attend to, ascending, or None for all of them.
 
     Args:
-        least: Contexts of up to so many tokens are kept whole, or None for the usual limit.
+        least: Contexts of up to this many tokens are kept whole, or None for the usual limit.
     """
     num_kept = max(_LEAST if least is None else least, num_known // _SHARE)
     if num_known <= num_kept:

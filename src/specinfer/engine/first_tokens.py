@@ -7,7 +7,7 @@ goes between two of the layers of a pass under way.
 from specinfer.core.request import Request
 from specinfer.policy.slo_planner import SLOPlanner
 
-UNHURRIED = 4  # one pass in so many, at most, hurries
+UNHURRIED = 4  # at most one pass in this many is for first tokens
 _ALONE = 0.85  # share of the time of a pass in which first tokens must be done to be computed alone
 
 

@@ -9,7 +9,7 @@ _MAX_TENANTS = 1024  # whose credit is kept after their last request
 
 
 class GrammarTurns:
-    """The credit of each tenant for masks of grammars from strangers, and who rests.
+    """The credit of each tenant for masks of grammars, and the tenants that have used theirs up.
 
     Attributes:
         is_resting: True if the last choice left out all requests.

@@ -59,7 +59,7 @@ class PromptLimits:
             )
 
     def check_params(self, num_prompt: int, params: SamplingParams) -> None:
-        """Check parameters with a prompt of so many tokens.
+        """Check parameters with a prompt of this many tokens.
 
         Raises:
             RequestError: They need more than the model, its tokenizer or the context has.

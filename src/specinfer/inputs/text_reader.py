@@ -1,7 +1,7 @@
 """Texts and conversations turned into token ids and back, in the calling thread or in processes with limits.
 
-Tokenizers and templates are programs that come with models, and take what strangers send: a long text can keep them
-busy, fill the memory, or end the process in native code. A server lets other processes read long texts.
+Tokenizers and templates are programs that come with models, and take the input of untrusted clients: a long text can
+keep them busy, fill the memory, or end the process in native code. A server lets other processes read long texts.
 """
 
 import json

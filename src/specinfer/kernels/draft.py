@@ -174,7 +174,7 @@ class DraftCall:
         return drafted
 
     def _room_for_draws(self, total: int) -> DrawnFrom:
-        """Return new arrays for so many nodes, to which the next call writes what children are drawn from."""
+        """Return new arrays for this many nodes, to which the next call writes what children are drawn from."""
         draft = self._draft
         candidates, places = np.empty((2, total, draft.support), dtype=np.int64)
         probs = np.empty((total, draft.support))

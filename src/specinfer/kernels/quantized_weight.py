@@ -17,7 +17,7 @@ class QuantizedWeight:
     """The weights of a linear layer; inputs are padded to whole groups, with the code that stands for 0.
 
     A weight is `(code - zero) * scale + added`. With `nest`, scales and what is added are whole numbers times those of
-    `NEST` inputs. The zero is that of all codes of so many bits, or one of each group. There is none where something is
+    `NEST` inputs. The zero is that of all codes of this size, or one of each group. There is none where something is
     added, and the levels stand for themselves.
     """
 
@@ -139,7 +139,7 @@ class QuantizedWeight:
         return replace(self, codes=codes, scales=scales, added=added, nest=nest, zeros=zeros)
 
     def outline(self, rows: int) -> "QuantizedWeight":
-        """Return weights on the meta device in the same format, with so many rows."""
+        """Return weights on the meta device in the same format, with this many rows."""
         return self.reordered(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specinfer.kernels.choice import most_probable_in_order
 
-# Rows computed at once: the memory of a captured graph holds copies of so many, a CPU's cache of one.
+# Rows computed at once: a captured graph has memory for copies of all of them, a CPU's cache for one.
 _AT_ONCE, _AT_ONCE_ON_CPU = 32, 1
 
 

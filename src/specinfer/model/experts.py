@@ -27,7 +27,7 @@ FAMILIES = _SEPARATE | STACKED
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT = "{layer}.{number}.{kind}_proj.weight"
 _Weight = QuantizedWeight | Tensor
-_LANES = 16  # gates and values alternate in blocks of so many
+_BLOCK = 16  # size of the blocks in which gates and values alternate
 
 
 def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[str], bool]) -> set[str]:
@@ -108,7 +108,7 @@ def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> Expert:
         ending is not None
         and not (isinstance(gate, Tensor) or isinstance(up, Tensor))
         and gate.format == up.format
-        and gate.out_features % _LANES == 0
+        and gate.out_features % _BLOCK == 0
     ):
         both = _call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
         return partial(_gated_at_once, both, ending), [both], _call(down), ending

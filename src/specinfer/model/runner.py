@@ -80,7 +80,7 @@ class ModelRunner:
         capacity: Memory limit of a pass, or None if only the cache's slots limit it.
         graphs: Captured graphs, to whose sizes passes are padded if the model allows it. None to run passes unpadded.
         max_requests: Largest number of requests at a time in captured passes.
-        num_states: Number of states of recurrent layers to keep, or None for those of so many requests.
+        num_states: Number of states of recurrent layers to keep, or None for as many as the requests need.
     """
 
     max_in_flight = 1

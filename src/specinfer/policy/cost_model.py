@@ -23,7 +23,7 @@ from specinfer.policy.streamed_costs import Floats, StreamedCurve
 _LEARNING_RATE = 0.1
 _SHARED = 0.9  # factor of the rate for sizes that were not observed
 _MAX_RATIO = 3.0
-_BENT = 1.5  # a pass that takes so many times as long as a smaller one is bound by computing
+_BENT = 1.5  # a pass that takes this many times as long as a smaller one is bound by computing
 _DOUBT = 1.3  # factor by which passes became slower or faster
 _MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be that of the start
 # Passes without draft tokens: the largest factor of their difference, and the steps after a tree that show it. Later

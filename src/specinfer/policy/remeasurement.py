@@ -18,7 +18,7 @@ from specinfer.policy.cost_model import Curve
 from specinfer.policy.streamed_costs import Floats
 
 _GROWTH = 2  # factor from one size to the next
-_SLOWER = 2.0  # a pass that takes so many times as long as one without trees is the largest
+_SLOWER = 2.0  # largest pass, in times of one without trees
 _MOST_NODES = 240
 _DEPTH = 4  # of the trees: levels take time
 _ROUNDS, _MOST_ROUNDS = 2, 5

@@ -16,7 +16,7 @@ from specinfer.kernels.quantization import RANGES, Bits, dequantize, find_scales
 from specinfer.kernels.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
 
 _DAMPING = 0.01  # of the mean second moment, added to all of them, because few texts leave some directions unseen
-_AT_ONCE = 1024  # rows, so many that a step is not all overhead
+_AT_ONCE = 1024  # rows; with fewer a step would be all overhead
 _BLOCK = 128  # inputs rounded before the others to their right learn of the errors
 
 

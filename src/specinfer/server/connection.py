@@ -29,14 +29,14 @@ from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-# What other servers may read otherwise: RFC 9112, sections 2.2, 5.2 and 6.3. Strangers choose what is searched, so each
+# What other servers may read otherwise: RFC 9112, sections 2.2, 5.2 and 6.3. Clients choose what is searched, so each
 # search takes a time that is linear in its length.
 _AMBIGUOUS = {
     "a line ends without a carriage return.": re.compile(rb"(?<!\r)\n"),
     "a header is folded over several lines.": re.compile(rb"\n[ \t]"),
 }
 _LENGTHS = re.compile(rb"(?i)\n(content-length|transfer-encoding)[ \t]*:")
-# A chunk takes as long to read as some kilobytes: bodies may have this many, and one more for so many bytes.
+# A chunk takes as long to read as some kilobytes: bodies may have 1,024, and one more for each 256 bytes.
 _MAX_CHUNKS, _CHUNK_BYTES = 1024, 256
 _FLUSH_SECONDS = 5  # time for the last events of streams whose requests have all ended
 _TICK = 0.1

@@ -205,7 +205,7 @@ class Metrics:
         if drafter is not None and drafter.selection is not None:
             weights = drafter.selection.weights
             yield self._families.gauges(
-                "drafter_weight", "How far each drafter is favoured of late.", "drafter", weights
+                "drafter_weight", "Recent weight of each drafter in the selection.", "drafter", weights
             )
         if engine.llm.adaptation is not None:
             yield from self._adaptation(engine.llm.adaptation.stats)

@@ -18,7 +18,7 @@ _END = "<|end of grammar|>"  # stands for all of the model's tokens that end a t
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokens of one model.
+    """A compiler of grammars for the tokens of one model.
 
     Args:
         tokenizer: The model's transformers tokenizer, with a backend of the tokenizers library.

@@ -49,7 +49,7 @@ class MaskCredit:
 
     @property
     def left(self) -> float:
-        """Seconds; below 0 after masks that took more."""
+        """Seconds that are left; below 0 after masks that took more."""
         now = time.monotonic()
         self._left = min(_MAX_CREDIT, self._left + (now - self._counted_at) * _SHARE)
         self._counted_at = now

@@ -1,4 +1,4 @@
-"""Trials of grammars from strangers: another process compiles each one first, with limits on time and memory.
+"""Trials of grammars from untrusted clients: another process compiles each one first, with limits on time and memory.
 
 A constraint of a kilobyte can take minutes and gigabytes to compile. Only what passes its trial is compiled where the
 engine runs.

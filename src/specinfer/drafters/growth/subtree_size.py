@@ -69,7 +69,7 @@ class SubtreeSize:
         return self._tables[num_levels]
 
     def reach(self, num_levels: int) -> Floats:
-        """Return the expected number of nodes down to so many bins below the guess, [bins]."""
+        """Return the expected number of nodes down to this many bins below the guess, [bins]."""
         if num_levels not in self._reach:
             while len(self._levels) <= num_levels:
                 grown = self._levels[0].copy()

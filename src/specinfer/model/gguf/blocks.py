@@ -101,7 +101,7 @@ def _signed(data: Tensor) -> Tensor:
 
 
 def _crumbs(data: Tensor, size: int) -> Tensor:
-    """Return [..., parts, 4, size] codes of 2 bits: of each part of so many bytes, first the lowest ones."""
+    """Return [..., parts, 4, size] codes of 2 bits: for each part of this many bytes, the lowest ones first."""
     places = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)
     codes: Tensor = data.unflatten(-1, (-1, size)).unsqueeze(-2) >> places & 3
     return codes

@@ -15,7 +15,7 @@ LLAMA3 = "rope_freqs.weight"
 
 
 def read_rope(meta: Metadata, rotated: int) -> dict[str, Any]:
-    """Return `rope_parameters` of config.json for heads of which so many numbers are rotated.
+    """Return `rope_parameters` of config.json for heads of which this many numbers are rotated.
 
     Raises:
         GgufError: Positions are scaled in a way that is not read.

@@ -25,7 +25,7 @@ _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def fitting(kind: GGMLQuantizationType, width: int) -> GGMLQuantizationType:
-    """Return the type for rows of so many weights: the given one, or a type with smaller blocks."""
+    """Return the type for rows of this many weights: the given one, or a type with smaller blocks."""
     return GGMLQuantizationType[_NARROW[kind.name]] if width % _NEST and kind.name in _NARROW else kind
 
 

@@ -69,7 +69,7 @@ class Size:
         return size.scanning(self.scanned) if self.scanned else size
 
     def scanning(self, scanned: int) -> "Size | None":
-        """Return the size if recurrent layers compute so many tokens; None if they are too many."""
+        """Return the size if recurrent layers compute this many tokens; None if they are too many."""
         fitting = at_least(TOKENS, max(scanned, self.tokens))
         # Of a tree, any token may be the parent of one that does not follow it.
         if fitting is None or (fitting > MAX_STATES and not self.is_chain):

@@ -74,7 +74,7 @@ class DirectFile:
         """Read `num_bytes` at `offset`, with the rest of their pages, to the start of `into`.
 
         Args:
-            into: [bytes] uint8, page-aligned, with room for `padded_size(num_bytes)`; if cached for so many bytes.
+            into: [bytes] uint8, page-aligned, with room for `padded_size(num_bytes)`; if cached for `num_bytes`.
 
         Returns:
             The index in `into` where the bytes begin.

@@ -63,7 +63,7 @@ def _nibbles(data: Tensor, *, lower_first: bool) -> Tensor:
 
 
 def _of_blocks(values: Tensor, count: int, each: int) -> Tensor:
-    """Return [count] values of which each is there for so many neighbours."""
+    """Return [count] values of which each stands for this many neighbours."""
     if len(values) != -(-count // each):
         raise ValueError(f"{len(values)} scales for {count} weights, {each} each")
     return values.repeat_interleave(each)[:count]

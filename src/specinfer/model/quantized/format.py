@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         scales: Shape of the scales, one for each block.
-        codes_fit: Whether there are as many words of codes, and of zeros, as codes of so many bits fill.
+        codes_fit: Whether the words of codes, and of zeros, are as many as codes of this size fill.
     """
 
     scales: tuple[int, ...]
@@ -224,7 +224,7 @@ def _group_size(scaling: Scaling, shape: tuple[int, ...]) -> int:
 
 
 def _places(count: int, size: int, each: int) -> Tensor:
-    """Return [size] places among `count` values, each for so many neighbours, the last for fewer; or one for all."""
+    """Return [size] places among `count` values, each for this many neighbours, the last for fewer; or one for all."""
     if count not in (1, -(-size // each)):
         raise ValueError(f"{count} scales for {size} weights, {each} each")
     return torch.arange(size) // (size if count == 1 else each)

@@ -34,7 +34,7 @@ from specinfer.model.gguf.weights import Weight
 
 _NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 _SECTIONS = "rope.dimension_sections"
-_DEFAULT_INTERVAL = 4  # one in so many layers has attention
+_DEFAULT_INTERVAL = 4  # one in this many layers has attention
 
 
 def dense_fields(meta: Metadata, common: Fields) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def _windows(
     """Return the fields of windows, and of the factor of queries.
 
     Args:
-        period: One in so many layers sees all tokens, unless the file says otherwise.
-        layers_of_27b: The model with so many layers scales queries by another size; llama.cpp knows it by this, too.
+        period: One in this many layers sees all tokens, unless the file says otherwise.
+        layers_of_27b: The model with this many layers scales queries by another size; llama.cpp knows it by this, too.
     """
     heads, num_layers = meta.size("attention.head_count"), common["num_hidden_layers"]
     dim = meta.size("attention.key_length", meta.size("rope.dimension_count", common["hidden_size"] // heads))
