@@ -11,6 +11,7 @@ from specinfer.kernels.kv_types import FLOAT8
 from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
 from specinfer.kernels.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
+from specinfer.kernels.routes import Routes
 from specinfer.kernels.triton import product as products
 from specinfer.kernels.triton.gate import gate
 from specinfer.kernels.triton.low_rank import add_low_rank
@@ -33,6 +34,7 @@ _WEIGHTS: dict[str, tuple[int, int, torch.dtype, tuple[str, ...]]] = {
     "Q6_K": (6, 16, torch.int8, ("nest",)),
     "IQ4_NL": (4, 32, torch.float16, ("levels",)),
     "NVFP4": (4, 16, torch.float32, ("levels",)),
+    "MXFP4": (4, 32, torch.bfloat16, ("levels",)),
     "AWQ": (4, 128, torch.float16, ("zeros",)),
 }
 # Heads, heads of keys, sizes of keys and values, what has a decay, whether a value is a change, and a bound of decays.
@@ -47,6 +49,7 @@ _RECURRENCES: dict[str, tuple[int, int, int, int, Decays, bool, float]] = {
     "RG-LRU": (1, 1, 1, 2560, "column", False, 0.0),
 }
 _ROUNDED = ("int8", "int4", "fp8")  # that we round to; the others are of files
+_ROUTED = ("int8", "int4", "fp8 in blocks", "Q4_K", "MXFP4")
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -77,6 +80,9 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
+    for kind in _ROUTED:
+        for tokens in (1, 512):
+            yield f"routed product {kind}, {tokens} tokens", _routed_product(kind, tokens, has_float8[0])
 
 
 def recurrence_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -130,6 +136,13 @@ def _product(dtype: torch.dtype, kind: str, rows: int, has_float8: tuple[bool, .
         return products.product(x, weight, has_float8=has_float8[0], parts=1)
 
     return call
+
+
+def _routed_product(kind: str, tokens: int, has_float8: bool) -> Callable[[], object]:
+    inputs, outputs, experts, chosen = 2048, 1536, 128, 8
+    x, weight = _empty(tokens, inputs, dtype=torch.bfloat16), _weight(kind, experts * outputs, inputs)
+    routes = Routes.of(_empty(tokens, chosen, dtype=torch.int64), experts, torch.bfloat16)
+    return partial(products.routed_product, x, weight, routes, chosen, has_float8=has_float8)
 
 
 def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:

@@ -16,6 +16,7 @@ from specinfer.kernels import float8, layer_ops, plain_layer, quantization
 from specinfer.kernels.quantization import dequantize
 from specinfer.kernels.quantized_linear import Float8Linear, QuantizedLinear
 from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
+from specinfer.kernels.routes import Routes
 
 pytest.importorskip("triton")
 import interpreter as interpreter
@@ -279,6 +280,54 @@ def test_products_with_weights_as_files_hold_them(name: str, dtype: torch.dtype)
     for found in (products.product(x, weight, bias, parts=2), plain_layer.product(x, weight, bias)):
         assert (found.shape, found.dtype) == ((18, outputs), dtype)
         assert ((found.double() - exact).abs() <= near * size).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 3]) for i, name in enumerate([*STORED, *KINDS])])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_products_with_the_weights_of_the_experts_that_rows_are_routed_to(
+    name: str, dtype: torch.dtype, tokens: int
+) -> None:
+    """Some experts have no rows, some rows no second expert, and with many rows an expert has several blocks."""
+    count, outputs = 5, 7
+    inputs = 2 * NEST if name == "Q4_K" else NEST if name in STORED and "nest" in STORED[name][3] else 140
+    if name == "fp8":
+        rounded = float8.quantize(_random((count * outputs, inputs), 1))
+        weight = QuantizedWeight(
+            rounded.codes, rounded.scales.unsqueeze(1), 8, inputs, inputs, levels=float8.LEVELS.to(DEVICE)
+        )
+    elif name in KINDS:
+        weight = _layer(name, count * outputs, inputs, False, 1).stored
+    else:
+        weight = _stored(name, count * outputs, inputs, 1)
+    bias, numbers = _random((count * outputs,), 2, dtype), dequantize(weight).double().view(count, outputs, inputs)
+    chosen = torch.randint(4, (tokens, 2), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    chosen[-1, 1] = count
+    routes = Routes.of(chosen, count, dtype)
+    x = _random((tokens, inputs), 4, dtype)
+    near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    for each, rows in ((2, x), (1, x.repeat_interleave(2, dim=0))):
+        kernel = products.routed_product(rows, weight, routes, each, bias)
+        plain = plain_layer.routed_product(rows, weight, routes, each, bias)
+        for found in (kernel, plain):
+            assert (found.shape, found.dtype) == ((2 * tokens, outputs), dtype)
+            assert not found[-1].any()
+            for pair, expert in enumerate(chosen.flatten().tolist()[:-1]):
+                row = rows[pair // each].double()
+                exact = numbers[expert] @ row + bias.double().view(count, -1)[expert]
+                size = numbers[expert].abs() @ row.abs() + bias.double().abs().view(count, -1)[expert]
+                assert ((found[pair].double() - exact).abs() <= near * size).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_routes_have_every_pair_once_in_a_block_of_its_expert(tokens: int, dtype: torch.dtype) -> None:
+    chosen = torch.randint(9, (tokens, 3), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)  # 8 for none
+    routes = Routes.of(chosen, 8, dtype)
+    assert len(routes.pairs) == routes.size * len(routes.experts)
+    own = routes.experts.repeat_interleave(routes.size)
+    there = routes.pairs < routes.num_pairs
+    assert torch.equal(routes.pairs[there].sort().values.cpu(), torch.arange(3 * tokens))
+    assert torch.equal(chosen.flatten()[routes.pairs[there]], own[there])
 
 
 def test_groups_with_equal_numbers_become_one() -> None:

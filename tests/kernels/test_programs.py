@@ -30,6 +30,8 @@ OF_LAYERS = [
     "low rank bf",
     "product bfloat16 fp8, 32",
     "product bfloat16 Q4_K, 1 ",
+    "routed product int4, 1 ",
+    "routed product Q4_K, 512 ",
 ]
 WITHOUT_ATTENTION = ["convolve bfloat16 4", "recur Kimi", "recur Mamba-2", "recur RG-LRU"]  # one of each kind of decay
 OF_LOGITS = ["truncation 128256", "adjustment 128256"]

@@ -22,6 +22,7 @@ rotate_and_store = by_device(_runs_on, plain_layer.rotate_and_store, "rotary")
 gate = by_device(_runs_on, plain_layer.gate, "gate")
 convolve = by_device(_runs_on, plain_recurrence.convolve, "recurrence")
 recur = by_device(_runs_on, plain_recurrence.recur, "recurrence")
+routed_product = by_device(_runs_on, plain_layer.routed_product, "product")
 
 
 def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from specinfer.kernels import float8
 from specinfer.kernels.kv_types import NO_SCALES, KVScales, to_stored
 from specinfer.kernels.quantization import dequantize
 from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.kernels.routes import Routes
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -124,6 +125,26 @@ def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, o
     for part in float8.row_ranges(torch.Size((outputs, rows.shape[1]))):
         wide = dequantize(weight.part(part), rows.dtype)
         result[:, part] = functional.linear(rows, wide, None if bias is None else bias[part])
+    return result
+
+
+def routed_product(
+    rows: Tensor, weight: QuantizedWeight, routes: Routes, each: int, bias: Tensor | None = None
+) -> Tensor:
+    """Return [pairs, outputs] products with the weights of each pair's expert, and zeros for pairs without one.
+
+    Args:
+        rows: [pairs / each, inputs], contiguous.
+        weight: The weights of all experts, one after the other, as for `product`.
+        each: Number of neighbouring pairs that a row belongs to.
+        bias: [experts * outputs].
+    """
+    outputs = weight.out_features // routes.num_experts
+    result = rows.new_zeros(routes.num_pairs, outputs)
+    for expert, block in zip(routes.experts.tolist(), routes.pairs.view(-1, routes.size), strict=True):
+        if expert < routes.num_experts:
+            pairs, part = block[block < routes.num_pairs], slice(expert * outputs, (expert + 1) * outputs)
+            result[pairs] = product(rows[pairs // each], weight.part(part), None if bias is None else bias[part])
     return result
 
 

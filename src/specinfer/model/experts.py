@@ -1,9 +1,8 @@
 """Routed experts that compute with the codes that a file stores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from specinfer.model.cut import Cut
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 from specinfer.model.packing import together
-from specinfer.model.quantized_experts import Expert, QuantizedExperts, matrix_of, opened
+from specinfer.model.quantized_experts import Expert, QuantizedExperts, first_of, matrix_of, opened, opening_of
+from specinfer.model.routed_experts import Weight, routed
 from specinfer.model.stacked_source import STACKED
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
@@ -26,15 +26,17 @@ _SEPARATE = frozenset(
 FAMILIES = _SEPARATE | STACKED
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT = "{layer}.{number}.{kind}_proj.weight"
-_Weight = QuantizedWeight | Tensor
 _BLOCK = 16  # size of the blocks in which gates and values alternate
 
 
-def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[str], bool]) -> set[str]:
+def place_experts(
+    model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[str], bool], *, native: bool = True
+) -> set[str]:
     """Replace stacked experts that are stored as codes by ones that compute with them; return the types of the codes.
 
     Args:
         is_read: Function of a name, whether codes are read. The others are on the meta device.
+        native: False for the kernels of GPUs.
     """
     kinds: set[str] = set()
     for name, module in list(model.named_modules()):
@@ -45,8 +47,10 @@ def place_experts(model: nn.Module, checkpoint: Checkpoint, is_read: Callable[[s
         ):
             read = _Reader(checkpoint, is_read, kinds)
             is_stacked = all(origin_of(stack) for stack in stacks.values() if stack is not None and stack.is_meta)
-            parts = _of_stacks(name, module, read) if is_stacked else _of_matrices(name, module, read)
-            model.set_submodule(name, QuantizedExperts(parts))
+            matrices = _of_stacks(module, read) if is_stacked else _of_matrices(name, module, read)
+            model.set_submodule(
+                name, QuantizedExperts(_parts(module, matrices)) if native else routed(module, matrices)
+            )
     return kinds
 
 
@@ -58,7 +62,7 @@ class _Reader:
     is_read: Callable[[str], bool]
     kinds: set[str]
 
-    def matrix(self, name: str, cut: Cut | None) -> _Weight:
+    def matrix(self, name: str, cut: Cut | None) -> Weight:
         """Return an expert's weight by its name, as codes or, if it has none, as numbers."""
         checkpoint = self.checkpoint
         if checkpoint.has_codes(name, cut):
@@ -68,7 +72,7 @@ class _Reader:
         part = whole if cut is None else whole.part(cut)
         return checkpoint.read(name, part) if self.is_read(name) else part
 
-    def of_stack(self, experts: Any, name: str, expert: int) -> _Weight:
+    def of_stack(self, experts: Any, name: str, expert: int) -> Weight:
         """Return an expert's weight [out, in] of a parameter that stands for a stack, or is one."""
         stack: Tensor = getattr(experts, name)
         origin = origin_of(stack)
@@ -82,22 +86,47 @@ class _Reader:
         return weight
 
 
-def _call(weight: _Weight, bias: Tensor | None = None) -> LinearCall:
+def _call(weight: Weight, bias: Tensor | None = None) -> LinearCall:
     return LinearCall(Panels.of(weight, bias) if isinstance(weight, Tensor) else Panels.of_codes(weight, bias))
 
 
-def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[Expert]:
-    """Yield the parts of experts whose gates, values and output matrices are stored apart."""
+def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[list[Weight]]:
+    """Yield the matrices of experts whose gates, values and output matrices are stored apart."""
     cut_rows, cut_inputs = (getattr(one, "cut", None) for one in (experts.gate_up_proj, experts.down_proj))
     rows = None if cut_rows is None else Cut(0, cut_rows.ranges[:1])  # those of gates come before those of values
     inputs = None if cut_inputs is None else Cut(1, cut_inputs.ranges)
     for i in range(experts.num_experts):
         of = partial(EXPERT.format, layer=name, number=i)
-        gate, up = (read.matrix(of(kind=kind), rows) for kind in ("gate", "up"))
-        yield _parts(experts, gate, up, read.matrix(of(kind="down"), inputs))
+        yield [read.matrix(of(kind=kind), inputs if kind == "down" else rows) for kind in ("gate", "up", "down")]
 
 
-def _parts(experts: Any, gate: _Weight, up: _Weight, down: _Weight) -> Expert:
+def _of_stacks(experts: Any, read: _Reader) -> Iterator[list[Weight]]:
+    """Yield the matrices of experts that are stacks: with gates before values or beside them, or without."""
+    for i in range(experts.num_experts):
+        yield [read.of_stack(experts, name, i) for name in (first_of(experts), "down_proj")]
+
+
+def _parts(experts: Any, matrices: Iterable[list[Weight]]) -> Iterator[Expert]:
+    """Yield the parts of experts for the native kernels."""
+    for i, (*first, down) in enumerate(matrices):
+        if not getattr(experts, "has_gate", True):
+            values = _call(first[0])
+            yield partial(opened, values, experts.act_fn), [values], _call(down), Ending.STORE
+        elif experts.is_transposed:
+            assert experts.has_bias
+            mixed = _call(first[0], experts.gate_up_proj_bias[i])
+            yield partial(opened, mixed, opening_of(experts)), [mixed], _call(down, experts.down_proj_bias[i]), None
+        else:
+            gate, up = first if len(first) > 1 else _halves(first[0])
+            yield _gated_parts(experts, gate, up, down)
+
+
+def _halves(both: Weight) -> list[Weight]:
+    half = both.shape[0] // 2 if isinstance(both, Tensor) else both.out_features // 2
+    return [both[one] if isinstance(both, Tensor) else both.part(one) for one in (slice(half), slice(half, None))]
+
+
+def _gated_parts(experts: Any, gate: Weight, up: Weight, down: Weight) -> Expert:
     """Return the parts of an expert with gates."""
     assert experts.is_concatenated
     assert not experts.is_transposed
@@ -122,23 +151,3 @@ def _gated_at_once(both: LinearCall, ending: Ending, x: Tensor) -> Tensor:
 
 def _gated(gates: LinearCall, values: LinearCall, act_fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return act_fn(gates(x)) * values(x)
-
-
-def _of_stacks(name: str, experts: Any, read: _Reader) -> Iterator[Expert]:
-    """Yield the parts of experts whose matrices are stacks: with gates before values or beside them, or without."""
-    for i in range(experts.num_experts):
-        down = read.of_stack(experts, "down_proj", i)
-        if not getattr(experts, "has_gate", True):
-            values = _call(read.of_stack(experts, "up_proj", i))
-            yield partial(opened, values, experts.act_fn), [values], _call(down), Ending.STORE
-        elif not experts.is_transposed:
-            both = read.of_stack(experts, "gate_up_proj", i)
-            half = both.shape[0] // 2 if isinstance(both, Tensor) else both.out_features // 2
-            halves = slice(half), slice(half, None)
-            gate, up = (both[one] if isinstance(both, Tensor) else both.part(one) for one in halves)
-            yield _parts(experts, gate, up, down)
-        else:
-            assert experts.has_bias
-            apply_gate = partial(type(experts)._apply_gate, SimpleNamespace(alpha=experts.alpha, limit=experts.limit))
-            mixed = _call(read.of_stack(experts, "gate_up_proj", i), experts.gate_up_proj_bias[i])
-            yield partial(opened, mixed, apply_gate), [mixed], _call(down, experts.down_proj_bias[i]), None

@@ -72,8 +72,8 @@ class LoadConfig:
         return self.has_native_kernels and library() is not None
 
     def keeps_codes_of(self, name: str, source: Any) -> bool:
-        """Return whether a weight is computed with as it is stored; on GPUs experts are not."""
-        keeps_experts = self.device.type == "cpu" and self.config.model_type in experts.FAMILIES
+        """Return whether a weight is computed with as it is stored."""
+        keeps_experts = self.config.model_type in experts.FAMILIES
         return self.keeps_codes and (".experts." not in name or keeps_experts) and bool(source.has_codes)
 
     def fuses(self, definition: Any) -> bool:

@@ -93,17 +93,26 @@ def split_experts(model: nn.Module) -> None:
 
 def _parts(experts: Any, make: Callable[[Tensor, Tensor | None], _Linear]) -> Iterator[Expert]:
     """Yield the parts of experts, whose linear layers are made of a matrix and its bias."""
-    shell = copy.copy(experts)
-    shell._parameters = {}  # gates are functions of values and of the module's settings
-    has_gate = getattr(experts, "has_gate", True)
-    opens = shell._apply_gate if has_gate else shell.act_fn
-    first = "gate_up_proj" if has_gate else "up_proj"
+    opens = opening_of(experts)
     for i in range(experts.num_experts):
         values, down = (
             make(matrix_of(experts, name, i), getattr(experts, f"{name}_bias")[i] if experts.has_bias else None)
-            for name in (first, "down_proj")
+            for name in (first_of(experts), "down_proj")
         )
         yield partial(opened, values, opens), [values], down, None
+
+
+def first_of(experts: Any) -> str:
+    """Return the name of the stack of the first matrices."""
+    return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+
+
+def opening_of(experts: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function from the results of the first matrix to the inputs of the last, which keeps no weights."""
+    shell = copy.copy(experts)
+    shell._parameters = {}  # gates are functions of values and of the module's settings
+    opening: Callable[[Tensor], Tensor] = shell._apply_gate if getattr(experts, "has_gate", True) else shell.act_fn
+    return opening
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -106,7 +106,7 @@ def place_stored(
 
     kinds = place_codes(model, codes_of, native=native)
     if is_placed(0):
-        kinds |= place_experts(model, checkpoint, lambda name: is_read(layer_number(name)))
+        kinds |= place_experts(model, checkpoint, lambda name: is_read(layer_number(name)), native=native)
     return kinds
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.kernels.routes import BLOCKS, Routes, block_of
 from specinfer.kernels.triton.float8 import has_float8_instructions
 from specinfer.kernels.triton.weights import (
     HALVES,
@@ -31,7 +32,6 @@ from specinfer.kernels.triton.weights import (
 _LEAST_BYTES = 16  # of a step: inputs of a product of tensor cores
 _WHOLE_STEP = 128  # inputs of a step where all inputs share a scale
 _OUTPUTS = 64  # outputs of a program with at most 16 rows; with more rows twice as many
-_ROWS = (16, 32, 64)
 _PROGRAMS = 264  # fewest, if there are enough inputs: two per multiprocessor of a large GPU
 _LEAST_STEPS = 4  # of a program
 _AT_ONCE = 2**26  # weights widened at a time
@@ -39,28 +39,37 @@ _AT_ONCE = 2**26  # weights widened at a time
 
 @triton.jit
 def product_program(
-    rows, codes, scales, offsets, nest, levels, zero, bias, out,
+    rows, codes, scales, offsets, nest, levels, zero, bias, out, pairs, experts, num_experts,
     num_rows, inputs, outputs, row_bytes, num_groups, num_steps, steps_each,
     KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
     NESTED: tl.constexpr, IN_NEST: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute a block of rows of a block of outputs, summed over a part of the inputs.
 
     Neighbouring programs compute blocks of rows of the same outputs, and so read the same weights. A step is a group,
     several of which the codes are scaled before the product (`GROUP` < `STEP`), or a part of the only one (`GROUP` 0).
+    With `EACH` above 0, rows of the result are pairs of a row, which has so many, and an expert with its own weights.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
-    has_output, has_row = output < outputs, row < num_rows
+    of_output = output.to(tl.int64)
+    given, last = row, outputs
+    if EACH > 0:
+        expert = tl.load(experts + tl.program_id(0))
+        row = tl.load(pairs + row)
+        given = row // EACH
+        is_there = expert < num_experts
+        last, num_steps = tl.where(is_there, last, 0), tl.where(is_there, num_steps, 0)
+        of_output += expert * outputs
+    has_output, has_row = output < last, row < num_rows
     dtype: tl.constexpr = rows.dtype.element_ty
     is_half: tl.constexpr = (KIND == HALVES) | (KIND == LEVELS)
     width: tl.constexpr = STEP // 2 if is_half else STEP  # bytes of a step
     column = tl.arange(0, width)
-    of_output = output.to(tl.int64)
     code_rows = codes + of_output[:, None] * row_bytes
-    row_starts = rows + row[None, :].to(tl.int64) * inputs
+    row_starts = rows + given[None, :].to(tl.int64) * inputs
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     first = part * steps_each
     for step in range(first, min(first + steps_each, num_steps)):
@@ -104,14 +113,14 @@ def product_program(
         else:
             total = products
     if GROUP == 0:
-        total *= tl.load(scales + output, mask=has_output, other=0.0)[:, None]
+        total *= tl.load(scales + of_output, mask=has_output, other=0.0)[:, None]
     to = row[None, :].to(tl.int64) * outputs + output[:, None]
     inside = has_output[:, None] & has_row[None, :]
     if IS_PART:
         tl.store(out + part.to(tl.int64) * num_rows * outputs + to, total, mask=inside)
     else:
         if HAS_BIAS:
-            total += tl.load(bias + output, mask=has_output, other=0.0).to(tl.float32)[:, None]
+            total += tl.load(bias + of_output, mask=has_output, other=0.0).to(tl.float32)[:, None]
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -171,15 +180,12 @@ def product(
     has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
-    is_wide = rows.dtype == torch.float32
-    sizes = _ROWS[:-1] if is_wide else _ROWS  # sums of 64 rows of float32 do not fit into registers
-    block = next((size for size in sizes if num_rows <= size), sizes[-1])
-    together = _OUTPUTS if block == _ROWS[0] or is_wide else 2 * _OUTPUTS
-    stages = 2 if is_wide else 3 if block == _ROWS[-1] else 4  # fits into 99 KB, the least shared memory of GPUs
+    block = block_of(num_rows, rows.dtype)
+    together, stages = _sizes(rows.dtype, block)
     given = rows if bias is None else bias
     stored, constants = stored_arguments(weight)
     product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
-        rows, *stored, given, summed,
+        rows, *stored, given, summed, rows, rows, 0,
         num_rows, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, -(-num_steps // parts),
         **constants, NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
         ROWS=block, OUTPUTS=together, PRECISION="ieee", num_warps=together // 16, num_stages=stages,
@@ -200,6 +206,44 @@ def product(
             enable_fp_fusion=True,
         )
     return result
+
+
+def routed_product(
+    rows: Tensor,
+    weight: QuantizedWeight,
+    routes: Routes,
+    each: int,
+    bias: Tensor | None = None,
+    *,
+    has_float8: bool | None = None,
+) -> Tensor:
+    """Compute `plain_layer.routed_product`; `has_float8` as for `product`."""
+    assert rows.is_contiguous()
+    row_bytes, inputs = weight.codes.shape[1], rows.shape[1]
+    outputs = weight.out_features // routes.num_experts
+    result = rows.new_zeros(routes.num_pairs, outputs)
+    step = step_of(weight)
+    has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
+    num_steps = -(-inputs // step)
+    together, stages = _sizes(rows.dtype, routes.size)
+    stored, constants = stored_arguments(weight)
+    product_program[(len(routes.experts), triton.cdiv(outputs, together), 1)](
+        rows, *stored, rows if bias is None else bias, result, routes.pairs, routes.experts, routes.num_experts,
+        routes.num_pairs, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, num_steps,
+        **constants, NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=False,
+        ROWS=routes.size, OUTPUTS=together, PRECISION="ieee", EACH=each, num_warps=together // 16, num_stages=stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return result
+
+
+def _sizes(dtype: torch.dtype, block: int) -> tuple[int, int]:
+    """Return the outputs of a program with a block of rows, and its stages."""
+    is_wide = dtype == torch.float32
+    together = _OUTPUTS if block == BLOCKS[0] or is_wide else 2 * _OUTPUTS
+    return together, 2 if is_wide else 3 if block == BLOCKS[
+        -1
+    ] else 4  # fits into 99 KB, the least shared memory of GPUs
 
 
 def product_of_many(
