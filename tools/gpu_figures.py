@@ -25,7 +25,7 @@ from gpu_targets import summary, targets
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 540  # seconds that a step may take
-_LAST_LINES = 12  # kept of what a step said
+_LAST_LINES = 12  # of a step's output that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ _LABORATORY = ("kernels", "offload")  # programs of benchmarks/
 
 
 def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
-    """All, those first that tell whether the others are worth their time."""
+    """All steps, first those that show whether the others are worth their time."""
     gpu = device != "cpu"
 
     def bench(name: str, kind: str, seconds: int, *words: str, grow: str | None = None) -> Step:
@@ -157,7 +157,7 @@ class Figures:
 
 
 def run(step: Step, longest: float) -> dict[str, Any]:
-    """One step, ended when it has taken too long: how it went, what it said last, and its report."""
+    """One step, ended when it has taken too long: its state, the last lines of its output, and its report."""
     with tempfile.TemporaryDirectory(prefix="figures-") as place:
         report = Path(place) / "report.json"
         command, started = step.command(report), time.monotonic()
@@ -167,16 +167,16 @@ def run(step: Step, longest: float) -> dict[str, Any]:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            said, _ = process.communicate(timeout=longest)
+            output, _ = process.communicate(timeout=longest)
             state = "done" if process.returncode == 0 else f"status {process.returncode}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # what it has started itself, too
-            said, _ = process.communicate()
+            output, _ = process.communicate()
             state = f"not done in {longest:.0f} s"
         found = json.loads(report.read_text()) if state == "done" and step.reports else None
-    last = [line for line in said.splitlines() if line.strip()][-_LAST_LINES:]
+    last = [line for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     seconds = time.monotonic() - started
-    return {"state": state, "seconds": seconds, "command": command[1:], "said": last, "report": found}
+    return {"state": state, "seconds": seconds, "command": command[1:], "output": last, "report": found}
 
 
 def present_commit() -> str:
@@ -212,7 +212,7 @@ def print_table(figures: Figures, wanted: Sequence[Step], commit: str, heading: 
         if known is None or known["commit"] != commit:
             print(f"{step.name:24} not run")
             continue
-        words = summary(known["report"]) if known["state"] == "done" and step.reports else (known["said"] or [""])[-1]
+        words = summary(known["report"]) if known["state"] == "done" and step.reports else (known["output"] or [""])[-1]
         print(f"{step.name:24} {known['state']}, {known['seconds']:.0f} s: {words}")
     print(f"\n{'the large target':58}  {'asked':>8}    seen")
     for target in targets(figures.reports(commit)):

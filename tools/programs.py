@@ -141,8 +141,8 @@ def step_cases() -> Iterator[Case]:
     starts, sizes = _empty(requests), _empty(requests)
     for size in (nodes, 1024):
         tokens, parents = _empty(requests, size), _empty(requests, size)
-        said = _empty(requests * size, dtype=torch.int64)
-        yield f"walk {size}", partial(walk, said, starts, tokens, parents, sizes, max_depth=depth)
+        choices = _empty(requests * size, dtype=torch.int64)
+        yield f"walk {size}", partial(walk, choices, starts, tokens, parents, sizes, max_depth=depth)
     draws, distributions = _empty(requests, nodes), _empty(requests, nodes, 128)
     probs, uniforms = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
     trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, distributions, probs, uniforms)
@@ -269,8 +269,8 @@ def resources(kernel: Any) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = dict(part.split(":", 1) for part in said.split() if part.split(":", 1)[0] in ("REG", "STACK", "LOCAL"))
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(part.split(":", 1) for part in report.split() if part.split(":", 1)[0] in ("REG", "STACK", "LOCAL"))
     return int(found["REG"]), int(found["STACK"])
 
 

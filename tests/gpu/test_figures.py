@@ -51,12 +51,12 @@ REPORTING = "import sys\nprint('first\\n\\nlast')\nopen(sys.argv[-1], 'w').write
 
 def test_a_step_reports_its_outcome(tool: Any, step: Any) -> None:
     made = tool.run(step("good", REPORTING), 60)
-    assert (made["state"], made["report"], made["said"]) == ("done", {"speedup": 3.5}, ["first", "last"])
+    assert (made["state"], made["report"], made["output"]) == ("done", {"speedup": 3.5}, ["first", "last"])
     assert 0 < made["seconds"] < 60
     made = tool.run(step("bad", "raise SystemExit('no such thing')"), 60)
-    assert (made["state"], made["report"], made["said"]) == ("status 1", None, ["no such thing"])
+    assert (made["state"], made["report"], made["output"]) == ("status 1", None, ["no such thing"])
     made = tool.run(step("quiet", "print('3 passed')", reports=False), 60)
-    assert (made["state"], made["said"]) == ("done", ["3 passed"])
+    assert (made["state"], made["output"]) == ("done", ["3 passed"])
 
 
 def test_a_step_that_hangs_is_ended_with_all_it_started(tool: Any, step: Any, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_step_that_hangs_is_ended_with_all_it_started(tool: Any, step: Any, tm
         "time.sleep(60)"
     )
     made = tool.run(step("hung", code), 3)
-    assert (made["state"], made["said"]) == ("not done in 3 s", ["begun"])
+    assert (made["state"], made["output"]) == ("not done in 3 s", ["begun"])
     assert made["seconds"] < 30
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
     deadline = time.monotonic() + 20

@@ -54,9 +54,9 @@ def chat_prompts(generator: StaticGenerator, folder: Path, count: int, seed: int
     for start in range(0, count, 4096):
         part = ids[start : start + 4096]
         answers = generator.generate(part, [0.9] * len(part), 160, stop)
-        for one, said in zip(words[start : start + 4096], answers, strict=True):
-            turn = (one + tokenizer.decode(said[:-1])).strip()
-            if said[-1] == stop and is_turn(turn):
+        for one, answer in zip(words[start : start + 4096], answers, strict=True):
+            turn = (one + tokenizer.decode(answer[:-1])).strip()
+            if answer[-1] == stop and is_turn(turn):
                 turns.append(turn)
         print(f"{start + len(part)} of {count}: {len(turns)} kept", file=sys.stderr, flush=True)
     turns = list(dict.fromkeys(turns + passages(count // 8, seed)))
@@ -87,8 +87,8 @@ def write_texts(options: argparse.Namespace) -> None:
         if texts and time.monotonic() - began > options.seconds:
             break
         chosen = [temperatures[i % len(temperatures)] for i in range(len(group))]
-        said = generator.generate(group, chosen, _NEW[name], stop)
-        texts += [[*prompt, *more] for prompt, more in zip(group, said, strict=True)]
+        generated = generator.generate(group, chosen, _NEW[name], stop)
+        texts += [[*prompt, *more] for prompt, more in zip(group, generated, strict=True)]
         sizes += [len(prompt) for prompt in group]
     tokens = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int32)
     for row, text in enumerate(texts):

@@ -173,7 +173,7 @@ class _Output:
         if content := "".join(one.content for one in deltas):
             delta["content"] = content
         if calls := [_call_piece(one) for one in deltas if one.index is not None]:
-            delta |= self._told(calls)
+            delta |= self._calls_as_requested(calls)
         choice = {"index": self.index, "delta": delta, **self._rest(chunk)}
         return choice if delta or chunk.finish_reason or choice["logprobs"] or chunk.steps else None
 
@@ -183,14 +183,14 @@ class _Output:
         content = "".join(one.content for one in deltas)
         message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
         if calls:
-            message |= self._told(calls)
+            message |= self._calls_as_requested(calls)
         return {"index": self.index, "message": message, **self._rest(chunk)}
 
     def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
         deltas = self.parser.push(chunk.text)
         return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
 
-    def _told(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _calls_as_requested(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the calls in the format of the request: "functions" is the older one and takes a single call."""
         return {"function_call": calls[0]["function"]} if self.fields.functions else {"tool_calls": list(calls)}
 

@@ -103,7 +103,7 @@ class _Process:
         self._state = ServerState(None, service.config, service.names, service.model, *last)
         self._notify = notify if service.parent is None else service.parent.report
         self._server = make_server(service.config, create_app(self._state))
-        self._told, self._forced = asyncio.Event(), asyncio.Event()
+        self._stopping, self._forced = asyncio.Event(), asyncio.Event()
         self._set_by = ""
         self.leaves_thread = False  # a thread is still loading or computing in native code
 
@@ -141,9 +141,9 @@ class _Process:
         watchdog = asyncio.create_task(self._report_health(engine))
         try:
             async with observation:
-                while not (self._told.is_set() or engine.has_failed or engine.is_hung or self._serving.done()):
+                while not (self._stopping.is_set() or engine.has_failed or engine.is_hung or self._serving.done()):
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._told.wait(), _TICK)
+                        await asyncio.wait_for(self._stopping.wait(), _TICK)
                 return await self._end(engine)
         finally:
             gc.unfreeze()
@@ -203,10 +203,10 @@ class _Process:
 
     async def _wait_unless_stopped(self, work: "asyncio.Future[LLM]") -> LLM | None:
         """Return the loaded model, or None if the server is stopped before."""
-        told = asyncio.create_task(self._told.wait())
-        awaited: set[asyncio.Future[Any]] = {work, told, self._serving}
+        stopping = asyncio.create_task(self._stopping.wait())
+        awaited: set[asyncio.Future[Any]] = {work, stopping, self._serving}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        stopping.cancel()
         return work.result() if work.done() else None
 
     async def _until_forced(self, work: Coroutine[None, None, bool]) -> bool:
@@ -217,11 +217,11 @@ class _Process:
         return task.done() and not task.cancelled() and task.result()
 
     def _stop(self, number: int) -> None:
-        if self._told.is_set():
+        if self._stopping.is_set():
             self._forced.set()
             self._server.force_exit = True
         self._set_by = signal.Signals(number).name
-        self._told.set()
+        self._stopping.set()
 
 
 def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":

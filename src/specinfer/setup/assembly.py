@@ -207,9 +207,9 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         _settle_heads([one for one in here.values() if isinstance(one, HeadRunner)], runner, tokenizer)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
-        most_told = None if capacity is None else capacity.num_guesses
+        max_guesses = None if capacity is None else capacity.num_guesses
         scheduler = Scheduler(
-            runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, most_told, args.max_loras
+            runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, max_guesses, args.max_loras
         )
         lora = args.lora_config
         others = runner.adapters if isinstance(runner, DistributedRunner) else None

@@ -39,7 +39,7 @@ def _requests(seed: int = 0) -> list[Request]:
     ]
 
 
-def _told(request: Request) -> tuple[Any, ...]:
+def _outcome(request: Request) -> tuple[Any, ...]:
     """Tokens, trees and the state of random numbers."""
     return request.output_ids, request.speculation.as_dict(), request.uniforms.state
 
@@ -57,7 +57,7 @@ def _engine(pair: Pair, rule: str, tree: TreeBudget, **options: Any) -> Engine:
 def _ordinary(pair: Pair, rule: str, widths: Sequence[int], seed: int = 0) -> list[tuple[Any, ...]]:
     requests = _requests(seed)
     run(_engine(pair, rule, TreeBudget.expansion(widths), has_device_executor=False), requests)
-    return list(map(_told, requests))
+    return list(map(_outcome, requests))
 
 
 @RULES
@@ -68,7 +68,7 @@ def test_steps_on_the_device_are_ordinary_ones(widths: Sequence[int], seed: int,
     engine, requests = _engine(pair, rule, TreeBudget.expansion(widths)), _requests(seed)
     assert run_on_device(engine, requests) == set(requests)
     assert executor_of(engine).num_launched > 4
-    assert list(map(_told, requests)) == _ordinary(pair, rule, widths, seed)
+    assert list(map(_outcome, requests)) == _ordinary(pair, rule, widths, seed)
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests[2:4]) > 4
 
 
@@ -88,7 +88,7 @@ def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, rule: str,
             executor_of(engine).abandon()
         engine.step()
     assert num_dropped >= 2
-    assert list(map(_told, requests)) == _ordinary(pair, rule, (2, 2, 1))
+    assert list(map(_outcome, requests)) == _ordinary(pair, rule, (2, 2, 1))
 
 
 @RULES
@@ -102,7 +102,7 @@ def test_other_trees_are_drafted_in_ordinary_steps(rule: str, pair: Pair) -> Non
             engine.add(request)
         while engine.has_work:
             engine.step()
-        told.append(list(map(_told, requests)))
+        told.append(list(map(_outcome, requests)))
     ordinary, found = ([one for one, params in zip(them, PARAMS, strict=True) if not params.is_greedy] for them in told)
     assert [one[0] for one in found] == [one[0] for one in ordinary]
     assert sum(one[1]["num_accepted_draft_tokens"] for one in found) > 20
@@ -140,7 +140,7 @@ def test_steps_without_trees_use_the_same_random_numbers(rule: str, pair: Pair) 
         requests = _requests()
         policy = RequestPolicy(Pausing(TreeBudget.expansion((2, 2, 1))), lambda: FixedPolicy())
         run(make_device_engine(*pair, policy, verification=rule, has_device_executor=has_device_executor), requests)
-        told.append(list(map(_told, requests)))
+        told.append(list(map(_outcome, requests)))
     assert told[1] == told[0]
     assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])
 
@@ -158,6 +158,6 @@ def test_requests_of_both_rules_share_steps(widths: Sequence[int], pair: Pair) -
             assert run_on_device(engine, requests) == set(requests)
         else:
             run(engine, requests)
-        told.append(list(map(_told, requests)))
+        told.append(list(map(_outcome, requests)))
     assert told[1] == told[0]
     assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])

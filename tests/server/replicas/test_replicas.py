@@ -275,8 +275,8 @@ def test_a_replica_that_is_killed_takes_no_request_with_it_unseen(server: Server
         return before, replaced, after
 
     before, replaced, after = at_once(server, work)
-    assert set(hows) <= {"right", "told"}, hows
-    assert hows.count("told") <= 16  # those that had begun
+    assert set(hows) <= {"right", "reported"}, hows
+    assert hows.count("reported") <= 16  # those that had begun
     print(
         f"{len(hows)} answers, {hows.count('told')} of them told of the loss; replaced in {replaced:.1f} s; "
         f"{before:.1f} answers/s before, {after:.1f}/s after"
@@ -287,10 +287,10 @@ def _how(answer: httpx.Response, expected: str, *, stream: bool) -> str:
     """Whether an answer is right, or tells its reader that it is not."""
     if answer.status_code != 200:
         assert answer.status_code == 503
-        return "told" if answer.json()["error"]["code"] == "engine_unavailable" else "wrong"
+        return "reported" if answer.json()["error"]["code"] == "engine_unavailable" else "wrong"
     said = events_of(answer.text) if stream else [answer.json()]
     if "error" in said[-1]:
-        return "told"
+        return "reported"
     return "right" if "".join(one["choices"][0]["text"] for one in said) == expected else "wrong"
 
 
@@ -337,8 +337,8 @@ def test_requests_of_a_replica_that_ends_in_any_phase_end_soon_and_it_is_replace
         return await ending, answers
 
     end, answers = at_once(server, work)
-    assert {how for how, _ in answers} <= {"right", "told"}
-    lost = [when - end for how, when in answers if how == "told"]
+    assert {how for how, _ in answers} <= {"right", "reported"}
+    lost = [when - end for how, when in answers if how == "reported"]
     assert lost or phase == "prefill", "streams that had begun"
     assert max(lost, default=0.0) < 5
     server.wait(lambda: server.num_serving() == 2)

@@ -67,7 +67,7 @@ MISTRAL_BARE = ToolFormat(
     "mistral-bare", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[ARGS]",), (), quotes_name=False, has_short_ids=True
 )
 # The format of Hermes, which many models have seen in training; models without tools are shown it in a message.
-SYSTEM_PROMPT_FORMAT = ToolFormat("told", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), is_native=False)
+SYSTEM_PROMPT_FORMAT = ToolFormat("system-prompt", _TAGGED, _TAGGED, _ARGUMENTS, ("}", "</tool_call>"), is_native=False)
 
 
 def find_format(chat_template: str | None) -> ToolFormat:
