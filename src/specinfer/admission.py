@@ -119,7 +119,7 @@ class Admission:
         """Check that the tokens of a prompt may wait, too.
 
         Raises:
-            QueueFullError: They are too many beside others.
+            QueueFullError: They are too many with those of others.
         """
         limit, waiting = self._limits.max_num_queued_tokens, self._num_waiting_tokens
         added = sum(len(request.prompt_ids) for request in job.requests)

@@ -66,7 +66,7 @@ class Models:
 
     @property
     def drafter_parameters(self) -> dict[str, int]:
-        """Number of parameters of each drafter by its name; 0 for one without weights beside the target's."""
+        """Number of parameters of each drafter by its name; 0 for one without weights of its own."""
         return {
             Path(name).name: 0 if name in reserved_names() else count_parameters(Path(name)) for name in self.drafters
         }

@@ -60,7 +60,7 @@ class HeadRunner(ModelRunner):
 
 
 class NextTokens(SharedVocabulary):
-    """The target's vocabulary, for a drafter that reads each token beside the feature of the token before it."""
+    """The target's vocabulary, for a drafter that reads each token together with the feature of the token before it."""
 
     def read(self, request: Request, num_cached: int) -> Known | None:
         known = super().read(request, num_cached)

@@ -212,7 +212,7 @@ class Scheduler:
         return [victim]
 
     def _admit(self, num_guessed: int = 0, *, may_preempt: bool = True) -> list[Request]:
-        """Admit waiting requests as far as they fit beside this many nodes; return those preempted for it."""
+        """Admit waiting requests as far as they fit with this many nodes; return those preempted for it."""
         preempted: list[Request] = []
         if not self.waiting:
             return preempted

@@ -1,4 +1,4 @@
-"""Limits of a model on its prompts: tokens of the vocabulary, the context, and parameters that fit beside a prompt."""
+"""Limits of a model on its prompts: tokens of the vocabulary, the context, and parameters that fit a prompt."""
 
 import functools
 from collections.abc import Sequence

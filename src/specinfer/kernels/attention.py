@@ -85,7 +85,7 @@ class NativePieces:
         self._structure.scan, self._structure.paths = scan.address, paths.data_ptr()
 
     def give(self, inputs: Tensor) -> None:
-        """Let layers read inputs beside hidden states: contiguous float32 [tokens, of all layers]."""
+        """Let layers read inputs in addition to hidden states: contiguous float32 [tokens, of all layers]."""
         assert inputs.is_contiguous()
         self._inputs = inputs
         self._structure.layer_inputs, self._structure.layer_stride = inputs.data_ptr(), inputs.shape[1]

@@ -18,7 +18,7 @@ class Opening(IntEnum):
     SILU_HALVES = 1  # each row is all gates, then all values
     GELU_HALVES = 2  # the same with GELU's tanh approximation
     SQUARES = 3  # there are no gates: those above 0 are squared
-    SILU_OF_INPUTS = 4  # there are only gates: the values are inputs of the layer beside hidden states
+    SILU_OF_INPUTS = 4  # there are only gates: the values are inputs of the layer other than hidden states
     GELU_OF_INPUTS = 5  # the same with GELU's tanh approximation
 
 

@@ -1,4 +1,4 @@
-"""The inputs that layers read beside hidden states, on the native kernels: see layer_inputs.h."""
+"""The inputs that layers read in addition to hidden states, on the native kernels: see layer_inputs.h."""
 
 import ctypes
 from typing import Self

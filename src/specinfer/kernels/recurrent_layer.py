@@ -29,7 +29,7 @@ class RecurrentParts:
         recurrence: Recurrence on the convolution's results, or None if these are the layer's.
         inputs, gates: Columns where the inputs of the convolution and the gates of the results begin.
         factors: Column of what the inputs are multiplied by, or None for nothing.
-        steps: Column of what a recurrence stores beside them.
+        steps: Column of what a recurrence stores in addition.
         norm: [width] float32 weight of the norm of the results, or None.
         group: How many of these are normed together.
         activates: Whether gates are activated by SiLU.
@@ -61,7 +61,7 @@ class RecurrentCall:
 
     Args:
         inputs: [slots, 1, channels] inputs of the convolution by slot.
-        stored: [slots, 1, width] what a recurrence stores beside them.
+        stored: [slots, 1, width] what a recurrence stores in addition.
         pool: Kept states, see `RecurrenceCall`.
     """
 

@@ -63,7 +63,7 @@ class Piece:
     num_logits: int  # logits are computed for the last this many tokens
     earlier_slots: Slots = field(default_factory=lambda: NO_SLOTS)  # [earlier]
     earlier_positions: Sequence[int] = ()
-    features: Tensor | None = None  # [new, width] what a head on the target's hidden states reads beside the tokens
+    features: Tensor | None = None  # [new, width] what a head reads of the target, with the tokens
     adapter: AdapterTable | None = None  # what a LoRA adapter adds to linear layers
     num_known: int = 0  # the first this many tokens will be committed: recurrent layers keep the state after them
     prefix_positions: npt.NDArray[np.int64] | None = None  # [prefix] where it leaves out tokens, ascending

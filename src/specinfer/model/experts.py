@@ -101,7 +101,7 @@ def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[list[Weight
 
 
 def _of_stacks(experts: Any, read: _Reader) -> Iterator[list[Weight]]:
-    """Yield the matrices of experts that are stacks: with gates before values or beside them, or without."""
+    """Yield the matrices of experts that are stacks: with gates before values or next to them, or without."""
     for i in range(experts.num_experts):
         yield [read.of_stack(experts, name, i) for name in (first_of(experts), "down_proj")]
 

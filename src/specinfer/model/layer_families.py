@@ -186,7 +186,7 @@ def kind_of(config: Any) -> LayerKind | None:
     if kind is None or any(getattr(config, name, None) is not None for name in _UNKNOWN if name != kind.head_cap):
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    # transformers 5.16 may write a type of all layers beside theirs, which is not read.
+    # transformers 5.16 may write a type of all layers in addition to theirs, which is not read.
     own = [one for one in rope.values() if one and isinstance(one, dict)]
     rotations = own if kind.rotates_by_type else [rope]
     if not all(one.get("rope_type", "default") in _ROTATIONS for one in rotations):

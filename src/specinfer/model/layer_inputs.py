@@ -1,4 +1,4 @@
-"""The inputs that the layers of some models (Gemma 4) read beside hidden states."""
+"""The inputs that the layers of some models (Gemma 4) read in addition to hidden states."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from specinfer.model.sharding.placeholder import EmbeddingPlaceholder
 
 
 def can_take_inputs(trunk: Any, config: Any) -> bool:
-    """Return whether a model's layers have no inputs beside hidden states, or ones that native code computes."""
+    """Return whether a model's layers have no inputs but hidden states, or ones that native code computes."""
     if not _size(config):
         return True
     table = trunk.embed_tokens_per_layer

@@ -16,8 +16,8 @@ class PartKind:
 
     Attributes:
         between: What lies between the linear layers. "mlp": gates and values are two layers; "halves": their outputs
-            follow one another; "squares": there are no gates; "inputs": values are inputs of the layer beside hidden
-            states; "experts": the routed ones.
+            follow one another; "squares": there are no gates; "inputs": values are other inputs of the layer than
+            hidden states; "experts": the routed ones.
         first: The linear layers with the same input, within a layer; of experts the router. A layer that does not have
             the first of them does not have the part, and may lack others.
         second: The linear layer of the results; of experts their module.

@@ -80,7 +80,7 @@ def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits, *, n
         native: Whether to use the native kernels if there are any.
     """
     names = [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]
-    for name in names:  # one after the other, so that the numbers of few are in memory beside their codes
+    for name in names:  # one after the other, so that the numbers of few are in memory with their codes
         make = partial(_rounded, bits=bits, native=native)
         model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), make)))
 

@@ -103,7 +103,7 @@ def stacked(sources: Mapping[str, Any], *, is_transposed: bool) -> dict[str, Any
     """Return the sources with one for the matrices of all experts, and for their biases.
 
     Args:
-        is_transposed: Whether stacks are transposed, and have gates beside values; or gates before values.
+        is_transposed: Whether stacks are transposed, and have gates next to values; or gates before values.
 
     Raises:
         ModelError: An expert's matrix is missing, or of another shape.

@@ -32,7 +32,7 @@ class StepDesign:
 
     Attributes:
         layer_kernels, level_kernels, draft_kernels, verify_kernels: Kernels of a layer, of a draft level and of the
-            drafting beside the passes, and of verification.
+            drafting apart from the passes, and of verification.
         kernel_seconds: Seconds that a kernel takes in addition to its reading and computing, in a captured graph.
         weight_bytes: Bytes of a weight of the target, or None for those of its dtype.
         kv_bytes: Bytes of a number in the KV cache.

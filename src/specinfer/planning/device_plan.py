@@ -26,7 +26,7 @@ from specinfer.reporting.plots import Panel, Series, draw_plot
 from specinfer.reporting.tables import Column, make_table, new_table, print_table
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_CHAINS = (3, 5)  # lengths of the chains that are shown beside the trees
+_CHAINS = (3, 5)  # lengths of the chains that are shown next to the trees
 _GPU = torch.device("cuda")
 _COMPARED = (1, 8, 32)  # numbers of requests at which changes of the step are compared
 

@@ -91,7 +91,7 @@ class StoredExperts:
 
 
 def _rows(experts: Any, outputs: int, count: int) -> list[slice]:
-    """Return the outputs of so many matrices in one; transposed stacks have gates beside values."""
+    """Return the outputs of this many matrices in one; transposed stacks have gates next to values."""
     if experts.is_transposed:
         return [slice(i, None, count) for i in range(count)]
     step = outputs // count

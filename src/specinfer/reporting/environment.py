@@ -39,7 +39,7 @@ class Environment:
         commit: Commit of the checkout this package runs from, with "-dirty" if files differ; None if it is installed.
         num_threads: CPU threads of this process, which is rank 0 if several hold the target.
         peak_memory: Peak memory of this process in bytes, with the weights and caches of every model.
-        drafter_parameters: Number of parameters of each drafter by its name; 0 for one without weights beside the
+        drafter_parameters: Number of parameters of each drafter by its name; 0 for one without weights next to the
             target's, such as a lookup.
     """
 

@@ -23,7 +23,7 @@ OTHERS = (0, 16, MAX_LOGPROB_TOKEN_IDS)  # numbers of further tokens
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The tokens whose log-probabilities a step returns, beside the emitted ones.
+    """The tokens whose log-probabilities a step returns, in addition to the emitted ones.
 
     Attributes:
         best: Number of most probable tokens, at most the vocabulary.

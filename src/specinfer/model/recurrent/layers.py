@@ -78,7 +78,7 @@ FEED_FORWARD_TYPES = frozenset({"mlp", "moe"})  # names of layers that mix no to
 
 
 def stores(config: Any, layer: int) -> bool:
-    """Return whether a layer, or the recurrence beside its attention, stores anything for a token."""
+    """Return whether a layer, or the recurrence next to its attention, stores anything for a token."""
     types = getattr(config.get_text_config(), "layer_types", None)
     return types is None or types[layer % len(types)] not in FEED_FORWARD_TYPES
 
@@ -91,7 +91,7 @@ def num_attending(config: Any) -> int:
 
 
 def num_stored(config: Any, num_layers: int) -> int:
-    """Return the number of places where this many layers store: a recurrence beside attention has its own."""
+    """Return the number of places where this many layers store: a recurrence next to attention has its own."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     return num_layers * (2 if _BOTH in types else 1)
 

@@ -33,7 +33,7 @@ def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor |
 
 
 def store_more(batch: ForwardBatch, layer: int, more: Tensor) -> None:
-    """Store [tokens, width] what a layer reads of each token beside inputs that it has stored."""
+    """Store [tokens, width] what a layer reads of each token in addition to inputs that it has stored."""
     stored = batch.store.values[layer]
     if batch.layout is None:
         stored[batch.slots, 0] = more.to(stored.dtype)

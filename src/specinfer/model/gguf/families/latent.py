@@ -89,7 +89,7 @@ def _transposed(stored: Tensor) -> Tensor:
 
 
 def biased_experts(fields: Fields, count: int) -> Plan:
-    """Yield a router with biases, and this many experts beside shared ones."""
+    """Yield a router with biases, and this many experts next to shared ones."""
     hidden, width = fields["hidden_size"], fields["moe_intermediate_size"]
     yield "ffn_gate_inp.weight", Weight("mlp.gate.weight", (count, hidden))
     yield "exp_probs_b.bias", Weight("mlp.gate.e_score_correction_bias", (count,))

@@ -29,7 +29,7 @@ class Family(NamedTuple):
         plan: Function of all fields, and of the names of the file's tensors.
         stacks_experts: Whether experts become stacks as in the definition, see `StackedSource`; or each is a weight
             of its own, as in checkpoints.
-        transposes_experts: Whether these stacks are transposed, and have gates beside values; or gates before values.
+        transposes_experts: Whether these stacks are transposed, and have gates next to values; or gates before values.
         written: transformers' model types that are written as this architecture; " with experts" follows where some
             layers are experts alone.
         keys: Function of the fields of config.json that returns the metadata of this architecture alone, see
@@ -179,7 +179,7 @@ def expert_groups(meta: Metadata) -> dict[str, int]:
 
 
 def shared_expert_keys(fields: Fields) -> dict[str, Any]:
-    """Return the metadata of experts that are chosen by sigmoids, beside shared ones."""
+    """Return the metadata of experts that are chosen by sigmoids, next to shared ones."""
     return {
         "expert_shared_count": fields["n_shared_experts"],
         "expert_weights_scale": float(fields["routed_scaling_factor"]),
