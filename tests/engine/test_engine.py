@@ -76,9 +76,9 @@ def test_a_step_without_work_does_nothing(runner_of: Runners) -> None:
     assert engine.metrics.num_steps == 0
 
 
-@pytest.mark.parametrize(("tenant", "hurried"), [("new", True), ("busy", False)])
+@pytest.mark.parametrize(("tenant", "prioritized"), [("new", True), ("busy", False)])
 def test_a_first_token_does_not_wait_for_draft_tokens_of_other_tenants(
-    runner_of: Runners, plain: list[list[int]], tenant: str, hurried: bool
+    runner_of: Runners, plain: list[list[int]], tenant: str, prioritized: bool
 ) -> None:
     engine, requests = _engine(runner_of), _requests()
     requests[0].tenant, requests[2].tenant = "busy", tenant
@@ -90,7 +90,7 @@ def test_a_first_token_does_not_wait_for_draft_tokens_of_other_tenants(
     engine.add(requests[0])
     assert step(), "alone, it drafts at once"
     engine.add(requests[2])
-    assert (step() == 0) is hurried
+    assert (step() == 0) is prioritized
     assert requests[2].num_output
     assert step(), "one pass in a few goes without draft tokens"
     while engine.has_work:

@@ -1,4 +1,4 @@
-"""Passes that hurry for first tokens."""
+"""Passes that give priority to first tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specinfer.core.request import Request
-from specinfer.engine.first_tokens import UNHURRIED, FirstTokens
+from specinfer.engine.first_tokens import PASSES_PER_TURN, FirstTokens
 from tiny import make_request
 
 
@@ -41,7 +41,7 @@ def test_a_first_token_is_computed_alone_where_that_is_much_shorter() -> None:
     first = _request("new", num_output=0)
     first_tokens = FirstTokens()
     assert _chosen(first_tokens, [*BUSY, first]) == [first]
-    assert first_tokens.is_hurried
+    assert first_tokens.is_prioritized
 
 
 @pytest.mark.parametrize("costs", [READING, None], ids=["weights decide", "unknown"])
@@ -49,30 +49,30 @@ def test_where_a_pass_costs_the_same_anyway_all_run_without_draft_tokens(costs: 
     group = [*BUSY, _request("new", num_output=0)]
     first_tokens = FirstTokens()
     assert _chosen(first_tokens, group, costs) == group
-    assert first_tokens.is_hurried
+    assert first_tokens.is_prioritized
 
 
-def test_a_long_prompt_does_not_hurry_and_short_ones_do_not_wait_for_it() -> None:
+def test_a_long_prompt_has_no_priority_and_short_ones_do_not_wait_for_it() -> None:
     long, short = _request("long", 400, num_output=0), _request("short", 3, num_output=0)
     assert _chosen(FirstTokens(), [*BUSY, long]) == [*BUSY, long]
     assert _chosen(FirstTokens(), [*BUSY, long, short]) == [short]
 
 
 @pytest.mark.parametrize("others", [[], [_request("new")]], ids=["alone", "own"])
-def test_a_tenant_does_not_hurry_past_its_own_requests(others: list[Request]) -> None:
+def test_a_tenant_has_no_priority_over_its_own_requests(others: list[Request]) -> None:
     group = [*others, _request("new", num_output=0)]
     first_tokens = FirstTokens()
     assert _chosen(first_tokens, group) == group
-    assert not first_tokens.is_hurried
+    assert not first_tokens.is_prioritized
 
 
-def test_a_tenant_that_always_begins_hurries_in_its_turn_only_and_keeps_nobody_from_hurrying() -> None:
+def test_a_tenant_that_always_begins_has_priority_in_its_turn_only_and_takes_it_from_nobody() -> None:
     first_tokens, group = FirstTokens(), [*BUSY, _request("greedy", num_output=0)]
-    hurried = []
+    prioritized = []
     for _ in range(100):
         _chosen(first_tokens, group)
-        hurried.append(first_tokens.is_hurried)
-    assert sum(hurried) == 100 // (UNHURRIED * len(group)) + 1
+        prioritized.append(first_tokens.is_prioritized)
+    assert sum(prioritized) == 100 // (PASSES_PER_TURN * len(group)) + 1
     _chosen(first_tokens, group)
     other = _request("other", num_output=0)
     assert _chosen(first_tokens, [*group, other]) == [other]

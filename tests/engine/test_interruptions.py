@@ -12,7 +12,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
-from specinfer.engine.first_tokens import UNHURRIED, FirstTokens
+from specinfer.engine.first_tokens import PASSES_PER_TURN, FirstTokens
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, arrive_in_turn, load_runner, make_engine, make_request, random_prompts, resized, run
 
@@ -208,7 +208,7 @@ def test_tenants_that_always_begin_interrupt_others_in_their_turns_only() -> Non
         first_tokens.choose(list(busy), costs)  # type: ignore[arg-type]
         greedy = make_request("greedy", [1], tenant="greedy")
         chosen += len(first_tokens.choose_amid([greedy], [*busy, greedy], 12, costs))  # type: ignore[arg-type]
-    assert chosen == 100 // (UNHURRIED * 4) + 1
+    assert chosen == 100 // (PASSES_PER_TURN * 4) + 1
 
 
 def test_tenants_that_do_not_run_in_the_pass_under_way_have_their_turns_too() -> None:
@@ -220,7 +220,7 @@ def test_tenants_that_do_not_run_in_the_pass_under_way_have_their_turns_too() ->
         first_tokens.choose([busy], costs)  # type: ignore[arg-type]
         arrived = [beginning[i % len(tenants)]]
         chosen += len(first_tokens.choose_amid(arrived, [busy, *beginning], 12, costs))  # type: ignore[arg-type]
-    assert chosen <= 140 // UNHURRIED + len(tenants)
+    assert chosen <= 140 // PASSES_PER_TURN + len(tenants)
 
 
 def test_learners_can_keep_what_they_compute_amid_a_pass(serving: Callable[..., Engine]) -> None:

@@ -1,4 +1,4 @@
-"""First tokens of some tenants among outputs of others: passes that hurry for them.
+"""First tokens of some tenants among outputs of others: passes that give them priority.
 
 Where a pass over the first tokens alone is much shorter than that of the others, it need not wait for theirs either: it
 goes between two of the layers of a pass under way.
@@ -7,24 +7,24 @@ goes between two of the layers of a pass under way.
 from specinfer.core.request import Request
 from specinfer.policy.slo_planner import SLOPlanner
 
-UNHURRIED = 4  # at most one pass in this many is for first tokens
+PASSES_PER_TURN = 4  # at most one pass in this many is for first tokens
 _ALONE = 0.85  # share of the time of a pass in which first tokens must be done to be computed alone
 
 
 class FirstTokens:
-    """Chooses the passes that hurry for first tokens, each tenant in its turn.
+    """The choice of passes that give priority to first tokens, each tenant in its turn.
 
     Draft tokens would delay a first token, and so do the tokens of others where they make a pass much longer. The
-    others lose little, because few passes hurry.
+    others lose little, because few passes do so.
 
     Attributes:
-        is_hurried: Whether the pass chosen last has no draft tokens.
+        is_prioritized: Whether the pass chosen last has no draft tokens.
     """
 
     def __init__(self) -> None:
-        self.is_hurried = False
+        self.is_prioritized = False
         self._num_passes = 0
-        self._turns: dict[str, int] = {}  # for tenants, the number of the last pass that hurried for them
+        self._turns: dict[str, int] = {}  # for tenants, the number of the last pass that gave them priority
 
     def choose(self, group: list[Request], planner: SLOPlanner | None) -> list[Request]:
         """Return the requests of the next pass: those of a group that wait for their first token, or all.
@@ -35,8 +35,8 @@ class FirstTokens:
         """
         self._num_passes += 1
         firsts = self._in_turn(group)
-        self.is_hurried = bool(firsts)
-        if not self.is_hurried:
+        self.is_prioritized = bool(firsts)
+        if not self.is_prioritized:
             return group
         self._note_turns(firsts)
         num_tokens = sum(request.num_unread for request in group)
@@ -60,17 +60,17 @@ class FirstTokens:
         return chosen
 
     def _in_turn(self, group: list[Request]) -> list[Request]:
-        """Return those that wait for their first token and whose tenants have not hurried past others lately."""
+        """Return those that wait for their first token and whose tenants had no such pass lately."""
         firsts = [request for request in group if not request.num_output]
         tenants = {request.tenant for request in group} if firsts else set()
         if len(tenants) < 2:
             return []
-        start = self._num_passes - UNHURRIED * len(tenants)
+        start = self._num_passes - PASSES_PER_TURN * len(tenants)
         self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > start}
         return [request for request in firsts if request.tenant not in self._turns]
 
-    def _note_turns(self, hurried: list[Request]) -> None:
-        self._turns |= {request.tenant: self._num_passes for request in hurried}
+    def _note_turns(self, firsts: list[Request]) -> None:
+        self._turns |= {request.tenant: self._num_passes for request in firsts}
 
 
 def _alone(firsts: list[Request], num_tokens: int, planner: SLOPlanner) -> list[Request]:

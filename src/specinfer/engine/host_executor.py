@@ -230,7 +230,7 @@ class HostExecutor:
         """
         trees = [span.tree() for span in spans]
         decoding = [i for i, span in enumerate(spans) if span.produces_token]
-        if self._drafter is None or not decoding or self._is_hurried:
+        if self._drafter is None or not decoding or self._is_prioritized:
             return trees, 0, 0
         asking, num_slots, num_budgeted = [spans[i] for i in decoding], self._num_draft_slots(spans), 0
         reading = [span for span in spans if not span.produces_token]
@@ -257,9 +257,9 @@ class HostExecutor:
         return trees, num_read, num_budgeted
 
     @property
-    def _is_hurried(self) -> bool:
+    def _is_prioritized(self) -> bool:
         """True if the pass goes without draft tokens, which cost next to no time where weights are streamed."""
-        return self._scheduler.first_tokens.is_hurried and self.target.loaded.stream is None
+        return self._scheduler.first_tokens.is_prioritized and self.target.loaded.stream is None
 
     def _num_draft_slots(self, spans: Sequence[Span]) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take."""
