@@ -7,7 +7,16 @@ import pytest
 from specinfer.kernels import library
 
 native = pytest.mark.skipif(library() is None, reason="built without a compiler")
-ISAS = ("portable code", "AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 VNNI BF16", "AVX-512 VNNI BF16 AMX", "NEON dotprod", "NEON i8mm")
+ISAS = (
+    "portable code",
+    "AVX2",
+    "AVX-512",
+    "AVX-512 VNNI",
+    "AVX-512 VNNI BF16",
+    "AVX-512 VNNI BF16 AMX",
+    "NEON dotprod",
+    "NEON i8mm",
+)
 
 
 def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:

@@ -55,26 +55,29 @@ struct Ready {
 };
 
 // result [WIDTH] += the sums of a group times the scales of weights and activations, which are those at `place`.
-template <class Sum>
+template <bool AFFINE, class Sum>
 static INLINE void add_scaled_row(const Ready &ready, const GroupScales &scales, int64_t place, Sum low, Sum high,
                                   float *result) {
-    const float scale = ready.scales[place];
-    const auto add = [&](float *to, Floats sum, Floats factor) ALWAYS { write(to, read<Floats>(to) + sum * factor); };
-    if (is_affine(ready.scaling)) {
-        const float x = (float)ready.zeros[place];
-        add(result, as_floats(low) * scales.low + scales.low_added * x, Floats{} + scale);
-        add(result + LANES, as_floats(high) * scales.high + scales.high_added * x, Floats{} + scale);
-    } else {
-        add(result, as_floats(low), scales.low * scale);
-        add(result + LANES, as_floats(high), scales.high * scale);
-    }
+    const Floats scale = Floats{} + ready.scales[place], x = Floats{} + (AFFINE ? (float)ready.zeros[place] : 0.0f);
+    const auto add = [&](float *to, Floats sum, Floats own, Floats added) ALWAYS {
+        const Floats result = read<Floats>(to);
+        write(to, AFFINE ? multiplied_and_added(multiplied_and_added(sum, own, added * x), scale, result)
+                         : multiplied_and_added(sum, own * scale, result));
+    };
+    add(result, as_floats(low), scales.low, scales.low_added);
+    add(result + LANES, as_floats(high), scales.high, scales.high_added);
 }
 
 // The same of the rows of group g.
 template <int ROWS, class Sum>
 static INLINE void add_scaled(const Ready &ready, const GroupScales &scales, int64_t g, const Sum *low, const Sum *high,
                               float *result) {
-    each<ROWS>([&](auto r) ALWAYS { add_scaled_row(ready, scales, g * ROWS + r, low[r], high[r], result + r * WIDTH); });
+    const auto add = [&](auto affine) ALWAYS {
+        each<ROWS>([&](auto r) ALWAYS {
+            add_scaled_row<affine>(ready, scales, g * ROWS + r, low[r], high[r], result + r * WIDTH);
+        });
+    };
+    is_affine(ready.scaling) ? add(std::true_type{}) : add(std::false_type{});
 }
 
 static INLINE void fetch_ahead(Ready &ready) {
@@ -190,8 +193,8 @@ static INLINE void add_whole(const uint8_t *scales, const Floats *low, const Flo
     const Floats first = read<Floats>(scales), second = read<Floats>(scales + 4 * LANES);
     each<ROWS>([&](auto r) ALWAYS {
         float *place = result + r * WIDTH;
-        write(place, read<Floats>(place) + low[r] * first);
-        write(place + LANES, read<Floats>(place + LANES) + high[r] * second);
+        write(place, multiplied_and_added(low[r], first, read<Floats>(place)));
+        write(place + LANES, multiplied_and_added(high[r], second, read<Floats>(place + LANES)));
     });
 }
 

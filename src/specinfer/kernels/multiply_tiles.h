@@ -142,7 +142,6 @@ struct TilesInt {
     }
 
     static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
-        const int32_t zero_sums = is_affine(ready.scaling) ? 0 : 1;
         const uint32_t *x = ready.x;
         alignas(64) int32_t sums[2 * TILE_ROWS * WIDTH];
         alignas(64) uint8_t codes[BITS == 8 ? 64 : WORDS * PITCH];
@@ -160,11 +159,15 @@ struct TilesInt {
             asm volatile("" ::: "memory");
             __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, NEST) * g / (NEST / GROUP) + 1024);
             const GroupScales own = scales_of(scales, ready.scaling, g, GROUP);
-            for (int64_t r = 0; r < ready.rows; r++) {
-                const int32_t *place = sums + r * WIDTH, zero = zero_sums * ready.zeros[g * ready.rows + r];
-                const Ints low = read<Ints>(place) + zero, high = read<Ints>(place + LANES) + zero;
-                add_scaled_row(ready, own, g * ready.rows + r, low, high, result + r * WIDTH);
-            }
+            const auto add = [&](auto affine) ALWAYS {
+                for (int64_t r = 0; r < ready.rows; r++) {
+                    const int64_t at = g * ready.rows + r;
+                    const int32_t *place = sums + r * WIDTH, zero = affine ? 0 : ready.zeros[at];
+                    const Ints low = read<Ints>(place) + zero, high = read<Ints>(place + LANES) + zero;
+                    add_scaled_row<affine>(ready, own, at, low, high, result + r * WIDTH);
+                }
+            };
+            is_affine(ready.scaling) ? add(std::true_type{}) : add(std::false_type{});
         }
         _tile_release();
     }

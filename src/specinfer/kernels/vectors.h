@@ -113,6 +113,26 @@ static INLINE Wide<T> select(Ints mask, Wide<T> yes, Wide<T> no) {
 }
 #endif
 
+// a * b + c, rounded once where the processor has such an instruction. Spelled out where results must be the same to the bit
+// in several kernels: compilers choose by themselves which products they round.
+static INLINE Register multiplied_and_added(Register a, Register b, Register c) {
+#if REGISTER_BYTES == 64
+    return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif REGISTER_BYTES == 32
+    return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Register)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+#if REGISTER_BYTES != 64
+static INLINE Floats multiplied_and_added(Floats a, Floats b, Floats c) {
+    return Floats::of([&](auto i) ALWAYS { return multiplied_and_added(a.part[i], b.part[i], c.part[i]); });
+}
+#endif
+
 // Numbers of 1 or 2 bytes as those of a register.
 template <class Part, class Small>
 static INLINE Part register_widened(const Small *from) {
