@@ -42,7 +42,7 @@ def checking() -> Iterator[None]:
 
 
 class Program(Group):
-    """Runs commands and sets the exit code: 0 success, 1 failure or refused prompts, 2 usage error, 130 interrupted."""
+    """Commands with exit codes: 0 success, 1 failure or refused prompts, 2 usage error, 130 interrupted."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)

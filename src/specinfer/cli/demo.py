@@ -135,7 +135,7 @@ def _lines(report: "LatencyReport") -> list[str]:
 
 
 class _BestStep:
-    """Keeps the trace of the step with the most accepted, then the most rejected tokens, if its tree can be shown."""
+    """The trace of the step with the most accepted, then the most rejected tokens, of those that can be shown."""
 
     reads_logits = True
 

@@ -39,7 +39,7 @@ def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
 
 
 class LoadingLog:
-    """Logs the progress of loading in a line now and then."""
+    """A log of the progress of loading, a line now and then."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -177,7 +177,7 @@ class RemotePartner:
 
 
 class _Reader:
-    """Reads the events of one answer."""
+    """A reader of the events of one answer."""
 
     def __init__(self) -> None:
         self.num_tokens: int | None = None

@@ -45,7 +45,7 @@ class Answer:
 
 
 class Screen:
-    """Shows the outputs of one model.
+    """A display of the outputs of one model.
 
     Args:
         stats: Colour text by origin, and print statistics below it.

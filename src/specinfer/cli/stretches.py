@@ -16,7 +16,7 @@ Piece: TypeAlias = tuple[str, list[Stretch]]  # new text, and the stretches that
 
 
 class Painter:
-    """Splits shown text into stretches of one origin each.
+    """A splitter of shown text into stretches of one origin each.
 
     Text may come later than its tokens, while a character or a stop string is incomplete. So the painter decodes each
     token's share of the text itself, and assigns origins by length.
@@ -46,7 +46,7 @@ class Painter:
 
 
 class WordWrap:
-    """Breaks lines between words; an incomplete word is kept back.
+    """A line breaker between words; an incomplete word is kept back.
 
     Args:
         width: Maximum columns of a line, unless a single word is longer.

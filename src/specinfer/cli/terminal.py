@@ -49,7 +49,7 @@ def typed_lines(mark: str = "> ") -> Iterator[str]:
 
 
 class _OneLine(logging.Formatter):
-    """Omits tracebacks."""
+    """A log format without tracebacks."""
 
     def formatException(self, _: Any) -> str:  # noqa: N802  # overrides logging's name
         return ""

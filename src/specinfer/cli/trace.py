@@ -69,7 +69,7 @@ def _choose(recording: Recording, name: str | None, step: int | None) -> list[Re
 
 
 class Player:
-    """Shows the chosen requests of a recording."""
+    """A display of the chosen requests of a recording."""
 
     def __init__(
         self,

@@ -239,7 +239,7 @@ def check_sources(name: str, files: Sequence[str | Path]) -> None:
 
 
 class StageProgress:
-    """Shows the stages of a run: as a bar on a terminal, otherwise as a line now and then."""
+    """A display of the stages of a run: as a bar on a terminal, otherwise as a line now and then."""
 
     _EVERY = 0.1  # share of a stage between two lines
 

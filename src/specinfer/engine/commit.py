@@ -13,7 +13,7 @@ from specinfer.engine.scheduler import Scheduler
 
 
 class Committer:
-    """Stores what was accepted. A failure on one request ends this request only."""
+    """A writer of what was accepted. A failure on one request ends this request only."""
 
     def __init__(self, scheduler: Scheduler, drafter: Drafter | None, learners: Learners, endings: Endings) -> None:
         self._scheduler, self._drafter = scheduler, drafter

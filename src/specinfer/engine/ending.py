@@ -18,7 +18,7 @@ _NO_TOKEN_REASONS = {
 
 
 class Endings:
-    """Ends requests: in the scheduler, whose slots they leave, and in the drafter."""
+    """The end of requests: in the scheduler, whose slots they leave, and in the drafter."""
 
     def __init__(self, scheduler: Scheduler, drafter: Drafter | None) -> None:
         self._scheduler, self._drafter = scheduler, drafter

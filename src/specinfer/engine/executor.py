@@ -69,7 +69,7 @@ Batch = TypeVar("Batch")
 
 
 class Executor(Protocol[Batch]):
-    """Runs steps of its requests; they end in the order in which they began."""
+    """An executor of the steps of its requests, which end in the order in which they began."""
 
     @property
     def num_in_flight(self) -> int:

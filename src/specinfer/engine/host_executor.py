@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostExecutor:
-    """Runs a pass for each pipeline stage of the target.
+    """An executor of a pass for each pipeline stage of the target.
 
     Args:
         verification: Verification rule.

@@ -19,7 +19,7 @@ MAX_FAILED_STEPS = 3  # consecutive failures of all requests, after which the ex
 
 
 class Recovery:
-    """Commits results, and recovers from those that are failures.
+    """The commit of results, with recovery from those that are failures.
 
     Args:
         executors: The engine's executors; one that fails repeatedly on the device is removed.

@@ -69,7 +69,7 @@ class Totals:
 
 
 class Tally:
-    """Counts tokens in the engine's thread."""
+    """A counter of tokens in the engine's thread."""
 
     reads_logits = False
 

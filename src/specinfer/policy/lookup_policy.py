@@ -25,7 +25,7 @@ _REVIEW = 8  # steps between calculations of the budget
 
 
 class LookupPolicy:
-    """Decides when lookups draft alone.
+    """A decision when lookups draft alone.
 
     Args:
         costs: Costs of steps.

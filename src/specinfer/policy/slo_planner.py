@@ -29,7 +29,7 @@ _NUM_CHUNKS = 7  # sizes of chunks to choose from, each half of the one before
 
 
 class SLOPlanner:
-    """Plans for latency targets: trees, room in the batch, and the reading of prompts.
+    """A planner for latency targets: trees, room in the batch, and the reading of prompts.
 
     Args:
         costs: Costs of steps.

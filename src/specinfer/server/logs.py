@@ -43,7 +43,7 @@ def flush() -> None:
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines in a thread of its own, so that nobody waits for a terminal or a pipe that is not read.
+    """A log handler with a thread of its own, so that nobody waits for a terminal or a pipe that is not read.
 
     Lines are dropped while too many wait, and counted; the number is written as soon as lines can be written again.
     """
@@ -92,7 +92,7 @@ class BackgroundHandler(logging.Handler):
 
 
 class _OneLine(logging.Formatter):
-    """Escapes control characters, so that text of a client cannot look like a log line of the server."""
+    """A format with escaped control characters: text of a client cannot look like a log line of the server."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # overrides logging's name
         return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().formatMessage(record))
@@ -105,7 +105,7 @@ def _add_request(record: logging.LogRecord) -> bool:
 
 
 class StatsLog:
-    """Logs statistics for every interval in which there were tokens or requests."""
+    """A log of statistics for every interval in which there were tokens or requests."""
 
     def __init__(self, engine: AsyncLLM, tally: Tally, seconds: float) -> None:
         self._engine, self._tally, self._seconds = engine, tally, seconds

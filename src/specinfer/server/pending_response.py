@@ -44,7 +44,7 @@ _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 
 
 class Output(Protocol):
-    """Formats one output for the client; it takes the output's chunks in order."""
+    """A formatter of one output for the client; it takes the output's chunks in order."""
 
     def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
         """Return the choice for one event, or None if there is nothing to send yet."""
@@ -170,7 +170,7 @@ class ChoicesResponse:
 
 
 class Items(Protocol):
-    """Formats one output for an API without choices; takes it in pieces and returns events for what is new."""
+    """A formatter of one output for an API without choices; it takes pieces and returns events for what is new."""
 
     def begin(self) -> Sequence[Event]: ...
 

@@ -30,7 +30,7 @@ def loading_message(last_end: str = "", ready_at: float | None = None) -> tuple[
 
 
 class StandIn:
-    """Answers the connections of a listener; `sockets` are to be watched, and those that are readable to be served."""
+    """A responder to a listener's connections; `sockets` are to be watched, and readable ones to be served."""
 
     def __init__(self, listener: socket.socket) -> None:
         listener.setblocking(False)

@@ -13,7 +13,7 @@ _SECONDS = 3  # timeout for sending; at its end the server waits for the last sp
 
 
 class Telemetry:
-    """Sends a span for each generation that ends.
+    """A sender of a span for each generation that ends.
 
     Args:
         exporter: The exporter that gets the spans, instead of one for `endpoint`.

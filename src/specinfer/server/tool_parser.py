@@ -47,7 +47,7 @@ class _State(Enum):
 
 
 class ToolParser:
-    """Parses one response as it is generated.
+    """A parser of one response as it is generated.
 
     Args:
         call_format: The model's format of calls, or None for a response without tools, which is all content.

@@ -98,7 +98,7 @@ def _rounded(chance: float | None) -> float | None:
 
 
 class TraceFile:
-    """Writes the token trees of all requests to a file, which is overwritten.
+    """A writer of the token trees of all requests to a file, which is overwritten.
 
     Args:
         engine: The engine whose requests are traced from now on.

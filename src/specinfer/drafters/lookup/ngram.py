@@ -29,7 +29,7 @@ class _Index:
 
 
 class NGramDrafter:
-    """Proposes the continuation of the last occurrence of the request's newest n-gram."""
+    """A drafter of the continuation of the last occurrence of the request's newest n-gram."""
 
     name = "ngram"
 

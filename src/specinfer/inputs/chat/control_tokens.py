@@ -54,7 +54,7 @@ class ControlTokens:
 
 
 class _Lookup:
-    """Finds where texts of a set begin in another text; the work does not depend on the size of the set."""
+    """A search for texts of a set in another text, at a cost that does not depend on the size of the set."""
 
     def __init__(self, texts: set[str]) -> None:
         self._texts = texts

@@ -1,4 +1,4 @@
-"""Checks the messages of a conversation and converts them to the form that chat templates read.
+"""Messages of a conversation, checked and converted to the form that chat templates read.
 
 Contents become text, and arguments of calls become objects. For a template without tools, the tools are written into
 the system message, and calls and results into message texts, in the format of Hermes.

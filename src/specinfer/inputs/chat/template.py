@@ -54,7 +54,7 @@ class _Code:
 
 
 class ChatTemplate:
-    """Renders conversations for one model.
+    """A renderer of conversations for one model.
 
     Args:
         tokenizer: The model's tokenizer with `apply_chat_template`, or None if there is none and no chat can be read.

@@ -31,7 +31,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class EngineReplica:
-    """Serves the requests that the router sends; Ray Serve creates as many as are needed.
+    """A server of the requests that the router sends; Ray Serve creates as many as are needed.
 
     Args:
         name: The replica's name among all replicas; empty for the one that Ray gives it.

@@ -119,7 +119,7 @@ def lost(message: str) -> ApiError:
 
 
 class _Outermost:
-    """Answers the ASGI lifespan events, for which the application has nothing to do."""
+    """A receiver of the ASGI lifespan events, for which the application has nothing to do."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -12,7 +12,7 @@ _MAX_KNOWN = 20_000  # prefixes
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing where types are checked
-    """Routes requests to replicas; Ray Serve creates one in each process that has a handle."""
+    """A router of requests to replicas; Ray Serve creates one in each process that has a handle."""
 
     def initialize_state(self, slack: int = 0, **_: Any) -> None:
         """Start without any known prefixes.

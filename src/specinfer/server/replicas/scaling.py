@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LoadPolicy:
-    """Asks for enough replicas that each has its share of requests, and for one more while first tokens are too late.
+    """A policy of as many replicas as the requests need, and one more while first tokens are too late.
 
     Args:
         target_requests: Requests per replica, running and waiting together.
