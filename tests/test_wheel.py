@@ -126,13 +126,18 @@ def test_a_wheel_of_zigs_compiler_has_the_native_kernels_of_this_machine(tmp_pat
     assert built.name.endswith(f"-py3-none-{tag}.whl")
     with zipfile.ZipFile(built) as archive:
         names = archive.namelist()
-        archive.extract("specinfer/kernels/_native.so", tmp_path)
+        archive.extractall(tmp_path)
     assert [name for name in names if Path(name).suffix in {*_COMPILED, ".cpp", ".h", ".lib"}] == [
         "specinfer/kernels/_native.so"
     ]
     library = ctypes.CDLL(str(tmp_path / "specinfer" / "kernels" / "_native.so"))
     library.specinfer_name.restype = ctypes.c_char_p
     assert library.specinfer_name().decode() == describe()  # the compiler changes nothing in what is chosen
+    tests = (str(ROOT / "tests" / name) for name in ("kernels/test_kernels.py", "model/test_stored_codes.py"))
+    words = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    environment = _ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout  # nor in a row's bits among others
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the library is for Linux x86_64")
