@@ -34,7 +34,6 @@ _WEIGHTS: dict[str, tuple[int, int, torch.dtype, tuple[str, ...]]] = {
     "Q6_K": (6, 16, torch.int8, ("nest",)),
     "IQ4_NL": (4, 32, torch.float16, ("levels",)),
     "NVFP4": (4, 16, torch.float32, ("levels",)),
-    "MXFP4": (4, 32, torch.bfloat16, ("levels",)),
     "AWQ": (4, 128, torch.float16, ("zeros",)),
 }
 # Heads, heads of keys, sizes of keys and values, what has a decay, whether a value is a change, and a bound of decays.
@@ -49,7 +48,7 @@ _RECURRENCES: dict[str, tuple[int, int, int, int, Decays, bool, float]] = {
     "RG-LRU": (1, 1, 1, 2560, "column", False, 0.0),
 }
 _ROUNDED = ("int8", "int4", "fp8")  # that we round to; the others are of files
-_ROUTED = ("int8", "int4", "fp8 in blocks", "Q4_K", "MXFP4")
+_ROUTED = ("int4", "fp8 in blocks", "Q4_K")
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -9,14 +9,17 @@ import torch
 
 from gguf_files import write_model
 from quantized_files import save_gpt_oss, save_quantized
-from specinfer.model import routed_experts
+from specinfer.kernels.quantization import BITS
+from specinfer.model import linears, routed_experts
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
 from specinfer.model.load_config import LoadConfig
-from specinfer.model.routed_experts import RoutedExperts
+from specinfer.model.quantized_experts import QuantizedExperts, quantize_experts
+from specinfer.model.routed_experts import RoutedExperts, round_experts
 from specinfer.model.runner import ModelRunner
 from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
-from tiny import logits, random_prompts, save_model
+from thread_group import WHOLE, Ranks
+from tiny import logits, make_model, random_prompts, save_model
 
 pytest.importorskip("triton")
 import interpreter as interpreter
@@ -110,3 +113,46 @@ def test_experts_that_are_not_stored_alike_are_decoded(name: str, tmp_path: Path
     assert not [one for one in loaded.model.modules() if isinstance(one, RoutedExperts)]
     assert loaded.stored_types is not None
     _near(loaded, folder)
+
+
+@pytest.mark.parametrize("quantization", BITS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "phimoe"])
+def test_experts_that_are_rounded_at_load_have_the_codes_that_they_have_on_cpus(
+    family: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = make_model(family, **WIDE), make_model(family, **WIDE)
+    monkeypatch.setattr(
+        linears, "quantize_experts", lambda model, inside, bits, **_: round_experts(model, inside, bits, CPU)
+    )
+    linears.quantize_linears(model, quantization, model.config, CPU, native=False)
+    quantize_experts(other, ("model.layers.",), BITS[quantization], native=False)
+    found, wanted = (
+        [one for one in each.modules() if isinstance(one, kind)]
+        for each, kind in ((model, RoutedExperts), (other, QuantizedExperts))
+    )
+    assert len(found) == len(wanted) > 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        for i, linear in enumerate(ours.linears):
+            assert torch.equal(linear.stored.codes, torch.cat([one.stored.codes for one in theirs.linears[i::2]]))
+        x = torch.randn((3, ours.linears[0].in_features))
+        chosen, weights = torch.tensor([[0, 1], [1, 3], [3, ours.num_experts]]), torch.rand((3, 2))
+        near = theirs(x, chosen, weights)  # with rounded activations
+        assert (ours(x, chosen, weights) - near).norm() < 0.05 * near.norm()
+
+
+def test_meta_weights_are_rounded_to_what_is_streamed() -> None:
+    with torch.device("meta"):
+        model = make_model("gpt_oss", **WIDE)
+    round_experts(model, ("model.layers.",), 4, torch.device("cuda"))
+    (first, *_) = [one for one in model.modules() if isinstance(one, RoutedExperts)]
+    assert all(one.codes.is_meta and one.bias.is_meta for one in first.linears)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_parts_of_experts_compute_what_the_whole_does(family: str, tmp_path: Path) -> None:
+    folder = _written(family, head_dim=32)(tmp_path)
+    wanted = Ranks(folder, WHOLE, dtype=torch.bfloat16, native=False)
+    parts = Ranks(folder, (2, 1), dtype=torch.bfloat16, native=False)
+    assert [one for rank in parts.all for one in rank.model.modules() if isinstance(one, RoutedExperts)]
+    for found, exact in zip(parts.logits(), wanted.logits(), strict=True):
+        assert (found - exact).norm() < 0.03 * exact.norm()

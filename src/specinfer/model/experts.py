@@ -49,7 +49,7 @@ def place_experts(
             is_stacked = all(origin_of(stack) for stack in stacks.values() if stack is not None and stack.is_meta)
             matrices = _of_stacks(module, read) if is_stacked else _of_matrices(name, module, read)
             model.set_submodule(
-                name, QuantizedExperts(_parts(module, matrices)) if native else routed(module, matrices)
+                name, QuantizedExperts(_parts(module, matrices)) if native else routed(module, matrices, merges=True)
             )
     return kinds
 

@@ -14,6 +14,7 @@ from specinfer.kernels import Float8Linear, QuantizedEmbedding, QuantizedLinear,
 from specinfer.kernels.quantization import BITS
 from specinfer.kernels.quantized_linear import joined_bias
 from specinfer.model.quantized_experts import plain_linear, quantize_experts
+from specinfer.model.routed_experts import round_experts
 
 HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the last one
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.
@@ -55,7 +56,7 @@ def quantize_linears(
 ) -> None:
     """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
-    On CPUs experts are rounded to integers, too. Embeddings are not quantized, even if they are tied to the head.
+    Experts are rounded to integers, too. Embeddings are not quantized, even if they are tied to the head.
     Neither are norms, routers, convolutions, and other stacks of matrices.
 
     Args:
@@ -71,7 +72,10 @@ def quantize_linears(
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
         raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")
     if rounds_experts(quantization, device):
-        quantize_experts(model, inside, BITS[quantization], native=native)
+        if device.type == "cuda":
+            round_experts(model, inside, BITS[quantization], device)
+        else:
+            quantize_experts(model, inside, BITS[quantization], native=native)
     if warns:
         _warn_of_stacks(model, inside)
     for name in [*names, *heads]:
@@ -85,7 +89,7 @@ def quantize_linears(
 
 def rounds_experts(quantization: str | None, device: torch.device) -> bool:
     """Return whether experts are rounded with the linear layers, if they are of a known structure."""
-    return quantization in BITS and device.type == "cpu"
+    return quantization in BITS and device.type in ("cpu", "cuda")
 
 
 def _warn_of_stacks(model: nn.Module, inside: tuple[str, ...]) -> None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from specinfer.kernels import QuantizedLinear, QuantizedWeight
 from specinfer.kernels.layer_ops import routed_product
-from specinfer.kernels.quantization import dequantize
+from specinfer.kernels.quantization import Bits, dequantize, quantize
 from specinfer.kernels.routes import Routes
-from specinfer.model.quantized_experts import first_of, opening_of
+from specinfer.model.quantized_experts import can_quantize_experts, first_of, matrix_of, opening_of
 
 Weight = QuantizedWeight | Tensor  # of an expert, [out, in]
 
@@ -54,11 +54,24 @@ def _product(linear: Any, rows: Tensor, routes: Routes, each: int) -> Tensor:
     return result
 
 
-def routed(experts: Any, matrices: Iterable[list[Weight]]) -> nn.Module:
+def round_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits, device: torch.device) -> None:
+    """Replace the experts of a model by ones on a GPU whose matrices are rounded; see `quantize_experts`."""
+    for name in [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]:
+        experts: Any = model.get_submodule(name)
+        place = experts.down_proj.device if experts.down_proj.is_meta else device
+        matrices: Iterable[list[Weight]] = (
+            [quantize(matrix_of(experts, one, i).to(place), bits) for one in (first_of(experts), "down_proj")]
+            for i in range(experts.num_experts)
+        )
+        model.set_submodule(name, routed(experts, matrices).to(place))
+
+
+def routed(experts: Any, matrices: Iterable[list[Weight]], *, merges: bool = False) -> nn.Module:
     """Return experts that compute with codes, or the definition's with numbers if experts are stored unlike each other.
 
     Args:
         matrices: Of each expert the first matrix, or gates and values, and the last one.
+        merges: Whether groups with equal numbers become one, see `QuantizedWeight.merged`.
     """
     rows = list(matrices)
     joined = [_joined(one) for one in rows]
@@ -69,6 +82,7 @@ def routed(experts: Any, matrices: Iterable[list[Weight]]) -> nn.Module:
     if len(stacks) == len(columns):
         assert len(stacks) == 2 or not experts.has_bias
         names = (*[name] * (len(stacks) - 1), "down_proj")
+        stacks = [one.merged() for one in stacks] if merges else stacks
         *first, down = (_linear(experts, one, stack) for one, stack in zip(names, stacks, strict=True))
         return RoutedExperts(first, down, experts.num_experts, opening_of(experts))
     *gates_and_values, downs = ([_numbers(one, dtype) for one in column] for column in columns)
@@ -100,7 +114,7 @@ def _stacked(matrices: Sequence[Weight]) -> QuantizedWeight | None:
     """Return the matrices of all experts, one after the other, or None if they are not stored alike."""
     codes = [one for one in matrices if isinstance(one, QuantizedWeight)]
     is_alike = len(codes) == len(matrices) and len({one.format for one in codes}) == 1
-    return QuantizedWeight.joined(codes).merged() if is_alike and codes[0].inputs is None else None
+    return QuantizedWeight.joined(codes) if is_alike and codes[0].inputs is None else None
 
 
 def _numbers(weight: Weight, dtype: torch.dtype) -> Tensor:
