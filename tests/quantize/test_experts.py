@@ -198,3 +198,16 @@ def test_stacks_of_unknown_structure_stay_and_are_named(tmp_path: Path, caplog: 
     stored, tensors = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     name = "model.layers.1.feed_forward.experts.gate_up_proj"
     assert torch.equal(tensors[name], stored[name])
+
+
+def test_stacks_of_another_shape_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "gpt_oss", **WIDE)
+    file = source / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.0.mlp.experts.gate_up_proj"
+    save_file(tensors | {name: tensors[name][:, :, :-1].contiguous()}, file)
+    message = (
+        r"gate_up_proj has the shape \[4, 64, 127\], and config.json asks for \[4, 64, 128\]; fetch the model again"
+    )
+    with pytest.raises(ModelError, match=message):
+        write(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -141,10 +141,14 @@ def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, model_folder: Cal
         with pytest.raises(ValueError, match=message):
             run(source, **({"out": tmp_path / "out"} | options))  # type: ignore[arg-type]
     run(source, tmp_path / "out")
-    with pytest.raises(ModelError, match="no linear layers"):  # GPT-2's are transposed
-        run(model_folder("gpt2"), tmp_path / "gpt2")
-    with pytest.raises(ModelError, match=r"quantized already|GGUF"):
+    with pytest.raises(ModelError, match=r"no linear layers with whole groups of 32 .* use it as it is"):
+        run(model_folder("gpt2"), tmp_path / "gpt2")  # its layers are transposed
+    with pytest.raises(ModelError, match=r"model: the weights of .* are quantized already; name the model in 16 bits"):
         run(tmp_path / "out", tmp_path / "twice")
+    save_tokenizer(source)
+    run(source, tmp_path / "m.gguf", "q8_0")
+    with pytest.raises(ModelError, match=r"model: the weights of .*m\.gguf are a GGUF file; name the model in 16 bits"):
+        run(tmp_path / "m.gguf", tmp_path / "twice")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -22,6 +22,7 @@ from specinfer.kernels.quantization import BITS, Bits, quantize
 from specinfer.kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
 from specinfer.model.definition import load_config, load_plain, load_tokenizer, outline
 from specinfer.model.folder import replacing, weight_shapes
+from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.gguf.writing import TYPES, write_gguf
 from specinfer.model.linears import ROUTER, layer_names, quantizable_names
@@ -141,7 +142,10 @@ def write_quantized(
     """
     source = find_target(config.model)
     if not has_safetensors(source):
-        raise ModelError(f"model: {config.model} has no safetensors files; its weights are quantized already, or GGUF")
+        what = "are quantized already" if weights_file(source) is None else "are a GGUF file"
+        raise ModelError(
+            f"model: the weights of {config.model} {what}; name the model in 16 bits that they were made of"
+        )
     if config.is_gguf:
         return _write_file(config, source, stage, note)
     layers = Layers.of(source, config.bits)
@@ -225,7 +229,10 @@ class Layers:
             elif len(shape) > 2 and ".expert" in weight:
                 stacks.append(weight)
         if not places:
-            raise ModelError(f"model: {source} has no linear layers that can be quantized")
+            raise ModelError(
+                f"model: {source} has no linear layers with whole groups of {GROUP_SIZES[bits]} inputs, and cannot be "
+                "quantized; use it as it is"
+            )
         if stacks:
             logger.warning("stacked matrices stay as they are: %s and %d others", stacks[0], len(stacks) - 1)
         ignored = [name for name in linears if name not in places]

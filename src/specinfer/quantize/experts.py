@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from specinfer.core.errors import ModelError
 from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.offload.checkpoint import layer_number
 from specinfer.model.quantized_experts import can_quantize_experts
@@ -57,7 +58,11 @@ class StoredExperts:
         }
 
     def split(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts of a stack by their names, as views; and any other tensor as it is."""
+        """Yield the parts of a stack by their names, as views; and any other tensor as it is.
+
+        Raises:
+            ModelError: A stack has another shape than in the definition.
+        """
         of_granite, match = _OF_GRANITE.fullmatch(key), _STACK.fullmatch(key)
         found = self._module_of(key)
         if found is None or tensor.ndim < 2 or (match is None and (of_granite is None or tensor.ndim < 3)):
@@ -65,11 +70,18 @@ class StoredExperts:
             return
         experts = found[1]
         if match is not None:
-            layer, names, end = match["layer"], _PARTS[match["kind"]], "bias" if match["bias"] else "weight"
+            layer, kind, names = match["layer"], match["kind"], _PARTS[match["kind"]]
+            end = "bias" if match["bias"] else "weight"
         else:
             assert of_granite is not None
             layer, end = f"{of_granite['block']}.experts", "weight"
-            names = ("w1", "w3") if of_granite["kind"] == "in" else ("w2",)
+            kind, names = ("gate_up", ("w1", "w3")) if of_granite["kind"] == "in" else ("down", ("w2",))
+        wanted = getattr(experts, f"{kind}_proj{'_bias' if end == 'bias' else ''}").shape
+        if tensor.shape != wanted:
+            raise ModelError(
+                f"model: weight {key} has the shape {list(tensor.shape)}, and config.json asks for {list(wanted)}; "
+                "fetch the model again"
+            )
         for number, one in enumerate(tensor):
             matrix = one.T if experts.is_transposed and end == "weight" else one
             for name, rows in zip(names, _rows(experts, len(matrix), len(names)), strict=True):
