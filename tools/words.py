@@ -20,6 +20,8 @@ RETIRED = {
     "apprentice": "online trainer",
     "law": "distribution",
     "laws": "distributions",
+    "lane": "slot",
+    "lanes": "slots",
     "lesson": "training example",
     "lessons": "training examples",
     "lodging": "placement",

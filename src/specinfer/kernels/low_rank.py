@@ -36,7 +36,7 @@ class _Runs(ctypes.Structure):
 class LowRank:
     """The matrices of one adapter for one linear layer, which adds `up @ (down @ x)`.
 
-    With native kernels, `up` has only the ranks that each block of `LANES` outputs needs: layers that are computed
+    With native kernels, `up` has only the ranks that each block of 16 outputs needs: layers that are computed
     together have their own ranks each.
     """
 
