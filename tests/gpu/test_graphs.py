@@ -13,6 +13,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.graphs.sizes import loaded_sizes
 from specinfer.model.load import load_model
+from specinfer.model.routed_experts import RoutedExperts
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, random_prompts
 
@@ -76,6 +77,22 @@ def test_replayed_logits_are_those_of_other_attention(dtype: torch.dtype, model_
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
     for prompt in random_prompts([1, 30, 7, 90, 200, 2, 30]):
         torch.testing.assert_close(_pass(captured, prompt), _pass(eager, prompt), **tolerance)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_passes_with_the_codes_of_routed_experts_are_captured(
+    family: str, quantization: str, model_folder: Callable[..., Path]
+) -> None:
+    loaded = load_model(model_folder(family), torch.bfloat16, CUDA, quantization)
+    assert any(isinstance(module, RoutedExperts) for module in loaded.model.modules())
+    captured, eager = (ModelRunner(loaded, 600, graphs=graphs) for graphs in (Graphs(CUDA), None))
+    captured.prepare()
+    for prompt in random_prompts([1, 30, 90]):
+        torch.testing.assert_close(_pass(captured, prompt), _pass(eager, prompt), rtol=0.05, atol=0.1)
+    assert captured.why_not_captured is None
+    assert captured.graphs is not None
+    assert captured.graphs.num_captured
 
 
 def test_a_captured_pass_allocates_nothing(model_folder: Callable[..., Path]) -> None:
