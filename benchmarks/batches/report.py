@@ -30,6 +30,13 @@ class _Row(NamedTuple):
     def best(self) -> float:
         return float(np.nanmedian([np.nan if one.best is None else one.best for one in self.results]))
 
+    @property
+    def in_all(self) -> tuple[float, float]:
+        """Return the speed of "auto" with prompts where the best was tried, and that of the best: medians."""
+        tried = [(one.speed, one.best_speed) for one in self.results if one.best_speed is not None]
+        auto, best = np.median(tried, axis=0).tolist()
+        return auto, best
+
 
 def print_batches(report: BatchesReport, console: Console) -> None:
     """Print the speeds over plain decoding."""
@@ -47,10 +54,13 @@ def print_batches(report: BatchesReport, console: Console) -> None:
     ]
     if any(one.best is not None for one in report.results):
         columns.append(Column[_Row]("best", lambda row: f"{row.best:.2f}"))
+        columns.append(Column[_Row]("in all", lambda row: f"{row.in_all[0]:.2f}"))
+        columns.append(Column[_Row]("best", lambda row: f"{row.in_all[1]:.2f}"))
     print_rows(console, "auto over plain decoding, simulated", columns, rows)
     low = sum(one.speed < LEAST for one in report.results)
     console.print(
         "least: the lowest speed of all lengths, with prompts, at a prompt + output; decoding: median of steps of the "
-        "full batch;\nbest: the same with the best least probability of a draft token; "
+        "full batch;\nin all: median speed with prompts; best: the same with the least probability of a draft token that is "
+        "best for it; "
         f"below {LEAST}: {low} of {len(report.results)} cells"
     )

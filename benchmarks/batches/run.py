@@ -92,6 +92,7 @@ class Result:
         first_tokens: Mean time to the first token of plain decoding over that of "auto".
         nodes: Draft tokens of a request in a step.
         best: As `decoding`, with the best division of nodes that was found, or None.
+        best_speed: As `speed`, with the best division of nodes for that, or None.
     """
 
     cell: Cell
@@ -100,6 +101,7 @@ class Result:
     first_tokens: float
     nodes: float
     best: float | None = None
+    best_speed: float | None = None
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -171,23 +173,29 @@ def compare(cell: Cell, texts: Sequence[Text], seed: int = 0, *, best: bool = Fa
     plain, auto = (serve(cell, texts, make, seed) for make in (lambda _: FixedPolicy(), make_auto))
     alone = plain.decoding_rate(cell.batch)
     num_requests = sum(step.num_requests for step in auto.steps)
+    rate, seconds = best_trees(cell, texts, seed) if best else (None, None)
     return Result(
         cell,
         speed=plain.seconds / auto.seconds,
         decoding=auto.decoding_rate(cell.batch) / alone,
         first_tokens=plain.first_token_seconds / auto.first_token_seconds,
         nodes=sum(step.num_guessed for step in auto.steps) / num_requests,
-        best=best_rate(cell, texts, seed) / alone if best else None,
+        best=rate and rate / alone,
+        best_speed=seconds and plain.seconds / seconds,
     )
 
 
-def best_rate(cell: Cell, texts: Sequence[Text], seed: int = 0) -> float:
-    """Return the tokens per second of the best trees while a full batch decodes: all that are likely enough."""
+def best_trees(cell: Cell, texts: Sequence[Text], seed: int = 0) -> tuple[float, float]:
+    """Return the most tokens per second while a full batch decodes, and the least seconds in all, of fixed trees.
+
+    Each holds all nodes that are likely enough. Where easy texts end early, full batches of slower trees have more of
+    them, so that the rate of full batches alone compares different texts.
+    """
     trees = [
         TreeBudget(_MOST_NODES, depth, min_path_prob=prob) for prob, depth in itertools.product(_LEAST_PROBS, _DEPTHS)
     ]
-    served = (serve(cell, texts, lambda _, tree=tree: FixedPolicy(tree), seed) for tree in trees)  # type: ignore[misc]
-    return max(one.decoding_rate(cell.batch) for one in served)
+    served = [serve(cell, texts, lambda _, tree=tree: FixedPolicy(tree), seed) for tree in trees]  # type: ignore[misc]
+    return max(one.decoding_rate(cell.batch) for one in served), min(one.seconds for one in served)
 
 
 def make_auto(cell: Cell, seed: int = 0) -> AutoPolicy:

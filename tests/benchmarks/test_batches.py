@@ -12,7 +12,17 @@ from rich.console import Console
 from benchmarks.batches.drafting import RIGHT_TOKEN, TextDrafting
 from benchmarks.batches.machines import MACHINES
 from benchmarks.batches.report import LEAST, print_batches
-from benchmarks.batches.run import BatchesConfig, Cell, best_rate, cells, compare, make_requests, run_batches, serve
+from benchmarks.batches.run import (
+    BatchesConfig,
+    Cell,
+    best_trees,
+    cells,
+    compare,
+    make_auto,
+    make_requests,
+    run_batches,
+    serve,
+)
 from benchmarks.batches.texts import WRONG, Text, read_texts
 from specinfer.core.request import Span
 from specinfer.core.tree import TreeBudget
@@ -63,11 +73,29 @@ def test_small_batches_of_a_good_drafter_are_much_faster(texts: dict[int, list[T
         assert found.nodes > 0.3
 
 
+@pytest.mark.parametrize(("batch", "least"), [(16, 1.25), (32, 1.05)])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_large_batches_gain_where_rows_are_cheap(
+    batch: int, least: float, temperature: int, texts: dict[int, list[Text]]
+) -> None:
+    """In all, and at most a tenth less than with the best of some fixed least probabilities of a draft token."""
+    cell = Cell(MATRIX, batch, 20, 64, temperature, in_turn=True)
+    assert compare(cell, texts[temperature]).speed >= least
+    auto, *fixed = (
+        serve(cell, texts[temperature], make)
+        for make in (
+            make_auto,
+            *(lambda _, prob=prob: FixedPolicy(TreeBudget(64, 4, min_path_prob=prob)) for prob in (0.2, 0.4, 0.7)),
+        )
+    )
+    assert auto.seconds <= 1.1 * min(one.seconds for one in fixed)
+
+
 def test_the_best_division_of_nodes_shows_where_nothing_is_to_be_gained(texts: dict[int, list[Text]]) -> None:
     """Where a row costs as much as a token of plain decoding, no tree is faster."""
     cell = Cell(SLOW_MEMORY, 32, 20, 8, 0)
     plain = serve(cell, texts[0], lambda _: FixedPolicy()).decoding_rate(32)
-    assert best_rate(cell, texts[0]) < 1.03 * plain
+    assert best_trees(cell, texts[0])[0] < 1.03 * plain
 
 
 def test_trees_on_a_text_have_its_tokens_and_end_where_the_drafter_is_wrong() -> None:
