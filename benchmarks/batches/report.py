@@ -60,7 +60,7 @@ def print_batches(report: BatchesReport, console: Console) -> None:
     low = sum(one.speed < LEAST for one in report.results)
     console.print(
         "least: the lowest speed of all lengths, with prompts, at a prompt + output; decoding: median of steps of the "
-        "full batch;\nin all: median speed with prompts; best: the same with the least probability of a draft token that is "
-        "best for it; "
+        "full batch;\nin all: median speed with prompts; best: the same with the least probability of a draft token "
+        "that is best for it; "
         f"below {LEAST}: {low} of {len(report.results)} cells"
     )
