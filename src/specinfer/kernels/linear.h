@@ -209,6 +209,6 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     // Few activations are ready before another thread has come.
     in_parallel((filled + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
     if (runs && !layer->first) all_down(layer, x, runs, threads);  // the others have the same inputs
-    in_parallel(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
+    in_parallel<EndTiles>(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
     if (layer->next) linear(layer->next, x, y, room, rows, ending, runs, threads);
 }

@@ -3,7 +3,9 @@
 // A tile instruction adds up 32 k's of bf16 apart before it adds them to a sum, so layers of bf16 and fp8 use tiles for
 // any number of rows: a row's result does not depend on its neighbours. Sums of whole numbers are exact in any order.
 
-#ifdef TILES
+#ifndef TILES
+typedef NoEnd EndTiles;
+#else
 static const int64_t TILE_ROWS = 16, FEW_FOR_TILES = 16;  // rows of whole numbers from which tiles are faster
 static const int64_t TILE_BYTES = 1024, PITCH = 4 * WIDTH;  // of a tile; between a panel's rows
 
@@ -15,8 +17,13 @@ struct alignas(64) TileShapes {  // as the processor reads it
     uint8_t rows[16] = {};
 };
 
-// Makes tiles ready for `rows` rows of activations, and products of `words` of their words at a time.
+static thread_local int64_t tiles_shaped;  // rows and words that this thread's tiles have; 0: none
+
+// Makes tiles ready for `rows` rows of activations, and products of `words` of their words at a time. They stay so until
+// `EndTiles`: it takes as long as the products of some thousand weights.
 static INLINE void shape_tiles(int64_t rows, int64_t words) {
+    if (tiles_shaped == rows * 64 + words) return;
+    tiles_shaped = rows * 64 + words;
     TileShapes shapes;
     for (int64_t half = 0; half < (rows > TILE_ROWS ? 2 : 1); half++) {
         const uint8_t own = (uint8_t)(half ? rows - TILE_ROWS : rows < TILE_ROWS ? rows : TILE_ROWS);
@@ -34,6 +41,14 @@ static INLINE void shape_tiles(int64_t rows, int64_t words) {
     // Not _tile_loadconfig: to GCC it reads only a part of this, and the rest is never written.
     asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
+
+// Others find no tiles in use, and the system has none to save.
+struct EndTiles {
+    void operator()() const {
+        if (tiles_shaped) _tile_release();
+        tiles_shaped = 0;
+    }
+};
 
 // Spelled out, as a tile's number is part of its instruction. body(tile, its first row, its first column).
 #define EACH_SUM(TWO, body)                                  \
@@ -81,7 +96,6 @@ struct TilesBf16 {
             ADD_PRODUCTS(TWO, _tile_dpbf16ps, x, WORDS, panel);
         }
         EACH_SUM(TWO, STORE_SUM)
-        _tile_release();
         asm volatile("" ::: "memory");
     }
 };
@@ -115,7 +129,6 @@ struct TilesFp8 {
                 add_whole<1>(scales, &low, &high, result + r * WIDTH);
             }
         }
-        _tile_release();
     }
 };
 
@@ -169,7 +182,6 @@ struct TilesInt {
             };
             is_affine(ready.scaling) ? add(std::true_type{}) : add(std::false_type{});
         }
-        _tile_release();
     }
 };
 

@@ -15,13 +15,18 @@ typedef void (*Chunk)(const void *body, int64_t first, int64_t last);
 // kind: of what the time depends on beside count; by such work it is measured how many threads are fastest. 0: not.
 void share_out(int64_t count, int64_t at_once, int threads, Chunk chunk, const void *body, int64_t kind);
 
-// body(0), ..., body(count - 1), on several threads in any order.
-template <class Body>
+struct NoEnd {
+    void operator()() const {}
+};
+
+// body(0), ..., body(count - 1), on several threads in any order; End{}() after some of them, on the thread that took them.
+template <class End = NoEnd, class Body>
 static void in_parallel(int64_t count, int64_t at_once, int threads, const Body &body, int64_t kind = 0) {
     share_out(
         count, at_once, threads,
         [](const void *all, int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) (*(const Body *)all)(i);
+            End{}();
         },
         &body, kind);
 }
