@@ -14,7 +14,7 @@ from benchmarks.peers.plain_folder import plain_folder
 from native import native
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
-from specinfer.model import layer_kind
+from specinfer.model import layer_check, layer_kind
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
@@ -332,3 +332,34 @@ def test_trained_weights_are_judged_rightly(dtype: torch.dtype, smollm2_folder: 
     verdict = _verdict(folder, dtype, "native")
     assert verdict.error <= 0.7 * verdict.allowed, verdict
     assert not _verdict(folder, dtype, "native", _swap_heads).is_right
+
+
+def test_the_error_of_a_definition_is_not_small_by_chance_where_one_activation_outweighs_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is one random number there, near zero for some tokens in a single pass."""
+    model = make_model("llama", num_hidden_layers=1)
+    layer, embedding = model.model.layers[0], model.model.embed_tokens.weight
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        embedding[:, 0] = 1.0
+        embedding[:, 1] = 1.0 + torch.linspace(0.05, 0.1, len(embedding))
+        layer.mlp.gate_proj.weight[0] = 0.0
+        layer.mlp.gate_proj.weight[0, :2] = torch.tensor([-100.0, 100.0])  # of their small difference
+        layer.mlp.down_proj.weight[:, 0] *= 100.0
+    model.save_pretrained(tmp_path)
+    register()
+    config = load_config(tmp_path)
+    definition = read_definition(tmp_path, config, torch.bfloat16).eval().requires_grad_(False)
+
+    def least() -> float:
+        """Error of the token with the least one, as a share of the median token's."""
+        reference = probe(definition, config, CPU, records=True).reference
+        assert reference is not None
+        added = (reference.outputs[1] - reference.inputs[0]).norm(dim=1)
+        errors = (reference.own[1] / added)[:-1]
+        return float(errors.min() / errors.median())
+
+    assert least() > 0.2
+    monkeypatch.setattr(layer_check, "_DISTURBED", 0)
+    assert least() < 0.1
