@@ -145,8 +145,7 @@ def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, model_folder: Cal
         run(model_folder("gpt2"), tmp_path / "gpt2")  # its layers are transposed
     with pytest.raises(ModelError, match=r"model: the weights of .* are quantized already; name the model in 16 bits"):
         run(tmp_path / "out", tmp_path / "twice")
-    save_tokenizer(source)
-    run(source, tmp_path / "m.gguf", "q8_0")
+    run(model_folder(tokenizer=True), tmp_path / "m.gguf", "q8_0")
     with pytest.raises(ModelError, match=r"model: the weights of .*m\.gguf are a GGUF file; name the model in 16 bits"):
         run(tmp_path / "m.gguf", tmp_path / "twice")
 

@@ -61,12 +61,14 @@ static INLINE void place_words(const void *from, int64_t first, int64_t count, i
 #ifdef DOTS
 // Numbers k to k + 31 as pairs of bf16. Subnormal ones become zero, as they are in products of pairs.
 static INLINE __m512i pairs_of(const float *x, int64_t inputs, int64_t k, int type) {
-    float padded[32] = {};
+    float padded[32];
+    const float *from = x + k;
     if (k + 32 > inputs) {
-        if (k < inputs) memcpy(padded, x + k, 4 * (inputs - k));
-        x = padded - k;
+        memset(padded, 0, sizeof(padded));
+        if (k < inputs) memcpy(padded, from, 4 * (inputs - k));
+        from = padded;
     }
-    const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + k + 16), _mm512_loadu_ps(x + k));
+    const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
     if (type != FP8) return pairs;
     // In fp8 the first of four is beside the third, and the second beside the fourth.
     return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(pairs, 0xd8), 0xd8);
