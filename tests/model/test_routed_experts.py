@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gguf_files import write_model
-from quantized_files import save_gpt_oss, save_quantized
+from quantized_files import quantized_model
 from specinfer.kernels.quantization import BITS
 from specinfer.model import linears, routed_experts
 from specinfer.model.folder import find_folder
@@ -39,19 +39,6 @@ def _written(family: str, to: str = "int4", **sizes: int) -> Callable[[Path], Pa
     return make
 
 
-def _quantized(family: str, name: str) -> Callable[[Path], Path]:
-    def make(place: Path) -> Path:
-        save_quantized(save_model(place / "source", family, **WIDE), place / "q", name)
-        return place / "q"
-
-    return make
-
-
-def _gpt_oss(place: Path) -> Path:
-    save_gpt_oss(save_model(place / "source", "gpt_oss", hidden_size=64, intermediate_size=96), place / "q")
-    return place / "q"
-
-
 def _gguf(**kinds: str) -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
         sizes = {"norm_topk_prob": True, "moe_intermediate_size": 64, "hidden_size": 128}
@@ -64,8 +51,10 @@ def _gguf(**kinds: str) -> Callable[[Path], Path]:
 MODELS = {
     "qwen3_moe": _written("qwen3_moe"), "mixtral": _written("mixtral", "int8"), "gpt_oss": _written("gpt_oss"),
     "nemotron_h": _written("nemotron_h"), "granitemoe": _written("granitemoe"), "gemma4": _written("gemma4_text-moe"),
-    "AWQ": _quantized("qwen3_moe", "AWQ"), "FP8": _quantized("mixtral", "FP8 of 128"),
-    "NVFP4": _quantized("olmoe", "NVFP4"), "MXFP4": _gpt_oss, "Q4_0": _gguf(), "two types": _gguf(up_exps="Q8_0"),
+    "AWQ": quantized_model("AWQ", "qwen3_moe", **WIDE), "FP8": quantized_model("FP8 of 128", "mixtral", **WIDE),
+    "NVFP4": quantized_model("NVFP4", "olmoe", **WIDE),
+    "MXFP4": quantized_model("MXFP4", "gpt_oss", hidden_size=64, intermediate_size=96),
+    "Q4_0": _gguf(), "two types": _gguf(up_exps="Q8_0"),
 }  # fmt: skip
 # Experts that are stored unlike each other, or in part as numbers.
 DECODED = {

@@ -10,13 +10,12 @@ import torch
 from gguf_files import write_model
 from hybrid_gguf import write_hybrid
 from native import native
-from quantized_files import save_gpt_oss, save_quantized
+from quantized_files import quantized_model
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.core.config import OffloadConfig
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks
-from tiny import save_model
 
 pytestmark = native
 CPU = torch.device("cpu")
@@ -40,25 +39,12 @@ def _hybrid(arch: str, **settings: Any) -> Callable[[Path], Path]:
     return make
 
 
-def _safetensors(name: str, family: str, **sizes: int) -> Callable[[Path], Path]:
-    def make(place: Path) -> Path:
-        save_quantized(save_model(place / "source", family, **sizes), place / "q", name)
-        return place / "q"
-
-    return make
-
-
-def _gpt_oss(place: Path) -> Path:
-    save_gpt_oss(save_model(place / "source", "gpt_oss", hidden_size=64, intermediate_size=64), place / "q")
-    return place / "q"
-
-
 MODELS = {
     "Q4_K_M": _gguf(kind="Q4_K", kinds={"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}, **WIDE),
     "Q8_0, tied": _gguf(kind="Q8_0", tie_word_embeddings=True, hidden_size=128, intermediate_size=192),
     "Q4_0 and F16": _gguf(kind="Q4_0", kinds={"attn_k": "F16"}, hidden_size=256, intermediate_size=96),
     "experts": _gguf(arch="qwen3moe", kind="Q4_0", kinds={"up_exps": "F16"}, hidden_size=128, **MIXTURE),
-    "gpt-oss": _gpt_oss,
+    "gpt-oss": quantized_model("MXFP4", "gpt_oss", hidden_size=64, intermediate_size=64),
     "Qwen3.5": _hybrid(
         "qwen35moe",
         hidden_size=128,
@@ -77,10 +63,10 @@ MODELS = {
         layer_types=["mamba", "attention"],
         num_hidden_layers=2,
     ),
-    "W4A16": _safetensors("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
-    "FP8": _safetensors("FP8 of 128", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64),
-    "AWQ experts": _safetensors("AWQ", "qwen3_moe", hidden_size=64, head_dim=16, moe_intermediate_size=64),
-    "W4A16 experts of Mixtral": _safetensors("pack-quantized", "mixtral", hidden_size=64, intermediate_size=64),
+    "W4A16": quantized_model("pack-quantized", "llama", hidden_size=256, intermediate_size=128),
+    "FP8": quantized_model("FP8 of 128", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64),
+    "AWQ experts": quantized_model("AWQ", "qwen3_moe", hidden_size=64, head_dim=16, moe_intermediate_size=64),
+    "W4A16 experts of Mixtral": quantized_model("pack-quantized", "mixtral", hidden_size=64, intermediate_size=64),
 }
 
 

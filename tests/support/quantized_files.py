@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tiny import save_model
+
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word belongs to
 Encoded = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the weight [out, in] float32
 Encoder = Callable[[Tensor], Encoded]
@@ -283,3 +285,17 @@ def _save_both(
         save_file({key: one.contiguous() for key, one in found.items()}, place / "model.safetensors")
         (place / "config.json").write_text(json.dumps(config))
     return reference
+
+
+def quantized_model(name: str, family: str, **sizes: int) -> Callable[[Path], Path]:
+    """Return a function that saves a tiny model in this format below a folder; "MXFP4" is that of gpt-oss."""
+
+    def make(place: Path) -> Path:
+        source, folder = save_model(place / "source", family, **sizes), place / "q"
+        if name == "MXFP4":
+            save_gpt_oss(source, folder)
+        else:
+            save_quantized(source, folder, name)
+        return folder
+
+    return make
