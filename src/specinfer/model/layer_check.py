@@ -147,16 +147,6 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
         error: Tensor = found[0].float() - wanted
         return error
 
-    def largest_own(layer: nn.Module, args: Any, kwargs: Any, wanted: Tensor) -> Tensor:
-        source, most = torch.Generator().manual_seed(0), torch.zeros(len(wanted), device=wanted.device)
-        hidden = args[0]
-        for turn in range(_DISTURBED if dtype != torch.float32 else 0, -1, -1):  # the true inputs last: KV stays
-            noise = (torch.rand(hidden.shape, generator=source) - 0.5) * (2 * torch.finfo(dtype).eps if turn else 0.0)
-            changed = (hidden * (1 + noise.to(hidden.device))).to(dtype).float()
-            error = own(layer, (changed, *args[1:]), kwargs, wanted + (changed - hidden)[0])
-            most = torch.maximum(most, error.norm(dim=1).nan_to_num(0.0, 0.0))
-        return most
-
     def begin(_layer: nn.Module, args: tuple[Tensor, ...], kwargs: Any) -> tuple[Any, Any]:
         add(args[0], torch.zeros(len(args[0][0]), device=args[0].device))
         return (reference.inputs[-1].unsqueeze(0), *args[1:]), kwargs
@@ -169,7 +159,11 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
 
     def end(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         result = output[0] if isinstance(output, tuple) else output
-        following = add(result, largest_own(layer, args, kwargs, result[0]))
+        errors = [
+            own(layer, (one, *args[1:]), kwargs, result[0] + (one - args[0])[0]).norm(dim=1).nan_to_num(0.0, 0.0)
+            for one in _disturbed(args[0], dtype)
+        ]
+        following = add(result, torch.stack(errors).amax(0))
         return (following, *output[1:]) if isinstance(output, tuple) else following
 
     def end_head(head: nn.Module, args: Any, kwargs: Any, logits: Tensor) -> None:
@@ -188,6 +182,18 @@ def recording(model: Any, reference: Reference, narrow: ForwardBatch) -> Iterato
             stack.callback(handle.remove)
         stack.enter_context(widened)
         yield
+
+
+def _disturbed(hidden: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield inputs of this type, in float32, that differ from `hidden` in their last bits, and at last `hidden`.
+
+    At last, because the keys and values of the last pass stay.
+    """
+    source = torch.Generator().manual_seed(0)
+    for _ in range(0 if dtype == torch.float32 else _DISTURBED):
+        noise = (torch.rand(hidden.shape, generator=source) - 0.5) * 2 * torch.finfo(dtype).eps
+        yield (hidden * (1 + noise.to(hidden.device))).to(dtype).float()
+    yield hidden
 
 
 def _as_input(hidden: Tensor, dtype: torch.dtype) -> Tensor:
