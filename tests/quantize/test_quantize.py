@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels import quantization
 from specinfer.kernels.quantization import Bits, dequantize, quantize
 from specinfer.model.definition import load_plain
+from specinfer.model.load import load_model
 from specinfer.quantize import checkpoint
 from specinfer.quantize.calibration import decoder_layers
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from specinfer.quantize.gptq import quantize_with_moments, round_layers
-from tiny import VOCAB, save_model, save_tokenizer
+from specinfer.quantize.layers import Layers
+from tiny import FAMILIES, VOCAB, save_model, save_tokenizer
 
 
 def run(model: Path, out: Path, to: str = "int4", **options: object) -> QuantizeReport:
@@ -56,6 +59,33 @@ def test_weights_are_written_as_the_format_has_them(to: str, bits: int, tmp_path
     assert report.num_bytes < report.num_bytes_before
 
 
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "trunk", "sizes"),
+    [
+        ("nemotron_h", "backbone", WIDE),
+        ("gemma3", "language_model.model", {"text_config": FAMILIES["gemma3_text"] | WIDE, "vision_config": SMALL}),
+    ],
+)
+def test_layers_are_quantized_whatever_the_files_call_them(
+    family: str, trunk: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    source = save_model(tmp_path / "model", family, **sizes, torch_dtype="bfloat16")
+    report = run(source, tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    layers = [
+        name
+        for name, weight in before.items()
+        if name.startswith(trunk) and name.endswith("_proj.weight") and weight.ndim == 2 and weight.shape[1] % 32 == 0
+    ]
+    assert {f"{name}_packed" for name in layers} == {name for name in after if name.endswith("_packed")}
+    assert report.num_layers == len(layers) > 0
+    assert load_model(tmp_path / "out", torch.bfloat16, torch.device("cpu")).stored_types == "int4"
+
+
 def test_a_model_of_several_files_stays_one_of_several_files(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
     whole = model_folder()
     model = load_plain(whole, torch.float32)
@@ -90,7 +120,7 @@ def test_layers_of_all_kinds_are_calibrated_in_order(family: str, tmp_path: Path
     source = save_model(tmp_path / "model", family, noise=0.3)
     model = load_plain(source, torch.float32).eval().requires_grad_(False)
     texts = torch.randint(VOCAB, (6, 40)).tolist()
-    names = list(checkpoint.Layers.of(source, 4).places)
+    names = list(Layers.of(source, 4).places)
     layers = decoder_layers(source, model)
     ids = torch.tensor(texts)
     original = {name: model.get_submodule(name).weight.clone() for name in names}

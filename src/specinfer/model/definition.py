@@ -143,10 +143,20 @@ def make_trunk(fields: Mapping[str, Any]) -> Any:
     return trunk.eval().requires_grad_(False)
 
 
-def outline(folder: Path) -> Any:
-    """Return the family's definition of a folder's model, with parameters on the meta device."""
+def outline(folder: Path, weights: dict[str, Tensor] | None = None) -> Any:
+    """Return the family's definition of a folder's model, with parameters on the meta device.
+
+    Args:
+        weights: Meta weights by their names in the files, which become the parameters; None for parameters of its own.
+    """
+    config = load_config(folder)
+    if weights is not None:
+        with quietly():
+            return AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+                None, config=config, state_dict=weights, dtype="auto", ignore_mismatched_sizes=True
+            )
     with quietly(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(folder))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:

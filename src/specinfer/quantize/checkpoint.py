@@ -5,7 +5,6 @@ first inputs, `weight_scale` [out, groups] and `weight_shape` [2]. All other ten
 """
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,20 +14,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.quantization import BITS, Bits, quantize
 from specinfer.kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
-from specinfer.model.definition import load_config, load_plain, load_tokenizer, outline
-from specinfer.model.folder import replacing, weight_shapes
+from specinfer.model.definition import load_config, load_plain, load_tokenizer
+from specinfer.model.folder import replacing
 from specinfer.model.gguf.folder import weights_file
-from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.gguf.writing import TYPES, write_gguf
-from specinfer.model.linears import ROUTER, layer_names, quantizable_names
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
 from specinfer.quantize.calibration import Calibrated, calibrate, read_texts
-from specinfer.quantize.experts import Place, StoredExperts
+from specinfer.quantize.layers import Layers
 from specinfer.reporting.files import check_files
 from specinfer.setup.model_names import find_target
 
@@ -36,7 +33,6 @@ _FORMAT, _METHOD = "pack-quantized", "compressed-tensors"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _INDEX = "model.safetensors.index.json"
 _LEAST_TEXT = 8  # tokens of a text cut from data
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,52 +187,6 @@ def _write_file(
         partial.unlink(missing_ok=True)
     before = sum(file.stat().st_size for file in weight_paths(source))
     return QuantizeReport(out, count, count, before, out.stat().st_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """The linear layers of a model, by the names that they are written under.
-
-    Attributes:
-        places: Those to quantize, and their places in a model with split experts.
-        ignored: Those that stay as they are.
-    """
-
-    places: dict[str, Place]
-    ignored: list[str]
-    experts: StoredExperts
-
-    @classmethod
-    def of(cls, source: Path, bits: Bits) -> "Layers":
-        """Find the linear layers of a folder's model.
-
-        Raises:
-            ModelError: There are none to quantize.
-        """
-        model, config = outline(source), load_config(source).get_text_config()
-        linears = [name for name, one in model.named_modules() if type(one) is nn.Linear]
-        plain = set(quantizable_names(model, layer_names(model, config.num_hidden_layers)))
-        stored = weight_shapes(source)
-        experts, mtp = StoredExperts(model, stored), mtp_names(stored)
-        places, others, stacks = dict[str, Place](), list[str](), list[str]()
-        for weight, shape in experts.shapes.items():
-            layer = weight.removesuffix(".weight")
-            place = Place(layer, slice(None)) if layer in plain else experts.place(layer)
-            if place is not None and weight != layer and shape[1] % GROUP_SIZES[bits] == 0:
-                places[layer] = place
-            elif len(shape) == 2 and (place is not None or weight in mtp or ROUTER.search(layer)):
-                others.append(layer)
-            elif len(shape) > 2 and ".expert" in weight:
-                stacks.append(weight)
-        if not places:
-            raise ModelError(
-                f"model: {source} has no linear layers with whole groups of {GROUP_SIZES[bits]} inputs, and cannot be "
-                "quantized; use it as it is"
-            )
-        if stacks:
-            logger.warning("stacked matrices stay as they are: %s and %d others", stacks[0], len(stacks) - 1)
-        ignored = [name for name in linears if name not in places]
-        return cls(places, ignored + sorted(set(others) - set(ignored)), experts)
 
 
 def _rounded_tensors(file: Path, layers: Layers, rounded: dict[str, QuantizedWeight], bits: Bits) -> dict[str, Tensor]:
