@@ -343,6 +343,8 @@ def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service]
     dotted = [f"{flag}.method", "ngram", "--speculative_config.num_speculative_tokens=4", "demo"]
     assert join_dotted(flag, dotted) == ["demo", flag, '{"method": "ngram", "num_speculative_tokens": 4}']
     assert join_dotted(flag, ["demo", "--tree", "1,1"]) == ["demo", "--tree", "1,1"]
+    for key in ("num_speculative_tokens", "num-speculative-tokens"):
+        assert join_dotted(flag, [f"{flag}.{key}", "4"]) == [flag, '{"num_speculative_tokens": 4}']
     start(*dotted)
     start("demo", "--config", write(tmp_path, "speculative-config: {method: ngram, num_speculative_tokens: 4}"))
     assert "choose one" in refusal(*dotted, f"{flag}={{}}")

@@ -34,11 +34,11 @@ def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
-        name = name.replace("_", "-", flag.count("-") - 2)  # only dashes within the flag's own name
-        if not name.startswith(f"{flag}."):
+        start, dot, key = name.partition(".")
+        if not dot or start.replace("_", "-") != flag:
             rest.append(word)
             continue
-        key = name.removeprefix(f"{flag}.")
+        key = key.replace("-", "_")
         if not equals:
             value = next(left, "")
         if not key or not value:
