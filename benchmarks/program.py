@@ -22,7 +22,6 @@ app = typer.Typer(
     name="benchmarks",
     cls=Program,
     help="Measurements of SpecInfer's parts, and against other engines.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},

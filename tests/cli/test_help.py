@@ -53,6 +53,8 @@ def refusal(*words: str, env: dict[str, str] | None = None) -> str:
         (("--max_num_seqs", "0"), "--max_num_seqs must be"),
         (("--max-num-seqs=0",), "--max-num-seqs must be"),
         (("-tp", "0"), "-tp must be"),
+        (("--max-tokens", "1e3"), "--max-tokens must be an integer, not '1e3'"),
+        (("--top_p=high",), "--top_p must be a number, not 'high'"),
         (("--drafter", ""), "--drafter: an empty name"),
         (("--logit-bias", '{"5": 1000}'), "--logit-bias[5] must be from -100 to 100"),
         (("--offload-folder", "x"), "--offload-folder: it is for targets that are streamed; set --offload disk too"),
@@ -76,3 +78,13 @@ def test_errors_name_variables_and_keys_of_files_as_they_are_written(tmp_path: P
     file = tmp_path / "settings.yaml"
     file.write_text("max-num-seqs: 0\n")
     assert refusal("serve", "demo", "--config", str(file)).startswith(f"{file}: max-num-seqs must be")
+    file.write_text("port: web\n")
+    assert refusal("serve", "demo", "--config", str(file)).startswith(f"{file}: port must be an integer, not 'web'")
+    told = refusal("serve", "demo", env={"SPECINFER_ENFORCE_EAGER": "perhaps"})
+    assert told.startswith("SPECINFER_ENFORCE_EAGER must be true or false, not 'perhaps'")
+
+
+@pytest.mark.parametrize(("program", "path"), [(app, ()), (app, ("bench",)), (laboratory, ())])
+def test_the_help_is_shown_if_no_command_is_named(program: typer.Typer, path: tuple[str, ...]) -> None:
+    bare, asked = (CliRunner().invoke(program, [*path, *more]) for more in ((), ("--help",)))
+    assert (bare.exit_code, bare.stdout, bare.stderr) == (2, asked.stdout, "")

@@ -27,7 +27,6 @@ app = typer.Typer(
     name="specinfer",
     cls=Program,
     help="Tree-based speculative LLM inference: drafters propose token trees, the target verifies them.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Users of vLLM write flags with - or with _.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
@@ -39,7 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 for name, command in COMMANDS.items():
     add_command(app, command, called=name, environment=command is serve)
-bench = typer.Typer(cls=Group, no_args_is_help=True, help="Benchmark latency, throughput, a server, or acceptance.")
+bench = typer.Typer(cls=Group, help="Benchmark latency, throughput, a server, or acceptance.")
 for measurement in (latency, throughput, bench_serve, acceptance):
     add_command(bench, measurement)
 add_moved(bench)

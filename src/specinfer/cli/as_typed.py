@@ -21,7 +21,7 @@ def as_typed(message: str, context: Any) -> str:
         return message
     subject = _SUBJECT.match(message)
     fields = [] if subject is None else subject[0].split(", ")
-    names = [_name_of(field, context) for field in fields]
+    names = [name_of(field, context) for field in fields]
     beginning = ""
     if subject is not None and any(names):
         beginning = ", ".join(name or field for name, field in zip(names, fields, strict=True))
@@ -37,22 +37,7 @@ def as_typed(message: str, context: Any) -> str:
     return beginning + _FIELD.sub(lambda match: _flag_of(match[0], context) or match[0], message)
 
 
-def _parameter(field: str, context: Any) -> Any:
-    """Return the option of a field, or None; a list may have an option in the singular, or with another dashed name."""
-    options = [each for each in context.command.params if each.param_type_name == "option"]
-    for name in (_FLAG_NAMES.get(field, field), field.removesuffix("s"), field.removesuffix("_sizes")):
-        for option in options:
-            if option.name == name or f"--{name.replace('_', '-')}" in option.opts:
-                return option
-    return None
-
-
-def _flag_of(field: str, context: Any) -> str | None:
-    option = _parameter(field, context)
-    return None if option is None else max(option.opts, key=len)
-
-
-def _name_of(field: str, context: Any) -> str | None:
+def name_of(field: str, context: Any) -> str | None:
     """Return the name of a field where it was given, or its flag."""
     option = _parameter(field, context)
     if option is None:
@@ -68,6 +53,21 @@ def _name_of(field: str, context: Any) -> str | None:
     if place == "DEFAULT" and field == "model":
         return None  # it was given as the argument MODEL, or not at all
     return next(_words(option, context.obj), max(option.opts, key=len))
+
+
+def _parameter(field: str, context: Any) -> Any:
+    """Return the option of a field, or None; a list may have an option in the singular, or with another dashed name."""
+    options = [each for each in context.command.params if each.param_type_name == "option"]
+    for name in (_FLAG_NAMES.get(field, field), field.removesuffix("s"), field.removesuffix("_sizes")):
+        for option in options:
+            if option.name == name or f"--{name.replace('_', '-')}" in option.opts:
+                return option
+    return None
+
+
+def _flag_of(field: str, context: Any) -> str | None:
+    option = _parameter(field, context)
+    return None if option is None else max(option.opts, key=len)
 
 
 def _words(option: Any, words: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from specinfer.cli.as_typed import as_typed
+from specinfer.cli.as_typed import as_typed, name_of
 from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted, warn_renamed
 from specinfer.core.errors import ModelError, RequestError
@@ -63,11 +63,10 @@ class Program(Group):
         except typer.TyperException as error:  # a flag or argument is unknown, missing or malformed
             context = getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context else ""
-            message = error.format_message()
+            message = _type_error(error) or error.format_message()
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
                 hint = "; Kubernetes set it for a Service called specinfer: set enableServiceLinks: false in the pod"
-            if message:  # empty if no command was named and the help was shown
-                _print_error(message.rstrip(".") + hint)
+            _print_error(message.rstrip(".") + hint)
         except (UsageError, ModelError, RequestError) as error:
             _print_error(str(error), debug=debug)
         except Exception as error:
@@ -82,6 +81,15 @@ def _print_error(message: str, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exc()
     print(f"specinfer: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _type_error(error: Any) -> str | None:
+    """Return the message for a value of the wrong type, with its name as it was given, or None for other errors."""
+    kinds = {"int_parsing": "an integer", "float_parsing": "a number", "bool_parsing": "true or false"}
+    for details in getattr(error.__cause__, "errors", list)():  # of Pydantic, which Typer converts values with
+        if (kind := kinds.get(details["type"])) and (name := name_of(error.param.name, error.ctx)):
+            return f"{name} must be {kind}, not {details['input']!r:.60}"
+    return None
 
 
 def _drop_unwritten() -> None:

@@ -23,7 +23,13 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands with this kind of help."""
+    """A group of commands with this kind of help, which is printed if no command is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write("".join(_lines(self, ctx)))
