@@ -172,6 +172,10 @@ MISTAKES = [
     (["serve", "demo", "--trace", "/no/such/file"], "--trace: "),
     (["generate", "/no/such/folder", "the"], "no folder"),
     (["generate", "demo", "the", "--drafter", "/no/such/folder"], "--drafter: no folder"),
+    (
+        ["generate", "demo", "the", "--drafter", "self:int3"],
+        "--drafter: 'self:int3' must be one of self:int8, self:int4",
+    ),
     (["generate", "demo", "the", "--tokenizer", "/no/such/folder"], "--tokenizer: no folder"),
     (["generate", "demo", "the", "--speculation-policy", "/no/such/file"], "--speculation-policy: no file"),
     (["run", "demo", "the", "--top-p", "3"], "--top-p"),
@@ -186,6 +190,7 @@ MISTAKES = [
     (["bench", "latency", "demo", "--tree", "foo"], "--tree: 'foo'"),
     (["bench", "latency", "demo", "--json", "/no/such/file"], "--json: "),
     (["bench", "latency", "/no/such/folder"], "no folder"),
+    (["bench", "latency", "demo", "--drafter", "self:int3"], "--drafter: 'self:int3' must be one of self:int8"),
     (["bench", "throughput", "demo", "--batch", "0"], "--batch must be"),
     (["bench", "acceptance", "demo", "--part", "foo"], "--part must be"),
     (["bench", "acceptance", "demo", "--device", "toaster"], "--device: 'toaster'"),

@@ -168,7 +168,7 @@ def test_copies_are_no_candidates_where_states_cannot_be_put_back(tmp_path: Path
         ({"quantization": "int4"}, ModelError, "self:int4 is the target itself, which is int4 too"),
         ({"offload": "disk"}, ValueError, "offload_folder: self:int4 is read from a packed copy"),
         ({"adapt_drafters": True}, ValueError, "adapt_drafters: no drafter is a language model"),
-        ({"drafters": ["self:int3"]}, ModelError, "self:int3 is none of self:int8, self:int4"),
+        ({"drafters": ["self:int3"]}, ModelError, "self:int3' must be one of self:int8, self:int4"),
     ],
     ids=repr,
 )

@@ -87,9 +87,11 @@ def test_a_hub_name_that_cannot_be_fetched() -> None:
         find_folder("nobody/nothing")
 
 
-def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(ModelError, match="no folder"):
+def test_files_that_are_missing_or_of_another_kind_are_named_as_such(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json' is not a GGUF file; name one, or the folder"):
         find_folder(folder / "config.json")
+    with pytest.raises(ModelError, match=r"no file '.*m\.gguf'; check its name"):
+        find_folder(folder / "m.gguf")
 
 
 def test_no_config(folder: Path) -> None:

@@ -235,6 +235,7 @@ def test_broken_weights_are_met_before_the_work_begins(tmp_path: Path, model_fol
         ("new:", "new:"),
         ("ngram", "learns nothing"),
         ("suffix", "learns nothing"),
+        ("self:int4", "is the target itself and is not trained"),
         ("", "drafter: "),
         ("/nowhere/at/all", "drafter: "),
     ],

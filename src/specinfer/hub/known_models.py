@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specinfer.core.lookups import reserved_names
 from specinfer.hub.files import SUPPORTED_HEADS
 from specinfer.hub.locate import without_revision
 
@@ -73,9 +74,9 @@ def same_model(one: str | Path, other: str | Path) -> bool:
 
 
 def near_names(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names that a misspelt name may stand for, at most three, the nearest first."""
+    """Return the names of models and drafters that a misspelt name may stand for, at most three, the nearest first."""
     by_key: dict[str, str] = {}
-    for other in (*others, *known_names()):
+    for other in (*others, *reserved_names(), *known_names()):
         for key in (other.lower(), other.lower().rpartition("/")[2]):
             by_key.setdefault(key, other)
     asked = name.lower().partition(":")[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import SELF_DRAFTERS, is_self
 from specinfer.core.progress import ProgressCallback
 from specinfer.hub.checksums import check_intact
 from specinfer.hub.files import check_gguf_name, folder_refusal
@@ -31,7 +32,7 @@ class HubName(NamedTuple):
 def hub_name(model: str | Path) -> HubName | None:
     """Return a model's name on the hub, or None for a path."""
     if not isinstance(model, (str, Path)):
-        raise ModelError(f"model: give a folder or a hub name, not {model!r}")
+        raise ModelError(f"model: give a folder, a GGUF file or a hub name, not {model!r}")
     match = _NAME.fullmatch(_SITE.sub("", str(model)))
     return None if match is None or ".." in (match[3] or "") else HubName(*match.groups())
 
@@ -75,7 +76,13 @@ def local_path(model: str | Path) -> Path | None:
         if (why := check_gguf_name(path.name)) is not None:
             raise ModelError(f"model: {path} cannot be loaded: {why}")
         return path
-    if path.is_file() or name is None or path.suffix.lower() == ".gguf":
+    if path.is_file():
+        raise ModelError(f"model: {str(model)!r} is not a GGUF file; name one, or the folder with config.json")
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(f"model: no file {str(model)!r}; check its name and folder")
+    if is_self(str(model)):
+        raise ModelError(f"model: {str(model)!r} must be one of {', '.join(SELF_DRAFTERS)}, which are drafters")
+    if name is None:
         raise ModelError(
             f"model: no folder {str(model)!r}; name a folder with config.json, a .gguf file, or a hub model"
         )

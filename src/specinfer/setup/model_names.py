@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.core.errors import ModelError
-from specinfer.core.lookups import SELF_DRAFTERS, is_self
 from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
@@ -44,8 +43,6 @@ def find_drafter(name: str) -> Path:
     Raises:
         ModelError: There is no such model.
     """
-    if is_self(name):
-        raise ModelError(f"model: {name} is none of {', '.join(SELF_DRAFTERS)}")
     if name in DRAFTER_NAMES:
         return demo_folders().drafters[name]
     if name in HEAD_NAMES:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import LOOKUPS, is_self
 from specinfer.learning.heads.head_training import NEW_HEADS, export_head, new_head, read_head
 from specinfer.learning.heads.trainable_head import HeadSizes, TrainableHead
 from specinfer.model.definition import load_config, load_plain, token_ids
@@ -100,6 +100,8 @@ def parse_initial_weights(name: str) -> InitialWeights:
         return InitialWeights(name, num_layers=_layers(name, new[1]), hidden_size=_hidden(name, new[2]))
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
+    if is_self(name):
+        raise ValueError(f"drafter: {name!r} is the target itself and is not trained; give {_FORMS}")
     if name.startswith(("layers:", "new:")):
         raise ValueError(f"drafter: {name!r} has none of the forms with sizes; give {_FORMS}")
     try:
