@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,20 @@ def test_two_streams_in_turns(llm: LLM) -> None:
     for i in (0, 1):
         assert [token for chunk in chunks[i] for token in chunk.token_ids] == wanted[i].outputs[0].token_ids
         assert chunks[i][-1].output is not None
+
+
+def test_calls_of_several_threads_take_turns(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    wanted = _tokens(llm.generate(PROMPTS, params))
+
+    def complete(number: int) -> list[int]:
+        if number % 2:
+            return [token for chunk in llm.stream(PROMPTS[number // 2], params) for token in chunk.token_ids]
+        return llm.generate(PROMPTS[number // 2], params)[0].outputs[0].token_ids
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert list(pool.map(complete, range(8))) == [tokens for tokens in wanted for _ in range(2)]
 
 
 def test_a_stream_has_one_output(llm: LLM) -> None:

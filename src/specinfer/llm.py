@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any, NoReturn, Self
 
 from specinfer.core.config import SpeculativeConfig
@@ -39,7 +40,10 @@ _PUBLIC = (
 
 
 class LLM:
-    """A target model, its drafters and an engine. It must not be used by several threads at once.
+    """A target model, its drafters and an engine.
+
+    Several threads may call it: `generate` and `chat` run one after the other, and streams take turns with them.
+    `AsyncLLM` serves many callers in one batch.
 
     The arguments are the fields of `EngineArgs`, and `progress`, a callback that receives the name of the work, the
     units done and their total while models are loaded.
@@ -55,6 +59,7 @@ class LLM:
         speculative = args.speculative_config
         if speculative.speculation_policy is not None:
             PolicyNetwork.load(speculative.speculation_policy)  # checked before models are loaded
+        self._turn = RLock()  # of the thread that adds requests and runs steps
         self._parts = assemble(args, progress)
         self._parts.close_with(self)
         with ExitStack() as undo:
@@ -140,7 +145,8 @@ class LLM:
         """
         if self.adaptation is None:
             raise ValueError("adapt: drafters do not learn here; load the model with adapt_drafters=True")
-        self.adaptation.run(seconds)
+        with self._turn:
+            self.adaptation.run(seconds)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of the model, that of transformers, or None for a model without one."""
@@ -176,11 +182,12 @@ class LLM:
 
     def shutdown(self) -> None:
         """End every request and free the cache. A streamed target cannot be used any more."""
-        for request in list(self.engine.scheduler.requests()):
-            self.engine.abort(request)
-        if self.adaptation is not None:
-            self.adaptation.close()
-        self._parts.close()
+        with self._turn:
+            for request in list(self.engine.scheduler.requests()):
+                self.engine.abort(request)
+            if self.adaptation is not None:
+                self.adaptation.close()
+            self._parts.close()
 
     def generate(
         self,
@@ -283,27 +290,32 @@ class LLM:
     def _stream(self, job: Job) -> Iterator[TextChunk]:
         request = job.requests[0]
         cursor, num_generated = OutputCursor(request), 0
-        self.engine.add(request)
+        with self._turn:
+            self.engine.add(request)
         try:
             while not request.is_finished:
-                # Other calls on this engine may have stepped in the meantime.
-                if request.num_output == num_generated:
-                    self.engine.step()
-                if request.num_output > num_generated and not request.is_finished:
+                with self._turn:
+                    # Other calls on this engine may have stepped in the meantime.
+                    if request.num_output == num_generated:
+                        self.engine.step()
+                    has_more = request.num_output > num_generated and not request.is_finished
                     num_generated = request.num_output
-                    yield cursor.advance()
+                    chunk = cursor.advance() if has_more else None
+                if chunk is not None:
+                    yield chunk
             output = job.output()
             output.warn_of_error(stacklevel=2)
             yield replace(cursor.advance(), output=output)
         finally:
-            self.engine.abort(request)
+            with self._turn:
+                self.engine.abort(request)
 
     def _run(self, jobs: Sequence[Job], *, show: bool) -> None:
         requests = [request for job in jobs for request in job.requests]
-        for request in requests:
-            self.engine.add(request)
         unfinished = {request.request_id for request in requests}
-        with running_bar(self.engine, len(requests), show=show) as progress:
+        with self._turn, running_bar(self.engine, len(requests), show=show) as progress:
+            for request in requests:
+                self.engine.add(request)
             try:
                 while unfinished:
                     unfinished -= {request.request_id for request in self.engine.step() if request.is_finished}
