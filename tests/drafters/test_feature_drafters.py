@@ -229,6 +229,20 @@ def test_the_dialect_that_agrees_with_the_target_is_chosen_and_logged(
         assert f"hidden states after {chosen}, which agrees with the target on 100 %" in line
 
 
+def test_passes_are_captured_when_it_is_known_what_they_store(
+    cycle: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured pass would go on writing to memory that other readings of the configuration had needed."""
+    copied, stored = Path(shutil.copytree(cycle[1], tmp_path / "head")), list[set[int]]()
+    fields = json.loads((copied / "config.json").read_text())
+    fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    (copied / "config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr(ModelRunner, "prepare", lambda runner, _: stored.append(set(runner.tensors.taps)))
+    with llm_of(cycle[0], copied, tree="1,1") as llm:
+        assert stored[0] == set(llm.target.tensors.taps)
+        assert len(stored[0]) == 3
+
+
 def test_a_cached_prefix_does_not_change_what_is_accepted(cycle: tuple[Path, Path]) -> None:
     """Other engines draft blindly after a hit, since cached tokens have no hidden states there."""
     target, head = cycle

@@ -201,10 +201,11 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         )
         here = {name: _drafter_runner(name, one.loaded, runner, args, make_runner) for name, one in small.items()}
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
+        # First, because captured passes go on storing what they stored when they were captured.
+        _settle_heads([one for one in here.values() if isinstance(one, HeadRunner)], runner, tokenizer)
         for each in (runner, *here.values()):
             if isinstance(each, ModelRunner):
                 each.prepare(progress)
-        _settle_heads([one for one in here.values() if isinstance(one, HeadRunner)], runner, tokenizer)
         vocabularies = {name: one.vocabulary for name, one in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         max_guesses = None if capacity is None else capacity.num_guesses
