@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from on_device import load_plain
-from specinfer.drafters import make_drafter
+from specinfer.drafters import SelfRunner, make_drafter
 from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import ModelRunner
@@ -111,6 +111,15 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
     assert why_not(unpadded, None) == "passes of the target are not captured"
     assert hybrid.padded is not None
     assert why_not(hybrid, None) == "the target has convolutions or recurrent layers"
+
+
+def test_passes_of_a_copy_of_the_target_are_not_captured(
+    runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    itself = SelfRunner(runners[0].loaded, runners[0])
+    _, line = logged(caplog, runners[0], itself, "layers are streamed")
+    assert "captured passes of small: no, they compute with layers of the target" in line
 
 
 def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,10 @@ class SelfRunner(ModelRunner):
             connect(loaded)
         self._takes_adapters, self._is_sparse = takes_adapters, is_sparse
 
+    @property
+    def why_not_captured(self) -> str:
+        return "they compute with layers of the target"
+
     def prepared(self, request: Request, piece: Piece) -> Piece:
         """Return a piece with the request's adapter, if it has one, and without what it does not attend to."""
         if request.adapter is not None and self._takes_adapters:
