@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapters import save_adapter
+from heads import save_cycle, save_tiny_head
 from on_device import executor_of
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.engine.device.executor import DeviceExecutor
@@ -74,9 +75,39 @@ def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
     assert found[0] != _tokens(_llm(folder, small, "off"))
 
 
-def test_one_event_a_step_is_waited_for(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_generate_what_plain_decoding_does(dtype: str, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder, head = model_folder("llama"), save_tiny_head(tmp_path)
+    found = []
+    for tree in ("off", "1,1,1", "2,2,1", "best-first:16:6", "auto"):
+        llm = _llm(folder, head, tree, dtype=dtype)
+        executor = executor_of(llm.engine)
+        found.append(_tokens(llm))
+        assert llm.engine.executors[0] is executor, "no step has failed"
+        assert executor.num_launched > 5
+    assert [[len(tokens) for tokens in of] for of in found] == [[40, 33, 24, 40, 12]] * 5
+    if dtype == "float32":
+        assert all(of == found[0] for of in found)
+
+
+@pytest.mark.parametrize("tree", ["1,1,1,1,1,1", "best-first:12:6"])
+def test_a_perfect_head_is_accepted_at_every_level(tree: str, tmp_path: Path) -> None:
+    """An error of pairing, position or level is a wrong token."""
+    target, head = save_cycle(tmp_path)
+    llm = _llm(target, head, tree, dtype="float32")
+    params = SamplingParams(temperature=0.0, max_tokens=43, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": [i, (5 * i + 3) % 64]} for i in range(3)], params, use_tqdm=False)
+    assert executor_of(llm.engine).num_launched >= 6
+    assert all(dict(one.metrics.speculative_decoding)["mean_acceptance_length"] > 6.8 for one in outputs)
+
+
+@pytest.mark.parametrize("drafter", ["small model", "head"])
+def test_one_event_a_step_is_waited_for(
+    drafter: str, model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch itself tells of every wait in a step that is launched; of those for events there is one."""
-    llm = _llm(model_folder("llama"), model_folder("llama", noise=0.02), "2,2,1")
+    small = save_tiny_head(tmp_path) if drafter == "head" else model_folder("llama", noise=0.02)
+    llm = _llm(model_folder("llama"), small, "2,2,1")
     _tokens(llm)  # captures
     for job in range(4):
         llm.engine.add(llm.jobs.read(f"again {job}", {"prompt_token_ids": PROMPTS[job]}, PARAMS[0], job).requests[0])

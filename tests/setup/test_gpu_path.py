@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads import save_block, save_tiny_head
 from on_device import load_plain
-from specinfer.drafters import SelfRunner, make_drafter
+from specinfer.drafters import HeadRunner, SelfRunner, make_drafter
 from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import gpu_path
 from specinfer.setup.gpu_path import log_gpu_path
@@ -120,6 +122,29 @@ def test_passes_of_a_copy_of_the_target_are_not_captured(
     itself = SelfRunner(runners[0].loaded, runners[0])
     _, line = logged(caplog, runners[0], itself, "layers are streamed")
     assert "captured passes of small: no, they compute with layers of the target" in line
+
+
+def test_heads_that_draft_level_by_level_draft_on_the_device(
+    runners: tuple[ModelRunner, ModelRunner],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their passes are captured there alone, which is no reason for a warning."""
+    target, small = runners
+    head = HeadRunner(load_head(save_tiny_head(tmp_path / "head"), target.loaded), target, 200)
+    for kinds in ([head], [head, "suffix"], [small, head]):
+        assert why_not(target, make_drafter(kinds, VOCAB, [f"{i}" for i in range(len(kinds))])) is None
+    block = HeadRunner(load_head(save_block(tmp_path / "block"), target.loaded), target, 200)
+    itself = SelfRunner(target.loaded, target)
+    for kind, reason in ((block, "drafts a whole tree in one pass"), (itself, "computes with layers of the target")):
+        assert why_not(target, make_drafter([kind], VOCAB, ["other"])) == f"the drafter other {reason}"
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    level, line = logged(caplog, target, head, None)
+    assert (level, "small" in line) == ("INFO", False)
+    level, line = logged(caplog, target, head, "capturing is off")
+    assert level == "WARNING"
+    assert "captured passes of small: no, those of heads are captured only in steps on the device" in line
 
 
 def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,11 @@ def save_eagle3(
     return folder
 
 
+def save_tiny_head(folder: Path) -> Path:
+    """Write an EAGLE-3 head with a reduced vocabulary, for a target of two layers."""
+    return save_eagle3(folder, "speculators", draft_ids=range(2, 90), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+
+
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     file = folder / "model.safetensors"
     return load_file(file) if file.is_file() else torch.load(folder / "pytorch_model.bin", weights_only=True)

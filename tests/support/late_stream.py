@@ -22,6 +22,7 @@ from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.kv_tensors import KVTensors
 
 
 class LateStream:
@@ -115,6 +116,7 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     _launch_later(stream, patch, AdapterSlots, "_write")
     events: dict[Marks, list[LateEvent]] = {}
     mark, forward, lora_indices = Marks.mark, GraphRunner.forward, GraphRunner._lora_indices
+    read_taps = KVTensors.read_taps
 
     def mark_late(marks: Marks) -> None:
         mark(marks)
@@ -132,6 +134,11 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
         stream.finish()
         return result
 
+    def read_taps_now(tensors: KVTensors, *args: Any) -> list[Tensor]:
+        stream.finish()
+        return read_taps(tensors, *args)
+
+    patch.setattr(KVTensors, "read_taps", read_taps_now)
     patch.setattr(Marks, "mark", mark_late)
     patch.setattr(Marks, "wait", lambda marks: events[marks][0].synchronize())
     patch.setattr(GraphRunner, "forward", forward_now)

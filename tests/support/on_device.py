@@ -1,6 +1,7 @@
 """Engines that take steps as on a device, on the CPU: the same programs, which run as they are written."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import MergedDrafter, make_drafter
+from specinfer.drafters import HeadRunner, MergedDrafter, make_drafter
+from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.capture import Graphs
+from specinfer.model.heads.head import FeatureHead
+from specinfer.model.heads.load import taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
@@ -43,15 +47,30 @@ def make_device_engine(
 ) -> Engine:
     """An engine with a device executor, or one without it that is alike in all else."""
     graphs = Graphs(CPU) if has_device_executor else None
+    several = [] if small is None else [small] if isinstance(small, LoadedModel) else small
+    target = replace(target, taps=taps_of(target, several))
     runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
     drafter: MergedDrafter | None = None
-    if small is not None:
+    if several:
         num_draft_slots = num_draft_slots or num_slots
-        several = [small] if isinstance(small, LoadedModel) else small
-        runners = [ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs) for one in several]
+        runners = [
+            HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes)
+            if isinstance(one.model, FeatureHead)
+            else ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+            for one in several
+        ]
+        vocabularies = [
+            NextTokens(target.vocab_size, target.vocab_size, one.token_map)
+            if isinstance(one.model, FeatureHead)
+            else None
+            for one in several
+        ]
         names = ["small", *(f"small-{i}" for i in range(2, 1 + len(several)))]
         draft_sampling = AUTO if verification == AUTO else DRAFT_SAMPLINGS[verification][0]
-        drafter = make_drafter([*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling)
+        drafter = make_drafter(
+            [*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling,
+            [*vocabularies, *[None for _ in lookups]],
+        )  # fmt: skip
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens, max_loras=max_loras)
     executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None

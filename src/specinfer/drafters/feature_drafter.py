@@ -40,6 +40,10 @@ class HeadRunner(ModelRunner):
         assert isinstance(loaded.model, FeatureHead)
         self.head, self.target = loaded.model, target
 
+    @property
+    def why_not_captured(self) -> str:
+        return "those of heads are captured only in steps on the device"
+
     def replace(self, loaded: LoadedModel) -> None:
         super().replace(loaded)
         assert isinstance(loaded.model, FeatureHead)

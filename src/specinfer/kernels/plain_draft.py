@@ -204,14 +204,14 @@ def next_frontier(
 
 
 def best_tree(
-    path_prob: Tensor, candidates: Candidates, roots: Tensor, has_two: Tensor, limits: Limits, out: Grown
+    path_prob: Tensor, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, out: Grown
 ) -> None:
     """Form the trees of the best candidates; these are closed under ancestors, since ties go to the earlier one.
 
     Args:
         path_prob: [requests, candidates] float32, that of `candidates`.
         roots: [requests] int64 tokens of the roots.
-        has_two: [requests] bool, True if the root's column is 1 instead of 0.
+        root_columns: [requests] int32, or bool if all are below 2.
         out: The trees, written to; `path_prob` is not.
     """
     requests, total = path_prob.shape
@@ -231,7 +231,7 @@ def best_tree(
     fill(out.tokens, roots, candidates.tokens.gather(1, chosen), 0)
     fill(out.parents, none, torch.where(above >= 0, node_of.gather(1, above.clamp(min=0)), 0), 0)
     fill(out.confidence, none, candidates.confidence.gather(1, chosen), 0.0)
-    fill(out.columns, has_two, candidates.columns.gather(1, chosen), -1)
+    fill(out.columns, root_columns, candidates.columns.gather(1, chosen), -1)
     out.sizes.copy_(1 + in_use.sum(dim=1))
 
 

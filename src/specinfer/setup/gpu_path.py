@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from specinfer.drafters import HeadRunner
 from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import ModelRunner, TargetRunner
@@ -34,7 +35,11 @@ def log_gpu_path(
     parts: dict[str, str | None] = {
         "Triton kernels": why_not_on(device),
         "captured passes of the target": _why_not_captured(target),
-        **{f"captured passes of {name}": _why_not_captured(one) for name, one in drafters.items()},
+        **{
+            f"captured passes of {name}": _why_not_captured(one)
+            for name, one in drafters.items()
+            if why_no_steps is not None or not isinstance(one, HeadRunner)
+        },
         "steps on the device": why_no_steps,
     }
     if why_no_steps is None and why_no_sampled is not None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads import save_tiny_head
 from late_stream import LateEvent, LateStream, make_buffers_late, make_captures_late, make_executor_late
 from on_device import executor_of, load_plain, make_device_engine
 from specinfer.core.request import Request
@@ -18,6 +19,7 @@ from specinfer.engine.device.state import Exchange
 from specinfer.engine.engine import Engine
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
+from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from tiny import make_request, random_prompts
@@ -76,6 +78,28 @@ def test_steps_in_flight_use_no_memory_of_one_another(
     assert executor_of(engine).num_launched >= 10
     assert stream.longest >= 6, "two steps were never in flight"
     assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
+
+
+@pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
+def test_steps_of_a_head_in_flight_use_no_memory_of_one_another(
+    tree: str, pair: Pair, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = load_head(save_tiny_head(tmp_path), pair[0])
+    drafted = []
+    for stagger in (1, 3):
+        stream = LateStream()
+        with monkeypatch.context() as patch:
+            make_executor_late(stream, patch)
+            engine = make_device_engine(pair[0], head, TREES[tree])
+            assert come_and_go(engine, stagger) == plain
+        assert executor_of(engine).num_launched >= 10
+        assert stream.longest >= 6, "two steps were never in flight"
+        assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
+        drafted.append(engine.drafter.calibration.by_rank("small").tolist())
+    if tree == "2,2,1":
+        ordinary = make_device_engine(pair[0], head, TREES[tree], has_device_executor=False)
+        come_and_go(ordinary, 3)
+        assert drafted[1] == pytest.approx(ordinary.drafter.calibration.by_rank("small").tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])

@@ -59,6 +59,15 @@ def test_an_expansion_has_its_own_shape() -> None:
     assert (shape.frontiers, shape.children, shape.num_nodes) == ((1, 3, 6), (3, 2, 1), 15)
 
 
+@pytest.mark.parametrize(("guess_depth", "num_known"), [(0, 4), (7, 8)])
+def test_a_drafter_that_reads_whole_paths_has_a_column_for_each_token(guess_depth: int, num_known: int) -> None:
+    shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, guess_depth, reads_paths=True)
+    assert shape is not None
+    assert (shape.num_known, shape.num_columns) == (num_known, num_known + 3 + 6)
+    assert shape.first_columns == (0, num_known, num_known + 3)
+    assert shape.of_model(0).num_columns == 2 + 3 + 6, "a small model beside it reads two"
+
+
 @given(st.lists(best_first | expansions, min_size=1, max_size=3), st.integers(0, 40), st.integers(1, 20))
 def test_shapes_keep_to_the_free_slots(budgets: list[TreeBudget], nodes: int, frontier: int) -> None:
     shape = shape_of(budgets, nodes, frontier)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heads import save_tiny_head
 from specinfer.core.tree import TreeBudget
+from specinfer.drafters import HeadRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.launch_size import LaunchSize
@@ -32,6 +34,7 @@ from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
+from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.planning.device_costs import StepDesign
@@ -245,6 +248,19 @@ def on_meta(folder: Path, *, is_fused: bool = False) -> LoadedModel:
     return replace(loaded, device=META)
 
 
+def head_on_meta(folder: Path, target: Path, *, is_fused: bool = False) -> tuple[LoadedModel, LoadedModel]:
+    """Return a target that stores what a head reads, and the head."""
+    loaded = load_model(target, torch.bfloat16, CPU, native=False)
+    if is_fused:
+        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
+    head = load_head(folder, loaded)
+    loaded = replace(loaded, taps=taps_of(loaded, [head]), device=META)
+    token_map = None if head.token_map is None else head.token_map.to(META)
+    for one in (loaded, head):
+        one.model.to(META)
+    return loaded, replace(head, token_map=token_map, device=META)
+
+
 def programs_of(
     loaded: LoadedModel,
     budget: TreeBudget | None,
@@ -254,13 +270,18 @@ def programs_of(
     asked: Asked | None = None,
     num_models: int = 1,
     rule: str | None = None,
+    head: LoadedModel | None = None,
 ) -> Programs:
-    """Return the programs of a step whose drafters are copies of the target."""
-    target, drafter = ModelRunner(loaded, 512), ModelRunner(loaded, 512)
+    """Return the programs of a step whose drafters are copies of the target, or of a head."""
+    target, reads_paths = ModelRunner(loaded, 512), head is not None
+    drafter = ModelRunner(loaded, 512) if head is None else HeadRunner(head, target, 512)
     most = 256 // rows
-    shape = None if budget is None else shape_of([budget], most - 1, most, guess_depth, num_models)
-    vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
-    state = DeviceState.empty(rows, 256, META, num_models)
+    shape = (
+        None if budget is None else shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths)
+    )
+    token_map = None if head is None else head.token_map
+    vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
+    state = DeviceState.empty(rows, 256, META, [reads_paths] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
     size = LaunchSize(rows, shape, processing, asked, rule)
     return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
@@ -303,6 +324,31 @@ def test_kernels_are_given_what_they_read_by_several_drafters(
     assert kernels.calls["commit"] == 1 + 3
 
 
+@pytest.mark.parametrize("num_models", [1, 2])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_kernels_are_given_what_they_read_by_heads(
+    is_fused: bool,
+    num_models: int,
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head reads the target's hidden states on the device, and its own; the walk keeps its known tokens alone."""
+    monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
+    loaded, head = head_on_meta(save_tiny_head(tmp_path), model_folder("llama"), is_fused=is_fused)
+    kernels = Kernels(monkeypatch)
+    programs = programs_of(loaded, TreeBudget(8, 3), 4, Processing.ADJUSTMENT, 8, None, num_models, head=head)
+    counts = []
+    for program in (programs.draft, programs.verify):
+        with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
+            program()
+        counts.append(launches.count)
+    assert kernels.calls["add_candidates"] == 3 * num_models
+    assert kernels.calls["keep_drafted"] == 0
+    assert kernels.calls["commit"] == 1 + 2 * num_models
+    assert counts[0] <= num_models * (PER_HEAD_DRAFT + 3 * PER_HEAD_LEVEL)
+
+
 @pytest.mark.parametrize(("rule", "walk"), [("multi-step", "walk_multi_step"), ("traversal", "walk_traversal")])
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), None], ids=str)
 def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
@@ -331,6 +377,9 @@ PER_DRAFT, PER_LEVEL, PER_VERIFICATION = DESIGN.draft_kernels - 1, DESIGN.level_
 PER_LAYER = DESIGN.layer_kernels - 6
 
 
+# A head takes so many for a draft loop, with the features of known tokens, and for each level, with its layer as
+# transformers defines it.
+PER_HEAD_DRAFT, PER_HEAD_LEVEL = 65, 82
 # To count the tokens that were emitted, a verification gathers, joins and adds.
 PER_COUNT = 16
 # Log-probabilities take so many kernels, and so many more for each 32 places of paths: without the most probable

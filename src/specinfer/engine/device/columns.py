@@ -40,7 +40,7 @@ class Level(NamedTuple):
 
 
 class DraftColumns:
-    """The columns of a draft shape: two known tokens, the second only for some requests, then each level's frontier.
+    """The columns of a draft shape: known tokens, as many of them as a request has, then each level's frontier.
 
     Args:
         shape: The draft loop.
@@ -48,22 +48,23 @@ class DraftColumns:
     """
 
     def __init__(self, shape: DraftShape, num_rows: int, device: torch.device) -> None:
-        self._widths = (2, *shape.frontiers[1:])
+        self._widths = (shape.num_known, *shape.frontiers[1:])
         self._ends = tuple(first + width for first, width in zip(shape.first_columns, self._widths, strict=True))
         columns = torch.arange(num_rows * self._ends[-1], dtype=torch.int32).view(num_rows, -1)
         in_order = [
             columns[:, end - width : end].flatten() for end, width in zip(self._ends, self._widths, strict=True)
         ]
-        depths = [0, 1] + [level for level, width in enumerate(self._widths) if level for _ in range(width)]
+        levels = [level for level, width in enumerate(self._widths) if level for _ in range(width)]
+        depths = [*range(shape.num_known), *levels]
         with torch.inference_mode(mode=False):
             self._order = torch.cat(in_order).long().to(device)  # of columns, level by level instead of row by row
             self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
-            self._is_known = torch.arange(len(depths), device=device) < 2
+            self._is_known = torch.arange(len(depths), device=device) < shape.num_known
             self._numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
             self._each = torch.tensor([self._widths, self._ends], dtype=torch.int32, device=device).unsqueeze(2)
 
     def lay_out(
-        self, slots: Tensor, drafts: Tensor, draft_known: Tensor, known: Tensor, num: Tensor, last: int
+        self, slots: Tensor, drafts: Tensor, draft_known: Tensor, roots: Tensor, num: Tensor, last: int
     ) -> list[Level]:
         """Return the inputs of each level's pass.
 
@@ -71,13 +72,13 @@ class DraftColumns:
             slots: [requests, columns] int32 reserved for a request.
             drafts: [requests] bool, True if there are drafts for the request.
             draft_known: [requests] int32 tokens that the drafter has computed.
-            known: [requests] int32 position of the root.
+            roots: [requests] int32 positions of the roots.
             num: [1] int32 number of requests.
             last: The drafter's highest position.
         """
         slots = torch.where(drafts.unsqueeze(1), slots, -1)
         node_slots, flat_slots = slots.clamp(min=0), slots.flatten()[self._order].long()
-        places = torch.where(self._is_known, draft_known.unsqueeze(1), known.unsqueeze(1)) + self._depths
+        places = torch.where(self._is_known, draft_known.unsqueeze(1), roots.unsqueeze(1)) + self._depths
         places = places.clamp(max=last)
         flat_places = places.flatten()[self._order]
         wide_places = flat_places.long()

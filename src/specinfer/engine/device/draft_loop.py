@@ -6,15 +6,17 @@ computed of an accepted path is found by following the path in its own tree.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specinfer.core.request import DRAWS_EACH
+from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
+from specinfer.engine.device.known_tokens import DraftInputs, Kept, KnownPair, KnownPath, KnownTokens
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Drawing
@@ -37,14 +39,18 @@ class DeviceDrafter(NamedTuple):
     runner: ModelRunner
     to_target: Callable[[Tensor], Tensor]  # maps its logits [rows, drafter_vocab] to the target's vocabulary
 
+    @property
+    def reads_paths(self) -> bool:
+        """True if it computes whole accepted paths anew."""
+        return isinstance(self.runner, HeadRunner)
 
-@dataclass(frozen=True, slots=True)
-class DraftInputs:
-    """The inputs of one drafter that come from the host."""
-
-    slots: Tensor  # [rows, columns] int32 of the tokens that it computes
-    reads: Tensor  # [rows] int32, 1 if it has read the request
-    max_nodes: Tensor  # [rows] int32, 0 if it is not asked
+    def known_tokens(
+        self, shape: DraftShape, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept
+    ) -> KnownTokens:
+        """Return what it reads first in loops of this shape; arguments as for `DraftLoop`."""
+        if isinstance(self.runner, HeadRunner):
+            return KnownPath(self.runner, shape, state, own, inputs, kept)
+        return KnownPair(state, own, inputs, kept)
 
 
 class Drafted(NamedTuple):
@@ -62,8 +68,7 @@ class DraftLoop:
         own: What it has computed of each request.
         inputs: What the host sends.
         trees: Its trees, written to.
-        kept: [rows, depth + 1] int32 columns that it keeps, after the first one, and [rows] int32 their number; written
-            to.
+        kept: Columns that it keeps, and their number, written to.
         target_vocab: Number of tokens of the target.
         draws: The draws of its trees, written to, or None if all tokens are chosen.
     """
@@ -76,19 +81,19 @@ class DraftLoop:
         own: DraftState,
         inputs: DraftInputs,
         trees: Grown,
-        kept: tuple[Tensor, Tensor],
+        kept: Kept,
         target_vocab: int,
         draws: Draws | None = None,
     ) -> None:
         self._drafter, self._shape, self._state, self._own = drafter, shape, state, own
-        self._inputs, self.trees, self._kept, self._draws = inputs, trees, kept, draws
+        self._inputs, self.trees, self._draws = inputs, trees, draws
         rows, device = len(inputs.reads), drafter.runner.loaded.device
         self._clamps = drafter.runner.loaded.vocab_size < target_vocab
+        self._known = drafter.known_tokens(shape, state, own, inputs, kept)
         self._columns = DraftColumns(shape, rows, device)
         with torch.inference_mode(mode=False):
             self._numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self._logit_rows = torch.arange(rows * max(shape.frontiers), device=device)
-            self._depths = torch.arange(shape.max_depth, dtype=torch.int32, device=device)
             self._nodes = torch.arange(1 + shape.num_nodes, device=device)
 
     def grow(
@@ -101,7 +106,7 @@ class DraftLoop:
         *,
         is_last: bool,
     ) -> Drafted | None:
-        """Grow the trees. The drafter reads the root, and the token before it if it has not yet.
+        """Grow the trees. The drafter reads the root first, and what it lacks before it.
 
         Args:
             num: [1] int32 number of requests.
@@ -112,16 +117,15 @@ class DraftLoop:
             is_last: Whether no drafter comes after it; otherwise its trees are returned for the next one.
         """
         state, own, runner, rows = self._state, self._own, self._drafter.runner, len(self._inputs.reads)
-        known, roots, has_two = state.known[:rows], state.roots[:rows], own.has_two[:rows]
+        roots, first = state.roots[:rows], self._known.read()
         reads = (self._numbers[:-1] < num) & (state.num_left[:rows] > 0) & (self._inputs.reads > 0)
         last = runner.loaded.max_position - 1
-        layouts = self._columns.lay_out(self._inputs.slots, reads, own.known[:rows], known, num, last)
-        pair = torch.stack([torch.where(has_two, own.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1)
-        wanted = self._numbers[:-1] * 2 + has_two
+        layouts = self._columns.lay_out(self._inputs.slots, reads, own.known[:rows], first.root_positions, num, last)
+        wanted = self._numbers[:-1] * self._shape.num_known + first.root_columns
 
         def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None]:
             is_first = frontier.level == 0
-            tokens = pair if is_first else frontier.tokens
+            tokens = first.tokens if is_first else frontier.tokens
             if self._clamps:
                 tokens = tokens.clamp(max=runner.loaded.vocab_size - 1)
             layout, positions, slots = layouts[frontier.level]
@@ -134,23 +138,26 @@ class DraftLoop:
                 store=runner.tensors,
                 allows_native=False,
                 layout=layout.over(own.slots[:rows], None if is_first else frontier.sees.flatten(0, 1)),
+                features=self._known.features(frontier, candidates, first),
             )
             logits = self._drafter.to_target(forward(runner.loaded.model, batch))
             paths = Paths(frontier.numbers, candidates.tokens, candidates.parents, 0, frontier.level)
             return logits, process(logits, paths)
 
+        drafts = reads if first.is_whole is None else reads & first.is_whole
         mine = replace(
             limits,
-            max_nodes=torch.where(reads, self._inputs.max_nodes, 0),
-            max_depth=torch.minimum(limits.max_depth, last - known),
+            max_nodes=torch.where(drafts, self._inputs.max_nodes, 0),
+            max_depth=torch.minimum(limits.max_depth, last - first.root_positions),
         )
         most = mine.max_nodes if before is None else torch.maximum(mine.max_nodes, before.max_nodes)
         drawing = None
         if self._draws is not None:
-            streams, first = own.streams[:rows], own.first_draw[:rows]
-            drawing = Drawing(state.is_drawn[:rows], streams, first, state.truncation.first(rows), self._draws)
+            numbers = own.streams[:rows], own.first_draw[:rows]
+            drawing = Drawing(state.is_drawn[:rows], *numbers, state.truncation.first(rows), self._draws)
         candidates = grow(
-            self._shape, roots, has_two, score, Sampling(state.seeds[:rows], state.temperatures[:rows], known),
+            self._shape, roots, first.root_columns, score,
+            Sampling(state.seeds[:rows], state.temperatures[:rows], state.known[:rows]),
             own.chances, mine, self.trees, lookups if before is None else before.guesses, most, drawing,
         )  # fmt: skip
         if drawing is not None:
@@ -159,36 +166,12 @@ class DraftLoop:
             return None
         by_path_prob = replace(self.trees, confidence=torch.empty_like(self.trees.confidence))
         valued = replace(candidates, confidence=candidates.path_prob)
-        tree_ops.best_tree(candidates.path_prob, valued, roots, has_two, replace(mine, max_nodes=most), by_path_prob)
+        limits = replace(mine, max_nodes=most)
+        tree_ops.best_tree(candidates.path_prob, valued, roots, first.root_columns, limits, by_path_prob)
         in_use = self._nodes < self.trees.sizes.unsqueeze(1)
         path_prob = torch.where(in_use, by_path_prob.confidence, -1.0)[:, 1:].contiguous()
         return Drafted(Guesses(self.trees.tokens[:, 1:].contiguous(), self.trees.parents[:, 1:] - 1, path_prob), most)
 
-    def keep(self, walked: Walk, drafted: Tensor | None) -> None:
-        """Keep what the drafter computed of the accepted paths.
-
-        Args:
-            drafted: [rows, depth] int64 tokens of the paths, or None if they are paths in the trees of this drafter.
-        """
-        path, lengths, _ = walked
-        own, rows = self._own, len(path)
-        tokens, columns = self.trees.tokens, self.trees.columns
-        if drafted is not None:
-            columns = self._follow(path, drafted)
-            tokens, path = drafted.int(), torch.where(path >= 0, self._depths, -1)
-        tree_ops.keep_drafted(
-            path, lengths, tokens, columns, self._inputs.reads, own.before[:rows], own.has_two[:rows], self._kept
-        )
-        tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
-
-    def _follow(self, path: Tensor, drafted: Tensor) -> Tensor:
-        """Return the columns of the paths' tokens in the trees of this drafter, -1 where it has none: [rows, depth]."""
-        trees, depth = self.trees, path.shape[1]
-        accepted = torch.nn.functional.pad(drafted.masked_fill(path < 0, -1), (0, 1), value=-1)
-        _, depths = tree_ops.mark_ancestors(
-            trees.parents, torch.zeros_like(trees.sizes), max_depth=depth, last=depth
-        )  # fmt: skip
-        starts = self._numbers[:-1] * trees.tokens.shape[1]
-        following = accepted.gather(1, depths.long()).flatten()
-        found, _, _ = tree_ops.walk(following, starts, trees.tokens, trees.parents, trees.sizes, max_depth=depth)
-        return torch.where(found >= 0, trees.columns.gather(1, found.clamp(min=0).long()), -1)
+    def keep(self, walked: Walk, merged: Grown) -> None:
+        """Keep what the drafter computed of the accepted paths, which are in the merged trees of all drafters."""
+        self._known.keep(walked, self.trees, merged)

@@ -25,6 +25,11 @@ class DeviceDrafts:
         return [one.name for one in self._drafters]
 
     @property
+    def reads_paths(self) -> bool:
+        """True if one of them computes whole accepted paths anew."""
+        return any(not one.keeps_drafts for one in self._drafters)
+
+    @property
     def _caches(self) -> list[KVCache]:
         return [one.runner.cache for one in self._drafters]
 
@@ -43,7 +48,7 @@ class DeviceDrafts:
             if drafter.read(one.request):
                 one.drafted_by.add(drafter.name)
                 slots = drafter.runner.cache.slots(one.request.request_id)
-                assert len(slots) == len(one.request.token_ids) - 1
+                assert len(slots) == len(one.request.token_ids) - (1 if drafter.keeps_drafts else 2)
                 self._rows.write_drafter(number, row, slots)
             else:
                 one.lost_by.add(drafter.name)
@@ -79,7 +84,7 @@ class DeviceDrafts:
             if launch.draft_slots and launch.draft_slots[number][row] is not None:
                 kept = answer.draft_columns[number] if is_kept and name not in one.lost_by else ()
                 cache.commit(one.request.request_id, kept, launch.size.num_columns)
-            if is_kept and name in one.drafted_by:
+            if is_kept and drafter.keeps_drafts and name in one.drafted_by:
                 # It reads two known tokens in a step. Of a path that others proposed it has computed less.
                 num_known = len(one.request.token_ids) + len(answer.path)
                 if num_known - len(cache.slots(one.request.request_id)) > 1:

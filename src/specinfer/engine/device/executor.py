@@ -97,7 +97,7 @@ class DeviceExecutor:
 
         Args:
             target: The runner of the target.
-            drafter: The drafters, or None without speculation: small models, and lookups.
+            drafter: The drafters, or None without speculation: small models, heads, and lookups.
             scheduler: The scheduler of the requests.
             verification: Verification rule. Sampled requests are served where `why_not_sampled` has no reason.
         """
@@ -132,8 +132,10 @@ class DeviceExecutor:
         rows, may_sample = self._device, self._may_sample
         processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
         rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None
-        num_models, has_lookups = len(self._drafts.names), self._guesses.has_lookups
-        sizes = usual_sizes(rows.num_rows, budgets, processing, rule, num_models, has_lookups=has_lookups)
+        sizes = usual_sizes(
+            rows.num_rows, budgets, processing, rule, len(self._drafts.names),
+            reads_paths=self._drafts.reads_paths, has_lookups=self._guesses.has_lookups,
+        )  # fmt: skip
         capture_sizes(rows, sizes, progress)
 
     # ---------------------------------------------------------------------------------------- launch
@@ -168,7 +170,8 @@ class DeviceExecutor:
         most = MAX_ROWS // num_rows
         has_lookups = self._guesses.has_lookups
         guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
-        shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, len(self._drafts.names))
+        num_models, reads_paths = len(self._drafts.names), self._drafts.reads_paths
+        shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, num_models, reads_paths=reads_paths)
         if undrawable := self._drawn.undrawable(device_requests, budgets, shape):
             for one in undrawable:
                 self._served.send_away(one)

@@ -22,7 +22,7 @@ from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.tree_layout import num_words
+from specinfer.kernels.tree_layout import num_words, pack_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class DraftShape:
         num_guesses: The largest number of nodes that lookups propose.
         guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
         num_models: The number of drafters that grow such a tree each, before these are merged.
+        reads_paths: Whether a drafter computes whole accepted paths anew, as heads do.
     """
 
     frontiers: tuple[int, ...]
@@ -44,6 +45,7 @@ class DraftShape:
     num_guesses: int = 0
     guess_depth: int = 0
     num_models: int = 1
+    reads_paths: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.frontiers) == len(self.children) >= 1
@@ -57,12 +59,12 @@ class DraftShape:
         """Candidates of each level of one model."""
         return [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
 
-    def of_model(self, number: int) -> "DraftShape":
+    def of_model(self, number: int, *, reads_paths: bool = False) -> "DraftShape":
         """Return the shape of one model's draft loop, whose guesses are the tree of the model before it."""
         num_guesses = num_nodes = self.num_guesses
         for _ in range(number + 1):
             num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown) + num_nodes)
-        return replace(self, num_nodes=num_nodes, num_guesses=num_guesses, num_models=1)
+        return replace(self, num_nodes=num_nodes, num_guesses=num_guesses, num_models=1, reads_paths=reads_paths)
 
     @property
     def num_levels(self) -> int:
@@ -92,14 +94,19 @@ class DraftShape:
         return self.num_models * sum(self._grown) + self.num_guesses
 
     @property
+    def num_known(self) -> int:
+        """The largest number of known tokens that a drafter computes, the root among them."""
+        return 1 + self.max_depth if self.reads_paths else 2
+
+    @property
     def num_columns(self) -> int:
-        """The number of tokens computed for one request: two known ones and the frontiers below the root."""
-        return 1 + sum(self.frontiers)
+        """The number of tokens computed for one request: known ones and the frontiers below the root."""
+        return self.num_known + sum(self.frontiers[1:])
 
     @property
     def first_columns(self) -> tuple[int, ...]:
         """The index of each level's frontier among these tokens; the root's is not fixed."""
-        return (0, *accumulate(self.frontiers[1:], initial=2))[: self.num_levels]
+        return (0, *accumulate(self.frontiers[1:], initial=self.num_known))[: self.num_levels]
 
 
 def empty_table(device: torch.device) -> ChanceTable:
@@ -116,7 +123,7 @@ Score = Callable[[Frontier, Candidates], tuple[Tensor, Tensor | None]]
 def grow(
     shape: DraftShape,
     roots: Tensor,
-    has_two: Tensor,
+    root_columns: Tensor,
     score: Score,
     sampling: Sampling,
     table: ChanceTable,
@@ -130,8 +137,8 @@ def grow(
 
     Args:
         roots: [requests] int64 the last known tokens.
-        has_two: [requests] bool, True if the drafter computes two known tokens, so that the root's column is 1 instead
-            of 0.
+        root_columns: [requests] column of the root, which is the last of the known tokens that the drafter computes; a
+            bool if there are at most two.
         score: One pass of the drafter, over the frontier of a level, whose nodes are among the candidates so far.
         out: The trees, written to.
         guesses: Trees of lookups and other models, or None without any.
@@ -141,7 +148,10 @@ def grow(
     requests, device, words = len(roots), roots.device, num_words(shape.num_columns)
     candidates = Candidates.empty(requests, shape.num_candidates, device)
     sees = torch.zeros((requests, 1, words), dtype=torch.int32, device=device)
-    sees[:, 0, 0] = 1 + 2 * has_two.int()
+    if shape.num_known <= 2:
+        sees[:, 0, 0] = 1 + 2 * root_columns.int()
+    else:
+        sees[:, 0] = pack_bits(torch.arange(shape.num_known, device=device) <= root_columns.unsqueeze(1), words)
     number = torch.full((requests, 1), -1, dtype=torch.int32, device=device)
     path_prob = torch.where(limits.max_nodes > 0, 1.0, -1.0)
     out.path_prob[:, 0] = path_prob.clamp(min=0.0)
@@ -161,7 +171,7 @@ def grow(
     if guesses is not None:
         tree_ops.merge_guesses(guesses, candidates, first)
     limits = limits if most is None else replace(limits, max_nodes=most)
-    tree_ops.best_tree(candidates.path_prob, candidates, roots, has_two, limits, out)
+    tree_ops.best_tree(candidates.path_prob, candidates, roots, root_columns, limits, out)
     if drawing is not None:
         drawing.finish(candidates.path_prob)
     return candidates

@@ -39,6 +39,7 @@ def usual_sizes(
     rule: str | None,
     num_models: int,
     *,
+    reads_paths: bool,
     has_lookups: bool,
 ) -> list[LaunchSize]:
     """Return the sizes of plain steps and of those with trees of these budgets, the largest first.
@@ -47,6 +48,7 @@ def usual_sizes(
         num_rows: Maximum number of requests in a step.
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
         num_models: Drafters that grow a tree each.
+        reads_paths: Whether one of them computes whole accepted paths anew.
         has_lookups: Whether lookups propose tokens, too.
     """
     sizes: list[LaunchSize] = []
@@ -54,7 +56,8 @@ def usual_sizes(
         most = MAX_ROWS // count
         shapes: list[DraftShape | None] = [None]
         for budget in filter(holds, budgets if num_models else ()):
-            shapes.append(shape_of([budget], most - 1, most, budget.max_depth if has_lookups else 0, num_models))
+            guess_depth = budget.max_depth if has_lookups else 0
+            shapes.append(shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths))
         sizes += dict.fromkeys(LaunchSize(count, shape, processing, rule=rule) for shape in shapes[::-1])
     return sizes
 

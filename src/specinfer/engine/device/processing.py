@@ -12,14 +12,28 @@ from specinfer.core.config import AUTO
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters import Drafter, MergedDrafter
-from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters import (
+    AssistantDrafter,
+    BlockDrafter,
+    Drafter,
+    FeatureDrafter,
+    MergedDrafter,
+    SelfDrafter,
+    SmallModelDrafter,
+)
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
 from specinfer.verify.rules import TRAVERSAL
+
+# What drafters do that have no draft loop on the device.
+_OTHER_WAYS: dict[type, str] = {
+    AssistantDrafter: "reads keys and values of the target",
+    BlockDrafter: "drafts a whole tree in one pass",
+    SelfDrafter: "computes with layers of the target",
+}
 
 
 class Processing(enum.IntEnum):
@@ -60,9 +74,9 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
     if not models:
         return "no drafter is a model"
     for small in models:
-        if not isinstance(small, SmallModelDrafter):
-            return f"the drafter {small.name} drafts in another way"
-        if small.runner.padded is None:
+        if not isinstance(small, SmallModelDrafter) or type(small) in _OTHER_WAYS:
+            return f"the drafter {small.name} {_OTHER_WAYS.get(type(small), 'drafts in another way')}"
+        if small.runner.padded is None and not isinstance(small, FeatureDrafter):
             return f"passes of the drafter {small.name} are not captured"
         if is_hybrid(small.runner.loaded.model):
             return f"the drafter {small.name} has convolutions or recurrent layers"

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specinfer.engine.device.draft_loop import DeviceDrafter, DraftInputs, DraftLoop
+from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoop
 from specinfer.engine.device.drawn_walk import walk_drawn
 from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import write_logprobs
 from specinfer.engine.device.processing import Processing
@@ -77,9 +78,11 @@ class Programs:
 
     def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape) -> DraftLoop:
         names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.there, self.results.there
+        own = shape.of_model(number, reads_paths=drafter.reads_paths)
+        slots = inputs["draft_slots"][number, :, : own.num_columns]
         return DraftLoop(
-            drafter, shape.of_model(number), self._state, self._state.drafts[number],
-            DraftInputs(inputs["draft_slots"][number], inputs["drafts"][number], inputs["max_nodes"][number]),
+            drafter, own, self._state, self._state.drafts[number],
+            DraftInputs(slots, inputs["drafts"][number], inputs["max_nodes"][number]),
             self._trees if number + 1 == shape.num_models else self._grown(names),
             (results["draft_path"][number], results["draft_lengths"][number]),
             self._target.loaded.vocab_size, self._draws,
@@ -170,7 +173,7 @@ class Programs:
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
         for loop in self._loops:
-            loop.keep(walked, self._drafted(path) if loop is not self._loops[-1] else None)
+            loop.keep(walked, self._trees)
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
         left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
         state.num_left[:rows].copy_(torch.where(is_live, left, num_left))

@@ -63,7 +63,7 @@ class DeviceRows:
         self._graphs = target.graphs or Graphs(self._place, captures=False)
         # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
         context = -(-max_context // _ROW) * _ROW
-        self.state = DeviceState.empty(num_rows, context, self._place, len(drafters))
+        self.state = DeviceState.empty(num_rows, context, self._place, [not one.keeps_drafts for one in drafters])
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None
@@ -122,7 +122,7 @@ class DeviceRows:
             self._adjustments.is_adjusted[row].fill_(0)
 
     def write_drafter(self, number: int, row: int, slots: Slots) -> None:
-        """Note that a drafter has computed all known tokens but the last, in these slots."""
+        """Note that a drafter has computed all that it can of the known tokens but the last, in these slots."""
         own = self.state.drafts[number]
         own.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
         own.known[row].fill_(len(slots))

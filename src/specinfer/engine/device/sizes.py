@@ -19,7 +19,13 @@ def holds(budget: TreeBudget) -> bool:
 
 
 def shape_of(
-    budgets: Sequence[TreeBudget], most_nodes: int, most_frontier: int, guess_depth: int = 0, num_models: int = 1
+    budgets: Sequence[TreeBudget],
+    most_nodes: int,
+    most_frontier: int,
+    guess_depth: int = 0,
+    num_models: int = 1,
+    *,
+    reads_paths: bool = False,
 ) -> DraftShape | None:
     """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
 
@@ -31,6 +37,7 @@ def shape_of(
         most_frontier: Nodes of a level that may have children.
         guess_depth: Longest path that lookups propose, at most as many nodes as a tree has; 0 without lookups.
         num_models: Drafters that grow a tree each; the trees are merged.
+        reads_paths: Whether one of them computes whole accepted paths anew.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
@@ -55,7 +62,7 @@ def shape_of(
     num_guesses = nodes if guess_depth else 0
     guess_depth = min(guess_depth if are_fixed else at_least(LEVELS, guess_depth) or guess_depth, num_guesses)
     num_nodes = min(nodes, total + num_guesses)
-    return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, num_models)
+    return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, num_models, reads_paths)
 
 
 def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:

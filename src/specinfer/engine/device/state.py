@@ -1,6 +1,6 @@
 """State of the requests on a device, and the buffers exchanged with the host in a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,9 @@ Ints = npt.NDArray[np.int32]
 class DraftState:
     """The tokens that one drafter has computed of each request, with a row for each.
 
-    Of n known tokens before the root it has computed n, or n - 1 if `has_two`: then it computes `before`, the last of
-    them, together with the root.
+    Of n known tokens before the root a small model has computed n, or n - 1 if `has_two`: then it computes `before`,
+    the last of them, together with the root. A head has computed pairs of a token and the next one, and lacks those of
+    the last path.
     """
 
     slots: Tensor  # [rows, context] int32 slots in the drafter's cache
@@ -30,10 +31,11 @@ class DraftState:
     has_two: Tensor  # [rows] bool
     streams: Tensor  # [rows] int64 seeds of the noise of draws
     first_draw: Tensor  # [rows] int64 number of the next tree's first draw
+    following: Tensor  # [rows, context] int32 the token after each one of a head's last paths; [rows, 0] for others
     chances: ChanceTable
 
     @classmethod
-    def empty(cls, num_rows: int, context: int, device: torch.device) -> "DraftState":
+    def empty(cls, num_rows: int, context: int, device: torch.device, *, reads_paths: bool = False) -> "DraftState":
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -44,13 +46,14 @@ class DraftState:
             zeros(num_rows, dtype=torch.bool),
             zeros(num_rows, dtype=torch.int64),
             zeros(num_rows, dtype=torch.int64),
+            zeros(num_rows, context if reads_paths else 0, dtype=torch.int32),
             empty_table(device),
         )
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
         """All that has a row for each request."""
-        return self.slots, self.known, self.before, self.has_two, self.streams, self.first_draw
+        return self.slots, self.known, self.before, self.has_two, self.streams, self.first_draw, self.following
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,11 @@ class DeviceState:
     drafts: tuple[DraftState, ...]  # of each drafter
 
     @classmethod
-    def empty(cls, num_rows: int, context: int, device: torch.device, num_drafters: int = 1) -> "DeviceState":
+    def empty(
+        cls, num_rows: int, context: int, device: torch.device, reads_paths: Sequence[bool] = (False,)
+    ) -> "DeviceState":
+        """Make rows without requests; `reads_paths` has an item for each drafter."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -93,7 +100,7 @@ class DeviceState:
                     torch.ones(num_rows, dtype=torch.float64, device=device),
                 ),
                 named=zeros(num_rows, MAX_LOGPROB_TOKEN_IDS),
-                drafts=tuple(DraftState.empty(num_rows, context, device) for _ in range(num_drafters)),
+                drafts=tuple(DraftState.empty(num_rows, context, device, reads_paths=each) for each in reads_paths),
             )
 
     @property

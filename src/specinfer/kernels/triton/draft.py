@@ -153,7 +153,7 @@ def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
 
 @triton.jit(do_not_specialize=["count", "num_nodes"])
 def tree_program(
-    path_prob, tokens, confidence, parents, columns, roots, has_two, max_nodes,
+    path_prob, tokens, confidence, parents, columns, roots, root_columns, max_nodes,
     out_tokens, out_parents, out_sizes, out_confidence, out_columns, count, num_nodes,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -181,17 +181,17 @@ def tree_program(
     tl.store(out_tokens + empty, tl.where(is_root, tl.load(roots + request).to(tl.int32), 0), others)
     tl.store(out_parents + empty, tl.zeros_like(numbers), others)
     tl.store(out_confidence + empty, tl.zeros_like(probs), others)
-    tl.store(out_columns + empty, tl.where(is_root, tl.load(has_two + request).to(tl.int32), -1), others)
+    tl.store(out_columns + empty, tl.where(is_root, tl.load(root_columns + request).to(tl.int32), -1), others)
 
 
 def best_tree(
-    path_prob: Tensor, candidates: Candidates, roots: Tensor, has_two: Tensor, limits: Limits, out: Grown
+    path_prob: Tensor, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, out: Grown
 ) -> None:
     """Compute `plain_draft.best_tree`."""
     requests, count = path_prob.shape
     num_nodes = out.tokens.shape[1] - 1
     of_nodes = (path_prob, candidates.tokens, candidates.confidence, candidates.parents, candidates.columns)
-    inputs = (*of_nodes, roots, has_two, limits.max_nodes)
+    inputs = (*of_nodes, roots, root_columns, limits.max_nodes)
     outputs = (out.tokens, out.parents, out.sizes, out.confidence, out.columns)
     assert_contiguous(*inputs, *outputs)
     block = triton.next_power_of_2(max(count, num_nodes + 1))

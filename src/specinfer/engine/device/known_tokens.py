@@ -1,0 +1,184 @@
+"""The known tokens that a drafter computes at the first level of a draft loop, and what it keeps of a step.
+
+A small model has computed all of an accepted path except perhaps the last node. So it reads one or two tokens, and
+keeps what it computes of the next path. A head computes known tokens from the target's hidden states, but drafts from
+its own output. So it reads the whole path anew, and keeps that alone. An example of a head, at token 12 after a path of
+two:
+
+    the target has computed tokens 0 ... 11, the head the pairs (feature of t, token t + 1) of t = 0 ... 8
+    columns 0, 1, 2 are the pairs of t = 9, 10, 11; the last one is the root's, and predicts token 13
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specinfer.drafters.feature_drafter import HeadRunner
+from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.state import DeviceState, DraftState
+from specinfer.kernels import tree_ops
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown
+from specinfer.kernels.plain_tree import Walk
+from specinfer.model.runner import ModelRunner
+
+Kept = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """The inputs of one drafter that come from the host."""
+
+    slots: Tensor  # [rows, columns] int32 of the tokens that it computes
+    reads: Tensor  # [rows] int32, 1 if it has read the request
+    max_nodes: Tensor  # [rows] int32, 0 if it is not asked
+
+
+class FirstLevel(NamedTuple):
+    """The tokens that a drafter computes at the first level."""
+
+    tokens: Tensor  # [rows, num_known] int64
+    root_columns: Tensor  # [rows] column of the root, the last one that is needed; a bool if there are at most two
+    root_positions: Tensor  # [rows] int32, as the drafter counts
+    is_whole: Tensor | None = None  # [rows] False where further known tokens come before the root; None for nowhere
+    features: Tensor | None = None  # [rows * num_known, width] of a head
+
+
+class KnownTokens(Protocol):
+    """The known tokens of one kind of drafters."""
+
+    def read(self) -> FirstLevel:
+        """Return what the first level computes."""
+        ...
+
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> Tensor | None:
+        """Return the [tokens, width] features that a level reads with its tokens, or None if it reads tokens alone."""
+        ...
+
+    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+        """Keep what the drafter computed of the accepted paths.
+
+        Args:
+            trees: The trees of this drafter.
+            merged: Those of all, which the paths are in.
+        """
+        ...
+
+
+class KnownPair:
+    """The known tokens of a small model: the root, and the token before it if it has not computed that.
+
+    Args:
+        own: What the drafter has computed of each request.
+        kept: [rows, depth + 1] int32 columns that it keeps, after the first one, and [rows] int32 their number; written
+            to.
+    """
+
+    def __init__(self, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept) -> None:
+        self._state, self._own, self._inputs, self._kept = state, own, inputs, kept
+        rows, depth = kept[0].shape
+        with torch.inference_mode(mode=False):
+            self._numbers = torch.arange(rows, dtype=torch.int32, device=kept[0].device)
+            self._depths = torch.arange(depth - 1, dtype=torch.int32, device=kept[0].device)
+
+    def read(self) -> FirstLevel:
+        rows = len(self._numbers)
+        roots, has_two = self._state.roots[:rows], self._own.has_two[:rows]
+        tokens = torch.stack(
+            [torch.where(has_two, self._own.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1
+        )
+        return FirstLevel(tokens, has_two, self._state.known[:rows])
+
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> None:
+        return None
+
+    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+        path, lengths, _ = walked
+        own, rows = self._own, len(path)
+        tokens, columns = trees.tokens, trees.columns
+        if merged is not trees:
+            drafted = merged.tokens.gather(1, path.clamp(min=0).long())
+            columns = self._follow(path, drafted, trees)
+            tokens, path = drafted, torch.where(path >= 0, self._depths, -1)
+        tree_ops.keep_drafted(
+            path, lengths, tokens, columns, self._inputs.reads, own.before[:rows], own.has_two[:rows], self._kept
+        )
+        tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
+
+    def _follow(self, path: Tensor, drafted: Tensor, trees: Grown) -> Tensor:
+        """Return the columns of the paths' tokens in the trees of this drafter, -1 where it has none: [rows, depth].
+
+        Args:
+            drafted: [rows, depth] int32 tokens of the paths.
+        """
+        depth = path.shape[1]
+        accepted = torch.nn.functional.pad(drafted.long().masked_fill(path < 0, -1), (0, 1), value=-1)
+        _, depths = tree_ops.mark_ancestors(
+            trees.parents, torch.zeros_like(trees.sizes), max_depth=depth, last=depth
+        )  # fmt: skip
+        starts = self._numbers * trees.tokens.shape[1]
+        following = accepted.gather(1, depths.long()).flatten()
+        found, _, _ = tree_ops.walk(following, starts, trees.tokens, trees.parents, trees.sizes, max_depth=depth)
+        return torch.where(found >= 0, trees.columns.gather(1, found.clamp(min=0).long()), -1)
+
+
+class KnownPath:
+    """The known tokens of a head: the last accepted path and the root, each with the feature of the token before it.
+
+    Rows that lack more of them than there are columns read the first of these, and draft nothing in this step.
+
+    Args:
+        runner: The runner of the head.
+        inputs, kept, own: As those of `KnownPair`.
+    """
+
+    def __init__(
+        self,
+        runner: HeadRunner,
+        shape: DraftShape,
+        state: DeviceState,
+        own: DraftState,
+        inputs: DraftInputs,
+        kept: Kept,
+    ) -> None:
+        assert isinstance(runner.target, ModelRunner)
+        self._runner, self._target = runner, runner.target
+        self._state, self._own, self._inputs, self._kept = state, own, inputs, kept
+        self._num_known, device = shape.num_known, kept[0].device
+        with torch.inference_mode(mode=False):
+            self._columns = torch.arange(shape.num_known, dtype=torch.int32, device=device)
+            last = torch.arange(1, kept[0].shape[1] + 1, dtype=torch.int32, device=device).clamp(max=shape.max_depth)
+            kept[0].copy_(last)
+
+    def read(self) -> FirstLevel:
+        state, own, rows = self._state, self._own, len(self._inputs.reads)
+        known, computed = state.known[:rows], own.known[:rows]
+        root_positions, num_unread = (known - 1).clamp(min=0), known - computed
+        root_columns = (num_unread - 1).clamp(min=0, max=self._num_known - 1)
+        self._kept[1].copy_(root_columns)
+        # Columns after the root's compute its pair again, so that no column has invalid numbers.
+        places = torch.minimum(computed.unsqueeze(1) + self._columns, root_positions.unsqueeze(1)).long()
+        is_root = places >= root_positions.unsqueeze(1)
+        tokens = torch.where(is_root, state.roots[:rows].unsqueeze(1), own.following[:rows].gather(1, places))
+        slots = state.slots[:rows].gather(1, places).flatten()
+        head = self._runner.head
+        features = head.project([self._target.tensors.taps[layer][slots] for layer in head.reads])
+        return FirstLevel(tokens, root_columns, root_positions, num_unread <= self._num_known, features)
+
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> Tensor | None:
+        if frontier.level == 0:
+            return first.features
+        parents = candidates.parents.gather(1, frontier.numbers.clamp(min=0).long()).long()
+        columns = candidates.columns.gather(1, parents.clamp(min=0)).long()
+        columns = torch.where(parents >= 0, columns, first.root_columns.unsqueeze(1))
+        slots = self._inputs.slots.gather(1, columns).flatten()
+        return self._runner.tensors.taps[0][slots]
+
+    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+        path, lengths, _ = walked
+        own, rows, num_kept = self._own, len(path), self._kept[1]
+        num_kept.copy_(torch.where((lengths >= 0) & (self._inputs.reads > 0), num_kept, -1))
+        tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
+        before = self._state.known[:rows] - lengths - 2  # places of the tokens before the roots
+        tree_ops.commit(own.following[:rows], before, merged.tokens, path, lengths)

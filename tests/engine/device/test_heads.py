@@ -1,0 +1,264 @@
+"""Heads on hidden states that draft on the device: the tokens of plain decoding, and the trees of ordinary steps."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heads import save_cycle, save_eagle3
+from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from pair_heads import save_eagle, save_mtp
+from specinfer.core.request import Request, Span
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import OFF, TreeBudget
+from specinfer.demo.corpus import heldout_prompts
+from specinfer.demo.pair import demo_folders, head_folder
+from specinfer.drafters import FeatureDrafter, MergedDrafter
+from specinfer.engine.commit import Committer
+from specinfer.engine.engine import Engine
+from specinfer.engine.executor import Outcome
+from specinfer.model.definition import load_tokenizer
+from specinfer.model.heads.load import load_head
+from specinfer.model.load import LoadedModel
+from specinfer.policy.base import FixedPolicy
+from tiny import make_request, paths_of, random_prompts, run, save_model
+
+Pair = tuple[LoadedModel, LoadedModel]
+KINDS = ["EAGLE-3", "reduced vocabulary", "EAGLE", "MTP"]
+TREES = {
+    "1,1,1": TreeBudget.expansion((1, 1, 1), num_drafters=3),
+    "3,2,1": TreeBudget.expansion((3, 2, 1), num_drafters=3),
+    "best-first": TreeBudget(max_nodes=12, max_depth=4),
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
+]
+CYCLE = SamplingParams(temperature=0.0, max_tokens=43)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    folder = tmp_path_factory.mktemp("heads")
+    target = load_plain(save_model(folder / "target", num_hidden_layers=8))
+    save_mtp(folder / "mtp", "mimo")
+    own = load_plain(folder / "mtp")
+    return {
+        "EAGLE-3": (target, load_head(save_eagle3(folder / "whole"), target)),
+        "reduced vocabulary": (target, load_head(save_eagle3(folder / "part", draft_ids=range(2, 90, 3)), target)),
+        "EAGLE": (target, load_head(save_eagle(folder / "first"), target)),
+        "MTP": (own, load_head(folder / "mtp", own)),
+    }
+
+
+@pytest.fixture(scope="module")
+def cycle(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Return a target, and a head that is always right: an error of pairing, position or level is a wrong token."""
+    target, head = save_cycle(tmp_path_factory.mktemp("cycle"))
+    loaded = load_plain(target)
+    return loaded, load_head(head, loaded)
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Return the paths of the trees of each request, and their accepted tokens, as steps report them."""
+    found, store = defaultdict[str, list[Any]](list), Committer.store
+
+    def stored(self: Committer, outcomes: Sequence[Outcome]) -> int:
+        for one in outcomes:
+            if one.tree is not None and one.acceptance is not None and len(one.tree) > 1:
+                accepted = [one.tree.tokens[node] for node in one.acceptance.path]
+                found[one.span.request.request_id].append((sorted(paths_of(one.tree)), accepted))
+        return store(self, outcomes)
+
+    monkeypatch.setattr(Committer, "store", stored)
+    return found
+
+
+def _requests() -> list[Request]:
+    starts = random_prompts([6, 9, 15, 7], seed=8)
+    return [make_request(str(i), s * 3, p, seed=i) for i, (s, p) in enumerate(zip(starts, PARAMS, strict=True))]
+
+
+def _cycle(first: int, length: int) -> list[int]:
+    found = [first]
+    while len(found) < length:
+        found.append((found[-1] * 5 + 3) % 64)
+    return found
+
+
+def _check_left(engine: Engine) -> None:
+    assert isinstance(engine.drafter, MergedDrafter)
+    heads = [one.runner.cache for one in engine.drafter.drafters if isinstance(one, FeatureDrafter)]
+    for cache in (engine.target.cache, *heads):
+        assert cache.is_balanced()
+        assert cache.num_owned == 0
+
+
+# -------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_those_of_plain_decoding(
+    kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair]
+) -> None:
+    target, head = pairs[kind]
+    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
+    engine, requests = make_device_engine(target, head, TREES[tree], lookups=lookups), _requests()
+    assert run_on_device(engine, requests) == set(requests)
+    assert [request.output_ids for request in requests] == wanted
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+@pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fixed_trees_are_those_of_ordinary_steps(
+    kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], trees: dict[str, list[Any]]
+) -> None:
+    told, tables = [], []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(
+            *pairs[kind], TREES[tree], lookups=lookups, has_device_executor=has_device_executor
+        )  # fmt: skip
+        requests = _requests()
+        run(engine, requests)
+        told.append(dict(trees))
+        trees.clear()
+        tables.append(engine.drafter.calibration.by_rank("small").tolist())
+    assert told[0] == told[1]
+    assert sum(map(len, told[0].values())) > 50
+    assert tables[1] == pytest.approx(tables[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "reduced vocabulary"])
+def test_tokens_are_drawn_as_in_ordinary_steps(
+    kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
+) -> None:
+    told = []
+    for has_device_executor in (False, True):
+        tree = TreeBudget.expansion((3, 2, 1))
+        engine = make_device_engine(*pairs[kind], tree, verification=rule, has_device_executor=has_device_executor)
+        requests = _requests()
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+        run(engine, requests)
+        told.append((dict(trees), [(request.output_ids, request.uniforms.state) for request in requests]))
+        trees.clear()
+    assert told[0] == told[1]
+
+
+def test_a_head_drafts_beside_a_small_model(pairs: dict[str, Pair], trees: dict[str, list[Any]]) -> None:
+    """In both orders, since the last one has the trees of both."""
+    target, head = pairs["EAGLE-3"]
+    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
+    for drafters in ([head, target], [target, head]):
+        told = []
+        for has_device_executor in (False, True):
+            engine = make_device_engine(target, drafters, TREES["3,2,1"], has_device_executor=has_device_executor)
+            requests = _requests()
+            assert run(engine, requests) == wanted
+            told.append(dict(trees))
+            trees.clear()
+        assert told[0] == told[1]
+        assert executor_of(engine).num_launched > 3
+        _check_left(engine)
+
+
+# ------------------------------------------------------------------------------------------ acceptance
+
+
+@pytest.mark.parametrize("tree", [TreeBudget.expansion((1,) * 6), TreeBudget(max_nodes=12, max_depth=6)], ids=str)
+def test_a_perfect_head_is_accepted_at_every_level(tree: TreeBudget, cycle: Pair) -> None:
+    """Also of a prompt that is cached, and after the head has lost what it had computed of that."""
+    engine = make_device_engine(*cycle, tree, keeps_prefixes=True)
+    for turn in range(3):
+        requests = [make_request(f"{turn} {i}", _cycle(i, 9 + 20 * i), CYCLE) for i in range(3)]
+        served = run_on_device(engine, requests)
+        assert served == set(requests)
+        assert [one.output_ids for one in requests] == [_cycle(i, 52 + 20 * i)[9 + 20 * i :] for i in range(3)]
+        assert [one.speculation.tokens_per_pass for one in requests] == [pytest.approx(43 / 7, abs=0.2)] * 3
+        if turn == 1:
+            cache = executor_of(engine)._drafts._drafters[0].runner.cache
+            cache._free_slots(cache._prefixes.evict(10_000))
+    _check_left(engine)
+
+
+class Turning(FixedPolicy):
+    """Trees of another depth in each step, and now and then none."""
+
+    def __init__(self, depths: Sequence[int]) -> None:
+        super().__init__()
+        self._depths, self._step = depths, 0
+
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        self._step += 1
+        depth = self._depths[self._step % len(self._depths)]
+        return [TreeBudget.expansion((1,) * depth) if depth else OFF] * len(spans)
+
+
+@pytest.mark.parametrize(("depths", "least"), [((6, 1), 1.8), ((6, 2, 3), 2.4), ((4, 0), 2.0), ((3, 3, 0, 5, 1), 2.0)])
+def test_a_head_reads_paths_that_are_longer_than_the_next_tree(
+    depths: Sequence[int], least: float, cycle: Pair
+) -> None:
+    """It reads the rest in the steps after, and drafts when it has read all."""
+    engine = make_device_engine(*cycle, Turning(depths))
+    requests = [make_request(str(i), _cycle(i, 9 + 20 * i), CYCLE) for i in range(3)]
+    run(engine, requests)
+    assert [one.output_ids for one in requests] == [_cycle(i, 52 + 20 * i)[9 + 20 * i :] for i in range(3)]
+    assert min(one.speculation.tokens_per_pass for one in requests) > least
+    counts = [one.speculation for one in requests]
+    assert all(one.num_accepted_draft_tokens >= one.num_draft_tokens - 6 for one in counts), "no draft token was wrong"
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("tree", [TREES["3,2,1"], TreeBudget(max_nodes=16, max_depth=6)], ids=str)
+def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(tree: TreeBudget) -> None:
+    target = load_plain(demo_folders().target)
+    head = load_head(head_folder("demo-eagle3"), target)
+    tokenizer = load_tokenizer(target.folder)
+    prompts = [tokenizer.encode(text) for text in heldout_prompts(4)]
+    # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.
+    params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=64) for i in range(4)]
+    rates = []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(target, head, tree, has_device_executor=has_device_executor)
+        requests = [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+        run(engine, requests)
+        counts = [one.speculation for one in requests]
+        rates.append(sum(one.num_generated for one in counts) / sum(one.num_target_passes for one in counts))
+    assert rates[0] > 1.5
+    assert rates[1] == pytest.approx(rates[0], rel=1e-9 if tree.widths else 0.05)
+
+
+def test_at_the_end_of_the_context(pairs: dict[str, Pair], caplog: pytest.LogCaptureFixture) -> None:
+    target, head = pairs["EAGLE-3"]
+    target, head = replace(target, max_position=64), replace(head, max_position=64)
+
+    def requests() -> list[Request]:
+        params = SamplingParams(temperature=0.0, max_tokens=None)
+        return [make_request(str(i), p, params, max_model_len=64) for i, p in enumerate(random_prompts([50, 42]))]
+
+    plain = run(make_device_engine(target, has_device_executor=False), requests())
+    assert [len(tokens) for tokens in plain] == [14, 22]
+    for tree in TREES.values():
+        engine = make_device_engine(target, head, tree)
+        assert run(engine, requests()) == plain
+        assert "failed" not in caplog.text
+        _check_left(engine)
+
+
+def test_policies_that_ask_now_and_then(pairs: dict[str, Pair]) -> None:
+    target, head = pairs["reduced vocabulary"]
+    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
+    engine, requests = make_device_engine(target, head, Turning((3, 0, 1, 0, 0, 2))), _requests()
+    assert run(engine, requests) == wanted
+    assert sum(one.speculation.num_draft_tokens for one in requests) > 20
+    _check_left(engine)
