@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from specinfer import LLM, EngineArgs, RequestError, SamplingParams, StructuredOutputsParams, TokensPrompt
@@ -183,8 +184,10 @@ def test_arguments_without_a_meaning_are_refused_by_name_with_the_reason(model: 
         if entry.accepted is not None:
             with pytest.raises(ValueError, match=f"^{name}: 'something' has no equivalent: {re.escape(entry.about)}"):
                 LLM(model, **{name: "something"})
-    with pytest.raises(TypeError, match="no_such_argument"):
+    with pytest.raises(TypeError, match=r"^LLM\(\) got .* 'no_such_argument'$"):
         LLM(model, no_such_argument=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^LLM\(\) got .* 'drafter'; did you mean 'drafters'\?$"):
+        LLM(model, drafter="ngram")  # type: ignore[call-arg]
     for name, entry in SAMPLING.items():
         assert SamplingParams(**{name: (entry.accepted or ("anything",))[0]}) == SamplingParams()
         if entry.accepted is not None:
@@ -192,6 +195,14 @@ def test_arguments_without_a_meaning_are_refused_by_name_with_the_reason(model: 
                 SamplingParams(**{name: "something"})
     with pytest.raises(TypeError, match="no_such_field"):
         SamplingParams(no_such_field=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^SamplingParams\(\) got .* 'max_new_tokens'; did you mean 'max_tokens'\?$"):
+        SamplingParams(max_new_tokens=1)  # type: ignore[call-arg]
+
+
+def test_a_dtype_may_be_that_of_torch(model: str) -> None:
+    assert EngineArgs(model, dtype=torch.bfloat16) == EngineArgs(model, dtype="bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^dtype must be one of auto, .*, not 'int8'"):
+        LLM(model, dtype=torch.int8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +251,8 @@ def test_every_field_of_vllms_speculative_config_is_known() -> None:
         ({"nonsense": 1}, "key 'nonsense' is not known"),
         ({"method": "ngram", "model": "m"}, 'method "ngram" has no model'),
         ({"method": "deepseek_mtp", "model": "m"}, 'method "mtp" has no model'),
-        ({"method": "eagle3"}, "model must be a name"),
+        ({"method": "eagle3"}, "method 'eagle3' needs a model"),
+        ({"model": 5}, "model must be a name"),
         ({"method": "jacobi", "model": "m"}, "method must be "),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1"),
     ],

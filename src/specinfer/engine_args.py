@@ -207,6 +207,8 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
+        if repr(self.dtype).startswith("torch."):  # a torch.dtype, as for vLLM and transformers
+            object.__setattr__(self, "dtype", repr(self.dtype).removeprefix("torch."))
         check_choices(self)
         self._name_revisions()
         # Each of them checks its fields.

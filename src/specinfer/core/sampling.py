@@ -4,6 +4,7 @@ Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingPa
 """
 
 import functools
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from specinfer.core.errors import as_tuple, check_float, check_int
 from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree_shape import parse_tree
-from specinfer.core.vllm_names import SAMPLING, without_vllm_names
+from specinfer.core.vllm_names import SAMPLING, check_arguments, without_vllm_names
 
 T = TypeVar("T")
 MAX_SEED = 2**63 - 1
@@ -23,10 +24,13 @@ MAX_LOGPROB_TOKEN_IDS = 128
 def _accepts_vllm_names(kind: type[T]) -> type[T]:
     """Let the constructor of a dataclass take vLLM's names that have no effect, and refuse others by name."""
     make = kind.__init__
+    known = tuple(inspect.signature(kind).parameters)
 
     @functools.wraps(make)
     def init(self: Any, **given: Any) -> None:
-        make(self, **without_vllm_names(given, SAMPLING, ()))
+        given = without_vllm_names(given, SAMPLING, ())
+        check_arguments(kind.__name__, given, known)
+        make(self, **given)
 
     kind.__init__ = init  # type: ignore[method-assign]
     return kind

@@ -4,6 +4,7 @@ The tables are the only place of this knowledge: `LLM`, `SamplingParams`, the co
 A name that is also one of ours is not in them, because it works.
 """
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -172,6 +173,20 @@ def without_vllm_names(
     return kept
 
 
+def check_arguments(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Check the names of keyword arguments.
+
+    Raises:
+        TypeError: One is not known; the message has the nearest name that is.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.7)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
 _SAME = (
     *("tree", "verification", "draft_sampling", "select", "speculation_policy"),
     *("prompt_lookup_max", "prompt_lookup_min"),
@@ -226,6 +241,8 @@ def _drafters(method: object, model: object, revision: object) -> list[str] | No
     if method is not None and method not in _OF_MODELS:
         names = ", ".join(f'"{name}"' for name in _OF_MODELS)
         raise ValueError(f'speculative_config: method must be {names}, "{MTP}", {quoted_lookups("or")}, not {method!r}')
+    if model is None:
+        raise ValueError(f"speculative_config: method {method!r} needs a model; name its folder, file or hub name")
     models = [model] if isinstance(model, str) else model
     if not isinstance(models, list) or not models or not all(isinstance(name, str) for name in models):
         raise ValueError("speculative_config: model must be a name or a list of names")
