@@ -306,7 +306,9 @@ def test_an_output_is_not_written_over(model: str, tmp_path: Path) -> None:
     assert output.read_bytes() == b'{"custom_id": "x"}\n'
     assert "on standard output" in invoke("-i", str(source), "-o", "-", model, "--resume", code=2).stderr
     assert "cannot be read" in invoke("-i", str(tmp_path / "no"), "-o", str(output), model, code=2).stderr
-    assert "cannot be written" in invoke("-i", str(source), "-o", str(tmp_path), model, "--resume", code=2).stderr
+    for more in ((), ("--resume",)):
+        assert "Is a directory" in invoke("-i", str(source), "-o", str(tmp_path), model, *more, code=2).stderr
+        assert "is the input file" in invoke("-i", str(source), "-o", str(source), model, *more, code=2).stderr
 
 
 def test_an_engine_that_fails_ends_the_run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,9 @@ def test_unknown_paths_and_methods_have_the_shape_of_errors(llm: LLM) -> None:
             assert answer.status_code == 404
             error_of(answer)
         assert (await client.post("/v1/audio/speech", json={})).status_code == 404
+        for path in ("/chat/completions", "/v1/v1/chat/completions"):
+            near = error_of(await client.post(path, json={}))
+            assert near["message"].endswith("; did you mean /v1/chat/completions?"), near
         wrong = await client.put("/tokenize", json={})
         assert wrong.status_code == 405
         assert wrong.headers["allow"] == "POST"

@@ -52,6 +52,12 @@ def run_batch(
     with checking(), contextlib.ExitStack() as files:
         args = engine.args(argument)
         lines, total = _open_input(input_file, files)
+        if (
+            _STANDARD not in (input_file, output_file)
+            and Path(output_file).exists()
+            and Path(output_file).samefile(input_file)
+        ):
+            raise UsageError(f"output_file: {output_file} is the input file; name another")
         output, skipped_ids = _open_output(output_file, files, resume=resume)
         quiet_libraries(debug=debug)
         llm = load(args, screen)
@@ -142,7 +148,7 @@ def _open_output(name: str, files: contextlib.ExitStack, *, resume: bool) -> tup
         return sys.stdout.buffer, set()
     path = Path(name)
     try:
-        if not resume and path.exists() and path.stat().st_size:
+        if not resume and path.is_file() and path.stat().st_size:
             raise UsageError(f"output_file: {name} has lines already; add --resume to go on with it, or remove it")
         skipped_ids = written_ids(path) if resume else set()
         return files.enter_context(path.open("ab")), skipped_ids

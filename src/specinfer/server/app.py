@@ -120,4 +120,13 @@ class Gate:
 
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:
-    return refusal(state_of(request), as_api_error(error), route_path(request.scope))
+    path, api_error = route_path(request.scope), as_api_error(error)
+    if api_error.code == "not_found" and (meant := _meant(path)):
+        api_error.message = f"there is nothing under this path; did you mean {meant}?"
+    return refusal(state_of(request), api_error, path)
+
+
+def _meant(path: str) -> str | None:
+    """Return the path that a client meant whose base URL has no /v1, or one too many."""
+    paths = {getattr(route, "path", None) for module in _MODULES for route in module.router.routes}
+    return next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in paths and near != path), None)
