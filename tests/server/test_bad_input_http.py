@@ -58,38 +58,38 @@ def test_33_heads_that_are_too_large(port: Port, lines: list[str]) -> None:
 
 
 # 33, 39: what is no request, or two things at once
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x8c\x02os",
-        b"\r\n" * 100 + b"\x00\x00\x00",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /health\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999999999999\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: gzip\r\n\r\n{}",
-        b"GET /health HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\x00b\r\n\r\n",
-        b"GET /he\x00alth HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-        b"GET /health HTTP/1.1\nHost: 127.0.0.1\n\n",
-        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\nX-A: b\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b\r\n c\r\n\r\n",
-        b"POST /ping HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /ping HTTP/1.1\r\nHost: a\r\ntransfer-encoding: chunked\r\nX: y\r\ncontent-length:4\r\n\r\n0\r\n\r\n",
-    ],
-)
-def test_33_bytes_that_are_no_request(port: Port, data: bytes) -> None:
+NO_REQUESTS = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x8c\x02os",
+    b"\r\n" * 100 + b"\x00\x00\x00",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET /health\r\n\r\n",
+    b"GET /health HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999999999999\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: gzip\r\n\r\n{}",
+    b"GET /health HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\x00b\r\n\r\n",
+    b"GET /he\x00alth HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET /health HTTP/1.1\nHost: 127.0.0.1\n\n",
+    b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\nX-A: b\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b\r\n c\r\n\r\n",
+    b"POST /ping HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /ping HTTP/1.1\r\nHost: a\r\ntransfer-encoding: chunked\r\nX: y\r\ncontent-length:4\r\n\r\n0\r\n\r\n",
+]
+
+
+def test_33_bytes_that_are_no_request(port: Port) -> None:
     with port.well():
-        said = port.say(data)
-        assert not said or 400 <= statuses(said)[0] < 500, said
-        if said:
-            body = said.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1 4")[0]
-            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+        for data in NO_REQUESTS:
+            said = port.say(data)
+            assert not said or 400 <= statuses(said)[0] < 500, (data, said)
+            if said:
+                body = said.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1 4")[0]
+                assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, data
 
 
 # 33: a request hidden in another's body
@@ -157,28 +157,24 @@ def test_a_head_that_comes_byte_by_byte_is_read(port: Port) -> None:
 
 def test_what_was_loaded_is_not_searched_for_garbage_while_requests_are_served(port: Port) -> None:
     with port.well():
-        assert gc.get_freeze_count() > 10_000
+        assert all(one is not port.llm for one in gc.get_objects())
 
 
 # 34, 36, 38
-@pytest.mark.parametrize("host", ["x/health?", "/health", "127.0.0.1/health?x=", "x?/health", "health", "[::1]/health"])
-def test_34_a_host_opens_no_path(host: str) -> None:
+HOSTS = ("x/health?", "/health", "127.0.0.1/health?x=", "x?/health", "health", "[::1]/health")
+READ = ("/v1/models", "/metrics", "/load", "/openapi.json", "/version", "/page.json", "/nope", "/health/")
+WRITTEN = (TEXT, CHAT, "/tokenize", "/detokenize", "/health/../v1/completions", "/PING")
+
+
+def test_34_a_host_opens_no_path() -> None:
     with Attacked(LLM("demo", drafters="ngram", tree="2,1"), api_keys=(KEY,)) as server:
-        for path in (
-            "/v1/models",
-            "/metrics",
-            "/load",
-            "/openapi.json",
-            "/version",
-            "/page.json",
-            "/nope",
-            "/health/",
-        ):
-            refused = Attack({}, 401, "API key", path, {"host": host}, "GET")
-            refused.check(server.send(refused))
-        for path in (TEXT, CHAT, "/tokenize", "/detokenize", "/health/../v1/completions", "/PING"):
-            refused = Attack(BODY, 401, "API key", path, {"host": host})
-            refused.check(server.send(refused))
+        for host in HOSTS:
+            for path in READ:
+                refused = Attack({}, 401, "API key", path, {"host": host}, "GET")
+                refused.check(server.send(refused))
+            for path in WRITTEN:
+                refused = Attack(BODY, 401, "API key", path, {"host": host})
+                refused.check(server.send(refused))
 
 
 # 35: compared by their digests, in constant time
