@@ -16,7 +16,7 @@ from specinfer.drafters import sparse_context
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.model.target import TargetConfig
 from tiny import random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, await_that, free_port, is_alive, make_cluster_cert, workers
+from worlds import SETTINGS, await_that, free_port, is_alive, listening_places, make_cluster_cert, workers
 
 _PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([3, 50, 17, 1, 40])]
 _PARAMS = [
@@ -72,6 +72,7 @@ def test_several_processes_generate_what_one_does(family: str, sizes: tuple[int,
     with LLM(folder, **settings, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]) as llm:
         ids = workers(llm)
         assert len(ids) == sizes[0] * sizes[1] - 1
+        assert not any(listening_places(one) for one in (os.getpid(), *ids)), "a port for strangers"
         assert _say(llm) == expected
         assert _say(llm) == expected
         assert llm.engine.metrics.num_generated
