@@ -107,7 +107,7 @@ def _compare(engine: Engine, runners: Runners, batch: Sequence[tuple[int, int, S
     assert not engine.drafter.num_failures, "a drafter failed"  # type: ignore[attr-defined]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     batch=jobs(parameters()),
     kinds=drafter_lists,

@@ -225,7 +225,7 @@ def attention(
     sinks: Tensor | None = None,
     key_bias: Tensor | None = None,
 ) -> Tensor:
-    """[heads, value_dim]: the last token of a path attends to the path, one head and one key at a time.
+    """[heads, value_dim]: the last token of a path attends to the path, one head at a time, in double precision.
 
     `query` [heads, dim]; `keys`, `values` [path, kv_heads, dim]; key i stands at position i.
     """
@@ -234,17 +234,15 @@ def attention(
     out = []
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
-        weights = []
-        for i in range(first, length):
-            score = float(query[head] @ keys[i, kv_head]) * scale
-            if softcap is not None:
-                score = softcap * math.tanh(score / softcap)
-            if key_bias is not None:
-                score += float(key_bias[head, i])
-            weights.append(math.exp(score))
-        total = sum(weights) + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
-        out.append(sum(w / total * values[i, kv_head] for w, i in zip(weights, range(first, length), strict=True)))
-    return torch.stack(out)
+        scores = keys[first:, kv_head].double() @ query[head].double() * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if key_bias is not None:
+            scores = scores + key_bias[head, first:length].double()
+        weights = scores.exp()
+        total = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0.0)
+        out.append(weights / total @ values[first:, kv_head].double())
+    return torch.stack(out).to(values.dtype)
 
 
 # ------------------------------------------------------------------------------------- quantization
