@@ -51,14 +51,17 @@ def test_requests_take_both_rules_in_turn_until_both_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "best"),
+    ("tokens", "seconds", "best"),
     [
-        (_learned(3, 4), "traversal"),
-        (_learned(4, 3), "coupled"),
-        (_learned(3, 4, (1.0, 2.0)), "coupled"),  # more tokens a pass, but fewer in the same time
+        ((3, 4), (1.0, 1.0), "traversal"),
+        ((4, 3), (1.0, 1.0), "coupled"),
+        ((3, 4), (1.0, 2.0), "coupled"),  # more tokens a pass, but fewer in the same time
     ],
 )
-def test_the_faster_rule_is_taken_but_for_rare_probes(rules: RuleChoice, best: str) -> None:
+def test_the_faster_rule_is_taken_but_for_rare_probes(
+    tokens: tuple[int, int], seconds: tuple[float, float], best: str
+) -> None:
+    rules = _learned(*tokens, seconds)
     assert rules.best == best
     taken = [_started(rules).verification for _ in range(64)]
     assert taken.count(best) == 64 - 64 // rules.PROBE
