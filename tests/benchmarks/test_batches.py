@@ -73,6 +73,7 @@ def test_small_batches_of_a_good_drafter_are_much_faster(texts: dict[int, list[T
         assert found.nodes > 0.3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("batch", "least"), [(16, 1.25), (32, 1.05)])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_large_batches_gain_where_rows_are_cheap(

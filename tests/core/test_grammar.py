@@ -515,6 +515,7 @@ def pair(model_folder: Callable[..., Path]) -> tuple[LLM, LLM]:
     return LLM(target, tree="off", **options), LLM(target, tree="1,1,3,1", **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("asked", GRAMMARS, ids=lambda asked: repr(asked)[:20])
 def test_output_keeps_to_its_grammar(pair: tuple[LLM, LLM], asked: dict[str, Any], temperature: float) -> None:

@@ -96,6 +96,7 @@ def test_a_trial_at_its_limit_does_not_delay_another(compiler: GrammarCompiler) 
     assert refused
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(os.name == "nt", reason="has no signals")
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSEGV"])
 @pytest.mark.parametrize("moment", ["start", "idle", "trial"])

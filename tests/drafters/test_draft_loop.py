@@ -96,6 +96,7 @@ def _deepest(tree: TokenTree) -> Acceptance:
     return Acceptance(path, (7 * len(tree) + 3) % VOCAB)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", BUDGETS)
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("sampling", ["shared-noise", "without-replacement"])

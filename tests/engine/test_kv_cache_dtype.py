@@ -143,6 +143,7 @@ def test_a_node_sees_the_nodes_above_it_as_they_will_be_read_later(
         assert not torch.equal(wrong[node], found[node])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text-shared", "falcon", "gpt_oss"])
 def test_logits_are_those_of_a_cache_whose_numbers_are_rounded(

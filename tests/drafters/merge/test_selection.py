@@ -68,6 +68,7 @@ def _say(request: Request, tokens: Sequence[int]) -> None:
         request.append(token, None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_replayed_tokens_score_as_in_plain_passes(

@@ -142,6 +142,7 @@ _CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("rule", "drawing", "budget"), _CASES, ids=[f"{rule}-{way}" for rule, way, _ in _CASES])
 def test_trees_do_not_depend_on_where_they_are_grown(
     rule: str, drawing: str, budget: TreeBudget | tuple[int, ...], runner_of: Runners

@@ -266,7 +266,7 @@ WORD = st.sampled_from(["the", "cat", "station", "\u00e9t\u00e9", "a", "\U0001f6
 SPACE = st.sampled_from([" ", " ", " ", ", ", "\n", "  ", "! "])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(READERS)),
     st.lists(st.tuples(WORD, SPACE), min_size=60, max_size=120),
@@ -292,6 +292,7 @@ def test_reading_step_by_step_is_reading_at_once(
     assert before == READERS[kind]().encode(text)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("unit", ["\U0001f642\u00e9", "xyz", "theat", "the x", "cat thestation "])
 def test_a_text_without_an_end_of_words(kind: str, unit: str) -> None:
@@ -307,6 +308,7 @@ def test_a_text_without_an_end_of_words(kind: str, unit: str) -> None:
         assert list(known.ids) == READERS[kind]().encode(text)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("unit", ["the cat, ", "xyz", "\u00e9", "\n"])
 def test_the_work_of_a_step_does_not_grow_with_the_text(kind: str, unit: str) -> None:
@@ -344,7 +346,7 @@ def _paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tree.path_tokens(node) for node in range(len(tree))}
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     st.sampled_from(sorted(TOKENIZERS)),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -561,7 +563,7 @@ def test_it_is_scored_on_tokens_of_its_own(kind: str, runner_of: Callable[..., M
     drafter.forget("0")
 
 
-@pytest.mark.parametrize("drawing", ["shared-noise", "iid"])
+@pytest.mark.parametrize("drawing", ["shared-noise", pytest.param("iid", marks=pytest.mark.slow)])
 def test_a_choice_among_them_changes_nothing(
     drawing: str, runner_of: Callable[..., ModelRunner], plain: dict[tuple[int, int], list[int]]
 ) -> None:

@@ -96,6 +96,7 @@ def plain(models: Models) -> list[list[int]]:
         return run(models.engine(None, has_device_executor=False), models.requests())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", TREES)
 def test_each_request_has_its_adapter(tree: str, models: Models, plain: list[list[int]]) -> None:
     """The tokens of ordinary steps one by one; requests with a third adapter wait until one of the others is done."""
@@ -109,6 +110,7 @@ def test_each_request_has_its_adapter(tree: str, models: Models, plain: list[lis
         assert (request.output_ids != other.output_ids) == (adapter is not None)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tree", ["off", "2,2,1"])
 @pytest.mark.parametrize("verification", ["coupled", "multi-step"])
 def test_adapters_of_steps_in_flight_are_not_mixed_up(

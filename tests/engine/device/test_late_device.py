@@ -66,6 +66,7 @@ def plain(pair: Pair) -> list[list[int]]:
     return come_and_go(make_device_engine(pair[0], has_device_executor=False), 3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("stagger", [1, 3])
 def test_steps_in_flight_use_no_memory_of_one_another(

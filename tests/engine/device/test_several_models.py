@@ -43,6 +43,7 @@ def _requests() -> list[Request]:
     return [make_request(str(i), s * 3, p, seed=i) for i, (s, p) in enumerate(zip(starts, PARAMS, strict=True))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
 @pytest.mark.parametrize("tree", TREES)
 def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, ...], models: Models) -> None:
