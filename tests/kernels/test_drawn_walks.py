@@ -121,7 +121,7 @@ def _requests(count: int, seed: int, temperatures: Sequence[float] = (1.0, 0.7, 
 
 
 @RUNS
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 999), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_decisions_are_those_of_the_rule(rule: str, run: Any, seed: int, sizes: list[int]) -> None:
     source, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)

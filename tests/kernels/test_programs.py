@@ -29,7 +29,6 @@ OF_LAYERS = [
     "gate bf",
     "low rank bf",
     "product bfloat16 fp8, 32",
-    "product bfloat16 Q4_K, 1 ",
     "routed product int4, 1 ",
     "routed product Q4_K, 512 ",
 ]

@@ -25,7 +25,7 @@ def hidden_states(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> l
 
 
 def assert_first_tokens_are_distributed_as_the_models(
-    llm: LLM, model: Any, prompt: Sequence[int], count: int = 400
+    llm: LLM, model: Any, prompt: Sequence[int], count: int = 250
 ) -> None:
     """Compare the first two tokens of many sampled answers to one prompt with their exact distribution."""
     with torch.no_grad():

@@ -166,8 +166,6 @@ QUICK = [
     Arm("coupled", "shared-noise", "2,2,1"),
     Arm("target-only", "top-k", "best-first:8", 2),
     Arm("multi-step", "without-replacement", "2,2,1"),
-    Arm("traversal", "without-replacement", "2,2,1"),
-    Arm("traversal", "hybrid", "best-first:8"),
     Arm("multi-step", "hybrid", "best-first:8", 2, COOL, select="hedge:1"),
     Arm("traversal", "iid", "best-first:8", 2, select="hedge:1"),
 ]
@@ -196,11 +194,11 @@ def test_null_arm(joint_of: Any) -> None:
     """Exact draws pass, and as often as they should."""
     joint, generator = joint_of(WARM), torch.Generator().manual_seed(0)
     distribution, values = torch.tensor(list(joint.values())).double(), []
-    for _ in range(200):
-        drawn = torch.multinomial(distribution, 4096, replacement=True, generator=generator).tolist()
+    for _ in range(100):
+        drawn = torch.multinomial(distribution, 2048, replacement=True, generator=generator).tolist()
         values.append(p_value(Counter(list(joint)[i] for i in drawn), joint))
     assert min(values) > LEVEL / len(ARMS)
-    assert 4 <= sum(value < 0.05 for value in values) <= 20
+    assert 1 <= sum(value < 0.05 for value in values) <= 12
 
 
 # ------------------------------------------------------------------------------------- known to be bad
@@ -243,7 +241,7 @@ def test_known_bad_arms_fail(
 # ---------------------------------------------------------------------------------- draws by themselves
 
 Q = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
-NUM_DRAWS = 8_000
+NUM_DRAWS = 4_000
 
 
 @functools.cache

@@ -767,8 +767,8 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
 
     def requests() -> list[Request]:
         params = [
-            SamplingParams(temperature=0.0, max_tokens=6),
-            SamplingParams(temperature=0.7, max_tokens=5, top_k=9, repetition_penalty=1.2),
+            SamplingParams(temperature=0.0, max_tokens=5),
+            SamplingParams(temperature=0.7, max_tokens=4, top_k=9, repetition_penalty=1.2),
         ]
         return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
 

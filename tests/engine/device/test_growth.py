@@ -219,7 +219,7 @@ def test_trees_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], s
 
 @interpreted
 @given(cases(), st.integers(0, 2**32 - 1))
-@settings(max_examples=8)  # the interpreter takes a third of a second for each
+@settings(max_examples=4)  # the interpreter takes a third of a second for each
 def test_trees_of_kernels_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_kernels(patch)
