@@ -60,9 +60,17 @@ def test_arguments_are_values_that_can_be_sent() -> None:
 
 
 def test_sizes_are_numbers_or_text() -> None:
-    for size, num_bytes in ((5, 5), ("1K", 1024), ("2k", 2000)):
-        assert EngineArgs("m", kv_cache_memory_bytes=size).engine_config.kv_cache_memory_bytes == num_bytes
-    with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: '5X' is not understood"):
+    for size, num_bytes in (
+        (5, 5),
+        ("1K", 1024),
+        ("2k", 2000),
+        ("3GiB", 3 << 30),
+        ("1.5kb", 1500),
+        ("2 TB", 2 * 10**12),
+    ):
+        args = EngineArgs("m", kv_cache_memory_bytes=size, offload="disk", memory_budget=size)
+        assert args.engine_config.kv_cache_memory_bytes == args.offload_config.budget_bytes == num_bytes
+    with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: '5X' is not a size"):
         EngineArgs("m", kv_cache_memory_bytes="5X")
 
 

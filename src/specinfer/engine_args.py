@@ -29,7 +29,7 @@ from specinfer.core.lookups import reserved_names
 from specinfer.core.lora import LoRAConfig
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
-from specinfer.core.sizes import parse_bytes
+from specinfer.core.sizes import parse_size
 from specinfer.core.slo import SLO
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
@@ -122,7 +122,7 @@ class EngineArgs:
         None, _MODEL, "Maximum number of prompt tokens in a step. (default: 512, or 1024 with --offload)"
     )
     kv_cache_memory_bytes: int | str | None = setting(
-        None, _MODEL, "Size of the KV caches of all models, such as 512M or 1G.", metavar="SIZE"
+        None, _MODEL, "Size of the KV caches of all models, such as 512M or 4GiB.", metavar="SIZE"
     )
     kv_cache_dtype: str = setting(
         "auto",
@@ -239,7 +239,7 @@ class EngineArgs:
             # One read of the weights of a streamed target should serve many tokens of a prompt.
             tokens = EngineConfig().max_num_batched_tokens if self.offload is None else 1024
         if isinstance(size, str):
-            size = parse_bytes("kv_cache_memory_bytes", size)
+            size = parse_size("kv_cache_memory_bytes", size)
         return EngineConfig(self.max_model_len, self.max_num_seqs, tokens, size, self.seed, self.gpu_memory_utilization)
 
     @property

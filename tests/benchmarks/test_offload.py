@@ -451,7 +451,7 @@ def refuse_to_load(*_: object, **__: object) -> None:
         ({"disk_seconds": 0.0}, "disk_seconds must be above 0"),
         ({"offload": "cpu"}, "offload: the target runs on the CPU"),
         ({"offload": "ram"}, "offload must be one of disk, cpu, not 'ram'"),
-        ({"memory_budget": "much"}, "memory_budget: 'much' is no size"),
+        ({"memory_budget": "much"}, "memory_budget: 'much' is not a size"),
         ({"memory_budget": 0}, "memory_budget: 0 is nothing"),
         ({"offload_folder": ""}, "offload_folder: an empty name"),
         (

@@ -2,36 +2,26 @@
 
 import re
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+# Single letters are vLLM's: small ones are powers of 1000, capital ones of 1024. Longer units may be in any case.
+_UNITS = {"": 1}
+for power, letter in enumerate("kmgt", 1):
+    _UNITS |= {letter: 1000**power, letter.upper(): 1024**power, f"{letter}b": 1000**power, f"{letter}ib": 1024**power}
 
 
 def parse_size(name: str, value: object) -> int:
-    """Return a size in bytes, given as a whole number or as text such as "4GiB" or "500MB".
+    """Return a size in bytes, given as a whole number or as text such as "4GiB", "500MB" or "512M".
 
     Raises:
         ValueError: The value has none of these forms, or is less than a byte.
     """
-    forms = 'give bytes, or a size such as "4GiB" or "500MB"'
+    forms = "give bytes, or a size such as 4GiB, 500MB or 512M"
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{name}: {value!r:.60} is no size; {forms}")
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,9})?)\s*([a-z]{0,3})", str(value).strip().lower(), re.ASCII)
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"{name}: {value!r:.60} is no size; {forms}")
-    size = int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+        raise ValueError(f"{name}: {value!r:.60} is not a size; {forms}")
+    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", str(value).strip(), re.ASCII)
+    unit = None if found is None else found[2] if len(found[2]) < 2 else found[2].lower()
+    if found is None or unit not in _UNITS:
+        raise ValueError(f"{name}: {value!r:.60} is not a size; {forms}")
+    size = int(float(found[1]) * _UNITS[unit]) if "." in found[1] else int(found[1]) * _UNITS[unit]
     if size < 1:
         raise ValueError(f"{name}: {value!r:.60} is nothing; {forms}")
     return size
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """Parse a size in vLLM's format: k, m, g are powers of 1000; K, M, G are powers of 1024.
-
-    Raises:
-        ValueError: The text does not have this format.
-    """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in tuple("kmgtKMGT") else (text, "")
-    if not (number.isascii() and number.isdecimal() and len(number) < 20):
-        raise ValueError(f"{name}: {text!r:.60} is not understood; give bytes, or a size such as 512M or 1G")
-    base, power = 1000 if unit.islower() else 1024, " KMGT".index(unit.upper() or " ")
-    return int(number) * int(base**power)
