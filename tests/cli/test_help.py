@@ -59,6 +59,21 @@ def refusal(*words: str, env: dict[str, str] | None = None) -> str:
         (("--logit-bias", '{"5": 1000}'), "--logit-bias[5] must be from -100 to 100"),
         (("--offload-folder", "x"), "--offload-folder: it is for targets that are streamed; set --offload disk too"),
         (("--json-schema", "/nowhere.json"), "--json-schema: no such file"),
+        (("--json-schema", "5"), "--json-schema must be a JSON schema"),
+        (("--json-schema", '{"type": "text"}'), "--json-schema: cannot be read"),
+        (("--regex", "(a"), "--regex: cannot be read"),
+        (
+            ("--json-object", "--regex", "a"),
+            "give exactly one of --json-schema, --regex, --choice, --grammar and --json-object, not --regex",
+        ),
+        (("--lora", "x=/no/such/folder"), "--lora: no folder '/no/such/folder'"),
+        (("--kv-cache-memory-bytes", "5X"), "--kv-cache-memory-bytes: '5X' is not a size; give bytes, or a size such"),
+        (
+            ("--speculative-config", "ngram"),
+            """--speculative-config must be a JSON object, such as {"method": "ngram"}""",
+        ),
+        (("--speculative-config", "{'method': 'ngram'}"), "--speculative-config: not valid JSON: "),
+        (("--logit-bias", "5:1"), """--logit-bias must be a JSON object, such as {"5": -100}, not '5:1'"""),
         (("--nnodes", "2", "--node-rank", "3", "--master-addr", "a"), "--node-rank"),
     ],
 )

@@ -8,7 +8,8 @@ from specinfer.core.flags import settings_of
 from specinfer.engine_args import EngineArgs
 
 KEYS = "specinfer.keys"  # in the metadata of a context: keys of the configuration file, by parameter
-_FLAG_NAMES = {each.name: about.name for each, about in settings_of(EngineArgs) if about.name}
+_FLAG_NAMES = {each.name: about.name for each, about in settings_of(EngineArgs) if about.name} | {"lora_path": "lora"}
+_CONSTRAINTS = re.compile(r"\b(json_object|json|regex|choice|grammar)\b(?=[ ,:]|$)")  # of structured_outputs
 _SUBJECT = re.compile(r"[a-z][a-z0-9_]*(?=(\[[^]]*\])?:? )|[a-z_]+(, [a-z_]+)+(?=: )")
 _ASSIGNMENT = re.compile(r"\b([a-z][a-z0-9_]*)=(\"([^\"]*)\"|True|N\b)")
 _LINE = re.compile(r"[^:]*, (line|entry) \d+: ")  # of a file, where fields have these names
@@ -19,6 +20,9 @@ def as_typed(message: str, context: Any) -> str:
     """Return an error message of the library with the names of settings as they were given to this command."""
     if _LINE.match(message):
         return message
+    if message.startswith("structured_outputs: "):
+        message = message.removeprefix("structured_outputs: ")
+        return _CONSTRAINTS.sub(_constraint_flag, message, count=0 if message.startswith("give ") else 1)  # 0: all
     subject = _SUBJECT.match(message)
     fields = [] if subject is None else subject[0].split(", ")
     names = [name_of(field, context) for field in fields]
@@ -35,6 +39,10 @@ def as_typed(message: str, context: Any) -> str:
 
     message = _ASSIGNMENT.sub(assigned, message)
     return beginning + _FIELD.sub(lambda match: _flag_of(match[0], context) or match[0], message)
+
+
+def _constraint_flag(match: re.Match[str]) -> str:
+    return "--json-schema" if match[1] == "json" else f"--{match[1].replace('_', '-')}"
 
 
 def name_of(field: str, context: Any) -> str | None:

@@ -80,7 +80,8 @@ class SamplingOptions:
         if self.temperature is None:
             settings["temperature"] = usual_temperature(model, SamplingParams().temperature)
         settings["max_tokens"] = max_tokens if self.max_tokens is None else self.max_tokens
-        settings["logit_bias"] = {} if self.logit_bias is None else parse_object("logit_bias", self.logit_bias)
+        bias = self.logit_bias
+        settings["logit_bias"] = {} if bias is None else parse_object("logit_bias", bias, '{"5": -100}')
         settings["stop"] = self.stop or ()
         settings["stop_token_ids"] = parse_token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:

@@ -17,13 +17,13 @@ def parse_json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: no JSON that can be read: {error}") from error
+        raise ValueError(f"{name}: not valid JSON: {error}") from error
 
 
-def parse_object(name: str, text: str) -> dict[str, Any]:
-    value = parse_json(name, text)
+def parse_object(name: str, text: str, example: str) -> dict[str, Any]:
+    value = parse_json(name, text) if text.lstrip().startswith("{") else None
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, such as {{...}}, not {text[:60]!r}")
+        raise ValueError(f"{name} must be a JSON object, such as {example}, not {text[:60]!r}")
     return value
 
 
@@ -85,7 +85,7 @@ def is_file_path(value: str) -> bool:
 def parse_token_ids(name: str, text: str | None) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if wrong := [part for part in parts if not (part.isascii() and part.isdecimal() and len(part) < 20)]:
-        raise ValueError(f"{name}: {wrong[0]!r} is no token id; give numbers with commas, such as 2,5")
+        raise ValueError(f"{name}: {wrong[0]!r} is not a token id; give numbers with commas, such as 2,5")
     return [int(part) for part in parts]
 
 
@@ -114,4 +114,5 @@ def parse_speculative_config(text: str | None) -> dict[str, Any]:
     """Return the arguments of `LLM` for vLLM's `speculative_config`, as JSON."""
     if text is None:
         return {}
-    return from_speculative_config(current_names(EngineArgs, parse_object("speculative_config", text), warn_renamed))
+    given = parse_object("speculative_config", text, '{"method": "ngram"}')
+    return from_speculative_config(current_names(EngineArgs, given, warn_renamed))
