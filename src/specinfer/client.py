@@ -29,7 +29,7 @@ def server_url(text: str) -> str:
     except ValueError:  # the port is not a number
         is_address = False
     if not is_address or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"url: {text!r:.100} is no address of a server; give one such as http://127.0.0.1:8000")
+        raise ValueError(f"url: {text!r:.100} is not the address of a server; give one such as http://127.0.0.1:8000")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -101,7 +101,7 @@ def _object(content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the server sent what is no JSON: {content[:60]!r}") from error
+        raise ValueError(f"the server sent something that is not JSON: {content[:60]!r}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"the server sent an event that is no object: {content[:60]!r}")
+        raise ValueError(f"the server sent an event that is not an object: {content[:60]!r}")
     return value

@@ -175,7 +175,7 @@ def test_random_prompts_are_the_seeds_own(server: FakeServer) -> None:
     ("changes", "told"),
     [
         ({"base_url": None}, "model: name one to serve"),
-        ({"base_url": "nowhere"}, "no address of a server"),
+        ({"base_url": "nowhere"}, "not the address of a server"),
         ({"endpoint": "audio"}, "endpoint must be one of"),
         ({"trees": ()}, "trees: none given"),
         ({"trees": ("off", "off")}, "none twice"),

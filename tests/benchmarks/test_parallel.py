@@ -405,7 +405,7 @@ def refuse_to_load(*_: object, **__: object) -> None:
         ({"splits": ("2",)}, "splits: '2' cannot be measured"),
         ({"splits": ("8x8",)}, "splits: '8x8' cannot be measured; give tensor ranks x stages of 2 to 16"),
         ({"splits": ("3x1",), "namespaces": True}, "splits: 3x1 has a number of ranks that two hosts cannot share"),
-        ({"link_latencies": ("soon",)}, "link_latencies: 'soon' is no time"),
+        ({"link_latencies": ("soon",)}, "link_latencies: 'soon' is not a time"),
         ({"link_latencies": ()}, "link_latencies: none given"),
         ({"link_bandwidth": "1"}, "link_bandwidth: '1' is no rate"),
         ({"threads": 0}, "threads must be a whole number"),

@@ -146,7 +146,7 @@ def test_an_adapter_is_that_of_all_prompts(target: str, tmp_path: Path) -> None:
     text = run("generate", merged, "the story", *words).stdout
     assert run("generate", target, "the story", *words, *given).stdout == text
     assert ANSI.sub("", run("generate", target, "the story", *words, *given, env=TERMINAL).stdout) == text
-    assert "lora: 'mine' is no adapter; write NAME=FOLDER" in refusal("generate", target, "the", "--lora", "mine")
+    assert "lora: 'mine' is not an adapter; write NAME=FOLDER" in refusal("generate", target, "the", "--lora", "mine")
     for more in ([], ["--json"], ["and"]):
         assert "adapter_config.json" in refusal("generate", target, "the", *more, "--lora", f"mine={tmp_path}")
 

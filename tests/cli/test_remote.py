@@ -163,8 +163,8 @@ def test_a_refusal_is_one_line_and_the_next_line_is_answered(server: FakeServer)
     ("events", "told"),
     [
         ([{"choices": [{"text": "a"}]}, {"error": {"message": "the engine failed"}}], "the engine failed"),
-        ([b"{no json"], "no JSON"),
-        ([b"[1]"], "no object"),
+        ([b"{no json"], "not JSON"),
+        ([b"[1]"], "not an object"),
     ],
 )
 def test_a_failure_in_mid_stream_is_reported(server: FakeServer, events: list[Any], told: str) -> None:
@@ -222,7 +222,7 @@ def test_options_of_the_engine_are_refused_together_with_an_address(
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:no", "http://x?a=1", "http://k@x"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    assert "no address of a server" in run("chat", "--url", url, code=2).stderr
+    assert "not the address of a server" in run("chat", "--url", url, code=2).stderr
 
 
 def test_an_address_may_end_in_v1() -> None:

@@ -59,11 +59,11 @@ def run_all(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b"{no json", "no JSON"),
+        (b"{no json", "not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"9" * 5000, "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[1]", "no JSON object"),
+        (b"9" * 5000, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[1]", "not a JSON object"),
         (b"{}", "custom_id"),
         (request_line("a", custom_id=""), "custom_id"),
         (request_line("a", custom_id=5), "custom_id"),
@@ -207,7 +207,7 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
 def test_what_is_no_output_is_left_as_it_is(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(line)
-    with pytest.raises(ValueError, match=r"line 1 is no line of a batch's output"):
+    with pytest.raises(ValueError, match=r"line 1 is not a line of a batch's output"):
         written_ids(path)
     assert path.read_bytes() == line
 

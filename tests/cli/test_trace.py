@@ -166,9 +166,9 @@ def test_requests_that_did_not_end_and_lines_left_out_are_reported(save: Callabl
         (0, {"version": 99}, "line 1: version 99 is newer than 1"),
         (0, {"type": "other"}, "line 1: a trace begins with a line of type trace"),
         (1, {"params": 3}, "line 2: params is missing, or of the wrong type"),
-        (1, {"prompt": 3}, "line 2: prompt is no text"),
+        (1, {"prompt": 3}, "line 2: prompt is not text"),
         (2, {"request": "else"}, "line 3: request 'else' has no line of type request before this"),
-        (2, {"path": [3]}, "line 3: path holds 3, which is no node that follows 0"),
+        (2, {"path": [3]}, "line 3: path holds 3, which is not a node that follows 0"),
         (2, {"path": [1, 9]}, "line 3: path holds 9"),
         (2, {"nodes": [node(2, 1, accepted=True)]}, "line 3: node 1 has the parent 1"),
         (2, {"nodes": [node(2, 0, accepted=True, q="much")]}, "line 3: q is missing, or of the wrong type"),
@@ -188,11 +188,11 @@ def test_a_line_that_is_no_part_of_a_trace_is_named(
     ("content", "told"),
     [
         (b"", "is empty"),
-        (b"hello\n", "line 1: no JSON"),
-        (b"[1]\n", "line 1: no JSON object"),
-        (b'{"type": "tra', "line 1: no JSON"),
-        (b"\xff\xfe\x00\n", "line 1: no JSON"),
-        (b"[" * 100_000 + b"\n", "line 1: no JSON"),
+        (b"hello\n", "line 1: not valid JSON"),
+        (b"[1]\n", "line 1: not a JSON object"),
+        (b'{"type": "tra', "line 1: not valid JSON"),
+        (b"\xff\xfe\x00\n", "line 1: not valid JSON"),
+        (b"[" * 100_000 + b"\n", "line 1: not valid JSON"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_by_line(tmp_path: Path, content: bytes, told: str) -> None:

@@ -84,7 +84,7 @@ def test_drafters() -> None:
 
 @pytest.mark.parametrize("names", [5, [None], ["a", 3], b"ab", {"a"}, {"a": 1}, True, [["a"]]], ids=repr)
 def test_drafters_that_are_no_names(names: Any) -> None:
-    with pytest.raises(ValueError, match=r'^drafters: .* is no list of names; give "auto", .* and "suffix"$'):
+    with pytest.raises(ValueError, match=r'^drafters: .* is not a list of names; give "auto", .* and "suffix"$'):
         parse_drafters(names)
 
 
@@ -95,8 +95,8 @@ def test_drafters_that_are_no_names(names: Any) -> None:
         ("", "an empty name"),
         (["a", "a"], "a, a names a drafter twice"),
         (["ngram", "auto"], '"auto" stands alone'),
-        (["none", "ngram"], '"none" is no drafter; give an empty list'),
-        ("none", '"none" is no drafter; give an empty list'),
+        (["none", "ngram"], '"none" is not a drafter; give an empty list'),
+        ("none", '"none" is not a drafter; give an empty list'),
     ],
 )
 def test_drafters_that_do_not_go_together(names: Any, part: str) -> None:

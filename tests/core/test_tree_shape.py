@@ -93,5 +93,5 @@ def test_levels_without_children(tree: str) -> None:
 
 @pytest.mark.parametrize("tree", [3, None, [1, 2], (1,), True, b"1", 1.0], ids=repr)
 def test_trees_that_are_no_text(tree: Any) -> None:
-    with pytest.raises(ValueError, match=r"^tree: .* is no string"):
+    with pytest.raises(ValueError, match=r"^tree: .* is not a string"):
         parse_tree(tree)

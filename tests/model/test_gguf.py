@@ -318,13 +318,16 @@ def test_a_space_comes_before_the_text_unless_the_file_turns_it_off(tmp_path: Pa
         ({"llama__attention__value_length": 16}, "value_length is not the size of a head, 8"),
         ({"llama__rope__scaling__type": "longrope"}, "positions scaled by 'longrope' are not read"),
         ({"split__count": 2}, "one of 2 parts; name the first one, which ends in -00001-of-00002"),
-        ({"general__alignment": 33}, "alignment of 33 is no power of two"),
-        ({"tokenizer__ggml__pre": "new-rule"}, "cuts text, 'new-rule', is not known; take the model as a folder"),
+        ({"general__alignment": 33}, "alignment of 33 is not a power of two"),
+        (
+            {"tokenizer__ggml__pre": "new-rule"},
+            "its pre-tokenizer, 'new-rule', is not known; take the model as a folder",
+        ),
         ({"tokenizer__ggml__model": "rwkv"}, "tokenizer is of kind 'rwkv'"),
         ({"tokenizer__ggml__tokens": ["a"] * 97}, "names 97 tokens, and has embeddings of 96"),
         ({"tokenizer__ggml__tokens": [1, 2]}, "tokens is a list of int"),
         ({"tokenizer__ggml__token_type": [1]}, "1 types for 96 tokens"),
-        ({"tokenizer__ggml__eos_token_id": 96}, "eos_token_id is 96, which is no token"),
+        ({"tokenizer__ggml__eos_token_id": 96}, "eos_token_id is 96, which is not a token"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -347,14 +350,14 @@ def edited(path: Path, at: int, form: str, value: int) -> None:
 @pytest.mark.parametrize("size", [0, 3, 20, 24, 60, 1000, -1, -5000])
 def test_files_that_are_cut_short_are_refused(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ModelError, match=r"tiny\.gguf: .*(cut short|no GGUF file|ends before)"):
+    with pytest.raises(ModelError, match=r"tiny\.gguf: .*(cut short|not a GGUF file|ends before)"):
         find_folder(file)
 
 
 @pytest.mark.parametrize(
     ("at", "form", "value", "message"),
     [
-        (0, "<I", 0, "it is no GGUF file; name one"),
+        (0, "<I", 0, "it is not a GGUF file; name one"),
         (4, "<I", 1, "version 1 of the format is not read"),
         (
             4,

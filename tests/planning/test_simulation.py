@@ -411,7 +411,7 @@ def test_times(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "ms", "-1ms", "1 min", "1e3ms", "nan s", "99999s", "1ms 2ms"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match=r"link_latency: .* is no time"):
+    with pytest.raises(ValueError, match=r"link_latency: .* is not a time"):
         parse_seconds("link_latency", text)
 
 
@@ -440,11 +440,11 @@ def test_what_is_no_rate(text: str) -> None:
         ({"per_machine": 0}, "per_machine must be"),
         ({"scale": 0.0}, "scale must be"),
         ({"scale": float("nan")}, "scale must be"),
-        ({"link_latency": "1"}, "link_latency: '1' is no time"),
+        ({"link_latency": "1"}, "link_latency: '1' is not a time"),
         ({"inner_bandwidth": "fast"}, "inner_bandwidth: 'fast' is no rate"),
         ({"memory_bandwidth": "1"}, "memory_bandwidth: '1' is no rate"),
         ({"device_memory": "some"}, "device_memory"),
-        ({"message_overhead": "-1us"}, "message_overhead: '-1us' is no time"),
+        ({"message_overhead": "-1us"}, "message_overhead: '-1us' is not a time"),
     ],
 )
 def test_bad_machines_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -507,7 +507,7 @@ def test_the_command_plans_past_the_machine(folders: tuple[str, str], capsys: py
     [
         (["--link-latency", "5ms"], "--link-latency: it is about machines to be simulated; add --simulate"),
         (["--machines", "3"], "machines: it is about machines to be simulated; add --simulate"),
-        (["--simulate", "--link-latency", "soon"], "--link-latency: 'soon' is no time"),
+        (["--simulate", "--link-latency", "soon"], "--link-latency: 'soon' is not a time"),
         (["--simulate", "--machines", "0"], "machines must be a whole number from 1 to 1024"),
     ],
 )

@@ -49,13 +49,13 @@ def post(
         (b"7", "JSON object"),
         (b"null", "JSON object"),
         (b'"text"', "JSON object"),
-        (b"{", "no JSON"),
-        (b"\xef\xbb\xbf{}", "no JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xef\xbb\xbf{}", "not valid JSON"),
         (b'{"prompt": "\xff"}', "UTF-8"),
         ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
         (b"[" * 100_000 + b"]" * 100_000, "nested deeper"),
         (b'{"prompt":[' + b"[1]," * 100_000 + b"[1]]}", "more than 100000 lists and objects"),
-        (b'{"prompt":"' + b'[\\"' * 1_000_000, "no JSON"),  # quadratic time would be hours
+        (b'{"prompt":"' + b'[\\"' * 1_000_000, "not valid JSON"),  # quadratic time would be hours
         (b'{"tokens":[' + b"5," * 1_000_000 + b"5]}", "more than 262144 values"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested deeper"),
         (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
@@ -90,7 +90,7 @@ def test_a_sound_body_passes(llm: LLM) -> None:
     assert post(llm, b'{"prompt": "a", "tools": null, "model": "tiny"}').status_code == 200
     # A pair of surrogates is one character, and long digits in a text are no number.
     assert post(llm, b'{"prompt": "\\ud83d\\ude42 12345678901234567890"}').status_code == 200
-    assert "deep: is no field" in error_of(post(llm, b'{"prompt": "a", "deep": ' + deep + b"}"))["message"]
+    assert "deep: is not a field" in error_of(post(llm, b'{"prompt": "a", "deep": ' + deep + b"}"))["message"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_an_empty_body_and_an_unknown_field_are_explained(llm: LLM) -> None:
     assert empty.status_code == 400
     assert error_of(empty)["message"] == "body: is empty; send a JSON object, {...}"
     extra = post(llm, b'{"prompt": "a", "prompt_": 1}')
-    assert error_of(extra)["message"] == "prompt_: is no field of this request; leave it out"
+    assert error_of(extra)["message"] == "prompt_: is not a field of this request; leave it out"
 
 
 def test_a_body_that_is_too_large_is_refused_whole_and_in_chunks(llm: LLM) -> None:

@@ -224,18 +224,18 @@ def test_the_model_on_the_command_line_goes_first(served: list[Service], tmp_pat
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("prot: 80", "'prot' is no setting"),
-        ("config: other.yaml", "'config' is no setting"),
-        ("help: true", "'help' is no setting"),
-        ("5: 6", "5 is no setting"),
+        ("prot: 80", "'prot' is not a setting"),
+        ("config: other.yaml", "'config' is not a setting"),
+        ("help: true", "'help' is not a setting"),
+        ("5: 6", "5 is not a setting"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "given twice"),
         ("port: many", "server.yaml: port must be an integer, not 'many'"),
         ("port: 80.5", "port must be an integer"),
         ("port: true", "port must be an integer"),
         ("no-page: maybe", "no-page must be true or false"),
         ("- port", "names and values"),
-        ("port: [", "no YAML"),
-        ("port: !!python/object/apply:os.getcwd []", "no YAML"),
+        ("port: [", "not valid YAML"),
+        ("port: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(served: list[Service], tmp_path: Path, text: str, part: str) -> None:
@@ -318,7 +318,10 @@ def test_keys_of_a_file_may_have_names_and_limits(served: list[Service], tmp_pat
         ("max-num-seqs=0", "max-num-seqs must be at least 1, not 0"),
         ("max-num-seqs=many", "max-num-seqs must be a whole number, not 'many'"),
         ("max-num-seqs=-1", "max-num-seqs must be a whole number, not '-1'"),
-        ("max-tokens=5", "'max-tokens' is no setting of a key; use name, max-num-seqs, max-num-queued-reqs, max-tok"),
+        (
+            "max-tokens=5",
+            "'max-tokens' is not a setting of a key; use name, max-num-seqs, max-num-queued-reqs, max-tok",
+        ),
         ("max-num-seqs=1 max_num_seqs=2", "max-num-seqs is given twice; give it once"),
         ("name=", "name: is empty; write a name after ="),
         ("name=a/b", "name: 'a/b' must be up to 64 letters"),

@@ -248,7 +248,10 @@ def test_errors(clients: Clients) -> None:
         ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\]\.role"),
         ({"system": 5}, "system: must be text"),
         ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\]\.content: empty"),
-        ({"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]}, r"content\[0\]\.input: is no JSON"),
+        (
+            {"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]},
+            r"content\[0\]\.input: is not valid JSON",
+        ),
         ({"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": 5}]}]}, r"content\[0\]\.tool_use_id"),
         ({"output_config": {"format": {"type": "json_schema"}}}, r"output_config\.format: must be"),
         ({"extra_body": {"temperature": -1.0}}, "temperature"),

@@ -152,7 +152,7 @@ def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_log(tmp_path / "missing")
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ValueError, match="is not text"):
         read_log(path)
 
 

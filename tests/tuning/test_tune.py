@@ -413,7 +413,7 @@ def test_bad_options_are_one_line_before_any_work(target: str, data: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "give 0 prompts"), (b"one line\n", "give more text"), (b"\x89PNG\r\n\0", "no UTF-8 text")],
+    [(b"", "give 0 prompts"), (b"one line\n", "give more text"), (b"\x89PNG\r\n\0", "not UTF-8 text")],
 )
 def test_data_that_nothing_can_be_learned_from(target: str, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)

@@ -34,7 +34,7 @@ def _values(path: str, known: set[str]) -> tuple[dict[str, Any], dict[str, str]]
         name = str(key).replace("-", "_")
         if name not in known:
             raise UsageError(
-                f"config: {path}: {key!r:.60} is no setting; keys are the names of flags, such as max-num-seqs"
+                f"config: {path}: {key!r:.60} is not a setting; keys are the names of flags, such as max-num-seqs"
             )
         if name in values:
             raise UsageError(f"config: {path}: {key} is given twice; leave one out")
@@ -54,7 +54,7 @@ def _read(path: str) -> Mapping[Any, Any]:
     except OSError as error:
         raise UsageError(f"config: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"config: {path} is no YAML that can be read: {error}") from error
+        raise UsageError(f"config: {path} is not valid YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, Mapping):

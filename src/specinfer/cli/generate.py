@@ -106,7 +106,7 @@ def _rendered(lines: "Sequence[PromptLine]", llm: "LLM") -> "tuple[list[Prompt],
 def _adapter(text: str) -> LoRARequest:
     name, _, folder = text.partition("=")
     if not (name and folder):
-        raise ValueError(f"lora: {text!r:.80} is no adapter; write NAME=FOLDER")
+        raise ValueError(f"lora: {text!r:.80} is not an adapter; write NAME=FOLDER")
     return LoRARequest(name, 1, folder)
 
 

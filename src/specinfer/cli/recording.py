@@ -78,7 +78,7 @@ class Step:
         parents = (0, *path)
         for parent, place in zip(parents, path, strict=False):
             if type(place) is not int or not 1 <= place <= len(nodes) or nodes[place - 1].parent != parent:
-                raise ValueError(f"path holds {place!r}, which is no node that follows {parent}")
+                raise ValueError(f"path holds {place!r}, which is not a node that follows {parent}")
         root, last = _typed(record, "root", dict), record.get("next")
         return cls(
             time=float(_typed(record, "time", (int, float))),
@@ -198,7 +198,7 @@ class Recording:
         if prompt is None:
             prompt = " ".join(f"#{token}" for token in _typed(record, "prompt_token_ids", list))
         elif not isinstance(prompt, str):
-            raise ValueError("prompt is no text")
+            raise ValueError("prompt is not text")
         self._open[name] = Recorded(name, prompt, _typed(record, "params", dict))
         self.requests.append(self._open[name])
 
@@ -223,9 +223,9 @@ def _parsed(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError("no JSON") from error
+        raise ValueError("not valid JSON") from error
     if not isinstance(record, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return record
 
 

@@ -246,14 +246,14 @@ def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | No
         return None
     given = (drafters,) if isinstance(drafters, str | os.PathLike) else drafters
     if not isinstance(given, Sequence) or not all(isinstance(name, str | os.PathLike) for name in given):
-        raise ValueError(f"drafters: {drafters!r:.60} is no list of names; give {_DRAFTER_FORMS}")
+        raise ValueError(f"drafters: {drafters!r:.60} is not a list of names; give {_DRAFTER_FORMS}")
     names = tuple(map(str, given))
     if not all(names):
         raise ValueError(f"drafters: an empty name; give {_DRAFTER_FORMS}")
     if "auto" in names:
         raise ValueError(f'drafters: "auto" stands alone and in no list; give {_DRAFTER_FORMS}')
     if "none" in names:
-        raise ValueError(f'drafters: "none" is no drafter; give an empty list for none, or {_DRAFTER_FORMS}')
+        raise ValueError(f'drafters: "none" is not a drafter; give an empty list for none, or {_DRAFTER_FORMS}')
     # "ngram" is always the drafter of that name, even if there is a folder called "ngram".
     places = {name if name in reserved_names() or not os.path.isdir(name) else os.path.realpath(name) for name in names}
     if len(places) < len(names):

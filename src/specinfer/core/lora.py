@@ -95,7 +95,7 @@ def _parse(text: str) -> list[tuple[str, str]]:
     if not text.lstrip().startswith(("{", "[")):
         name, _, path = text.partition("=")
         if not name or not path:
-            raise ValueError(f"lora_modules: {text!r:.80} is no adapter; write NAME=PATH")
+            raise ValueError(f"lora_modules: {text!r:.80} is not an adapter; write NAME=PATH")
         return [(name, path)]
     try:
         fields = json.loads(text)
@@ -103,5 +103,5 @@ def _parse(text: str) -> list[tuple[str, str]]:
         return [(one["name"], one["path"]) for one in listed]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f'lora_modules: {text!r:.80} is no adapter; write {{"name": "NAME", "path": "PATH"}}'
+            f'lora_modules: {text!r:.80} is not an adapter; write {{"name": "NAME", "path": "PATH"}}'
         ) from error

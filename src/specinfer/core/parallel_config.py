@@ -77,7 +77,7 @@ class ParallelConfig:
             if self.nnodes > 1:
                 raise ValueError("master_addr: several machines need the address of machine 0; name it")
         elif not _is_host(self.master_addr):
-            raise ValueError(f"master_addr: {self.master_addr!r:.60} is no host name and no address")
+            raise ValueError(f"master_addr: {self.master_addr!r:.60} is neither a host name nor an address")
         if self.cluster_cert is not None:
             make_tls(self.cluster_cert)
         self.check_cluster("nnodes", self.nnodes)

@@ -95,7 +95,7 @@ def _schema_text(schema: object) -> str:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         if "integer string conversion" in reason:
             reason = "a number has thousands of digits"
-        raise ValueError(f"structured_outputs: json is no JSON schema that can be read: {reason}") from error
+        raise ValueError(f"structured_outputs: json is not a valid JSON schema: {reason}") from error
     if not isinstance(value, dict):
         raise ValueError(f"structured_outputs: json must be a JSON schema, an object such as {{...}}, not {text:.60}")
     return text

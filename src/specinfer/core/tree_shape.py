@@ -33,7 +33,7 @@ def parse_tree(tree: str) -> TreeShape:
     if tree == "off":
         return TreeShape()
     if not isinstance(tree, str):
-        raise ValueError(f"tree: {tree!r} is no string; {_TREE_FORMS}")
+        raise ValueError(f"tree: {tree!r} is not a string; {_TREE_FORMS}")
     if tree.startswith(f"{BEST_FIRST}:"):
         return _parse_best_first(tree)
     parts = [part.strip() for part in tree.strip().removeprefix("<").removesuffix(">").split(",")]

@@ -123,7 +123,7 @@ def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
     except ValueError as error:
         raise ModelError(f"model: {file} is damaged; fetch the model again") from error
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise ModelError(f"model: {file} is no list of token ids; write such a list, or remove the file")
+        raise ModelError(f"model: {file} is not a list of token ids; write such a list, or remove the file")
     if any(a >= b for a, b in pairwise(ids)):
         raise ModelError(f"model: the token ids of {file} do not ascend; sort them, and let none occur twice")
     if not 0 <= ids[0] <= ids[-1] < vocab_size:

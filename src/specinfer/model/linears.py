@@ -160,7 +160,9 @@ def cut_head(model: nn.Module, token_ids: Tensor) -> None:
     """
     names = _head_names(model)
     if len(names) != 1:
-        raise ModelError("model: its output head is no linear layer, and cannot be cut to a token map; remove the file")
+        raise ModelError(
+            "model: its output head is not a linear layer, and cannot be cut to a token map; remove the file"
+        )
     head: Any = model.get_submodule(names[0])
     weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
     bias = None if head.bias is None else nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)

@@ -45,7 +45,7 @@ def parse_seconds(name: str, text: str) -> float:
     found = _TIME.fullmatch(text.strip().lower())
     seconds = math.nan if found is None else float(found[1]) * _SECONDS[found[2]]
     if not seconds <= MAX_SECONDS:
-        raise ValueError(f'{name}: {text!r} is no time; give a number and a unit, such as "1ms" or "20us"')
+        raise ValueError(f'{name}: {text!r} is not a time; give a number and a unit, such as "1ms" or "20us"')
     return seconds
 
 

@@ -207,7 +207,7 @@ class CostModel:
         target = StreamedCurve.from_dict(passes) if isinstance(passes, dict) else _read_curve(*passes)
         read_token, draft_start = float(numbers["read_token"]), float(numbers["draft_start"])
         if not (0 <= read_token < math.inf and 0 <= draft_start < math.inf):
-            raise ValueError("read_token or draft_start is no time")
+            raise ValueError("read_token or draft_start is not a time")
         return cls(target, draft_level, read_token, draft_start)
 
 

@@ -245,7 +245,7 @@ def read_log(path: str | Path) -> StepLog:
     except OSError as error:
         raise ValueError(f"log: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"log: {path} is no text; give a file written with --step-log") from error
+        raise ValueError(f"log: {path} is not text; give a file written with --step-log") from error
     entries: list[StepEntry] = []
     slots: tuple[str, ...] = ()
     names: tuple[str, ...] = ()

@@ -57,9 +57,9 @@ def read_line(data: bytes) -> BatchLine:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        return BatchLine(None, error=f"the line is no JSON that can be read: {reason}")
+        return BatchLine(None, error=f"the line is not valid JSON: {reason}")
     if not isinstance(value, dict):
-        return BatchLine(None, error="the line is no JSON object")
+        return BatchLine(None, error="the line is not a JSON object")
     name, method, url, body = (value.get(key) for key in ("custom_id", "method", "url", "body"))
     if not isinstance(name, str) or not name:
         return BatchLine(None, error="custom_id: give text that is not empty, another for each line")
@@ -91,7 +91,7 @@ def written_ids(path: Path) -> set[str]:
             try:
                 name = json.loads(line)["custom_id"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(f"output_file: {path}, line {number} is no line of a batch's output") from error
+                raise ValueError(f"output_file: {path}, line {number} is not a line of a batch's output") from error
             if name is not None:
                 found.add(name)
             end += len(line)

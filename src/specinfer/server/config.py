@@ -117,12 +117,14 @@ class ServerConfig:
             raise ValueError("ssl_certfile and ssl_keyfile belong together; give both or neither")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"otlp_endpoint: {self.otlp_endpoint!r:.60} is no address; write it as http://localhost:4318/v1/traces"
+                f"otlp_endpoint: {self.otlp_endpoint!r:.60} is not a URL; write it as http://localhost:4318/v1/traces"
             )
         self._check_keys()
         for origin in self.allowed_origins:
             if origin != "*" and ("://" not in origin or origin.count("/") != 2):
-                raise ValueError(f"allowed_origins: {origin!r:.60} is no origin; write it as https://chat.example.org")
+                raise ValueError(
+                    f"allowed_origins: {origin!r:.60} is not an origin; write it as https://chat.example.org"
+                )
 
     def _check_keys(self) -> None:
         for key in self.api_keys:
@@ -131,7 +133,7 @@ class ServerConfig:
         if not (self.api_keys or self.insecure or self.uds or is_loopback(self.host)):
             raise ValueError(
                 f"host: {self.host} lets other machines in, and there is no API key; set SPECINFER_API_KEY or give "
-                "--api-key-file, listen on 127.0.0.1, or say --insecure if the network is trusted"
+                "--api-key-file, listen on 127.0.0.1, or give --insecure if the network is trusted"
             )
 
     @property

@@ -137,7 +137,7 @@ class Connection(H11Protocol):
         elif hint == 413:
             error = ApiError(413, str(exception), code="request_too_large")
         else:
-            error = ApiError(400, f"{msg} It is no HTTP/1.1 that can be read", code="invalid_request")
+            error = ApiError(400, f"{msg} It is not valid HTTP/1.1", code="invalid_request")
         body = json.dumps(error.body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         headers.append(("x-request-id", uuid.uuid4().hex))

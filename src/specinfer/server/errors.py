@@ -98,7 +98,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, "body: is empty; send a JSON object, {...}", code="invalid_json")
     field = _field_name(place[1:] if place and place[0] in ("body", "query", "path", "header") else place)
     message = str(first.get("msg", "not understood")).removeprefix("Value error, ")
-    message = "is no field of this request; leave it out" if first.get("type") == "extra_forbidden" else message
+    message = "is not a field of this request; leave it out" if first.get("type") == "extra_forbidden" else message
     message = message if field is None or message.startswith(field) else f"{field}: {message[:1].lower()}{message[1:]}"
     code = "missing_field" if first.get("type") == "missing" else "invalid_value"
     return ApiError(400, message, param=field, code=code)

@@ -38,7 +38,7 @@ def read_body(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _refused(f"nested deeper than {MAX_DEPTH} levels; flatten it") from None
     except ValueError as error:
-        raise _refused(f"no JSON that can be read: {error}") from None
+        raise _refused(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise _refused("must be a JSON object, {...}")
     if _is_deep(value):
@@ -115,7 +115,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON number; leave it out")
+    raise ValueError(f"{word} is not a JSON number; leave it out")
 
 
 def _float(digits: str) -> float:

@@ -96,7 +96,7 @@ def _settings(words: Collection[str]) -> KeySettings:
             name = name.replace("-", "_")
             if name not in ("name", *_LIMITS):
                 known = ", ".join(each.replace("_", "-") for each in ("name", *_LIMITS))
-                raise ValueError(f"{word.partition('=')[0]!r:.60} is no setting of a key; use {known}")
+                raise ValueError(f"{word.partition('=')[0]!r:.60} is not a setting of a key; use {known}")
             if name in given:
                 raise ValueError(f"{name.replace('_', '-')} is given twice; give it once")
             given[name] = value

@@ -157,7 +157,7 @@ class _Reader:
         except OSError as error:
             raise CorpusError(f"data: {path} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:
-            raise CorpusError(f"data: {path} is no UTF-8 text (byte {error.start}); leave it out") from error
+            raise CorpusError(f"data: {path} is not UTF-8 text (byte {error.start}); leave it out") from error
         if "\0" in text:
             raise CorpusError(f"data: {path} is binary, not text; leave it out")
         if path.suffix in _JSON_LINES:
@@ -185,7 +185,7 @@ class _Reader:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorpusError(f"data: {place} is no JSON; mend or delete the line") from error
+            raise CorpusError(f"data: {place} is not valid JSON; mend or delete the line") from error
         if isinstance(record, str):
             return self._encode(record, place)
         if not isinstance(record, dict):

@@ -42,5 +42,5 @@ def test_a_file_cut_by_any_number_of_bytes_is_refused(tmp_path: Path, missing: i
 @pytest.mark.parametrize("size", [8, HEADER - 1])
 def test_a_file_that_ends_in_its_header_is_refused(tmp_path: Path, size: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(DATA[:size])
-    with pytest.raises(ModelError, match="is no safetensors file that can be read"):
+    with pytest.raises(ModelError, match="is not a safetensors file that can be read"):
         Shards(tmp_path)

@@ -172,7 +172,7 @@ def _read_call(field: str, call: Any, call_format: ToolFormat) -> Message:
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{field}.function.arguments: is no JSON: {error}") from error
+            raise RequestError(f"{field}.function.arguments: is not valid JSON: {error}") from error
     if _depth_of(arguments) > _MAX_DEPTH:
         raise RequestError(f"{field}.function.arguments: nested too deeply; have at most {_MAX_DEPTH} levels")
     if not isinstance(arguments, Mapping):

@@ -172,7 +172,7 @@ class ChatTemplate:
             is_known = name in code.names or name in _ALWAYS_KWARGS
             if not isinstance(name, str) or name in taken or name.startswith("_") or not is_known:
                 raise RequestError(
-                    f"chat_template_kwargs: {name!r:.60} is no name that this template takes; leave it out"
+                    f"chat_template_kwargs: {name!r:.60} is not a variable of this template; leave it out"
                 )
             is_plain = value is None or isinstance(value, (bool, int, float, str))
             if not is_plain or (isinstance(value, str) and len(value) > _MAX_KWARG_CHARACTERS):

@@ -81,7 +81,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         first = str(error).partition("\n")[0]
         raise ModelError(f"lora_path: {file} cannot be read: {first:.200}") from error
     if not isinstance(tensors, dict) or not all(isinstance(one, Tensor) for one in tensors.values()):
-        raise ModelError(f"lora_path: {file} cannot be read: it is no dict of tensors")
+        raise ModelError(f"lora_path: {file} cannot be read: it is not a dict of tensors")
     return {str(key): tensor for key, tensor in tensors.items()}
 
 

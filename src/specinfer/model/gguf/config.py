@@ -146,7 +146,7 @@ def token_id(header: GgufHeader, name: str) -> int | None:
     """
     found: int | None = header.get(f"tokenizer.ggml.{name}", int)
     if found is not None and not 0 <= found < header.tensors["token_embd.weight"].shape[0]:
-        raise GgufError(header.path, f"tokenizer.ggml.{name} is {found}, which is no token")
+        raise GgufError(header.path, f"tokenizer.ggml.{name} is {found}, which is not a token")
     return found
 
 

@@ -125,7 +125,7 @@ def _read_part(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             size = path.stat().st_size
             if size < 24 or file.read(4) != b"GGUF":
-                raise GgufError(path, "it is no GGUF file", "name one, or a model folder")
+                raise GgufError(path, "it is not a GGUF file", "name one, or a model folder")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
     except OSError as error:
@@ -149,7 +149,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         metadata[key] = cursor.value(path, *cursor.take("<I"))
     alignment = metadata.get("general.alignment", 32)
     if alignment not in {2**i for i in range(_MAX_ALIGNMENT.bit_length())}:
-        raise GgufError(path, f"its alignment of {str(alignment)[:40]} is no power of two")
+        raise GgufError(path, f"its alignment of {str(alignment)[:40]} is not a power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name = cursor.text()

@@ -136,7 +136,7 @@ def _tokens(header: GgufHeader) -> list[str]:
 def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
     rule = header.get("tokenizer.ggml.pre", str)
     if rule not in _SPLITS:
-        raise GgufError(header.path, f"how its tokenizer cuts text, {rule!r}, is not known", _NO_TOKENIZER)
+        raise GgufError(header.path, f"its pre-tokenizer, {rule!r}, is not known", _NO_TOKENIZER)
     vocabulary = _vocabulary(tokens)
     merges = []
     for merge in _list(header, "merges", str) or ():

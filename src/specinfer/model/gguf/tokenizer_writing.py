@@ -65,7 +65,7 @@ def _byte_level(state: Mapping[str, Any]) -> dict[str, Any]:
     is_known = (state["normalizer"] or {}).get("type", "NFC") == "NFC"
     rule = name_rule(state["pre_tokenizer"]) if is_known else None
     if rule is None or bool(model.get("ignore_merges")) != (rule in LLAMA3_RULES):
-        raise refusal("how its tokenizer cuts text has no name that is known in GGUF files")
+        raise refusal("its pre-tokenizer has no known name in GGUF files")
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": rule,

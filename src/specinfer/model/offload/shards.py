@@ -176,7 +176,7 @@ def _sources(file: DirectFile) -> dict[str, Source]:
         header, start = _header(file)
         return {name: _source(file, entry, start) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model: {file.path} is no safetensors file that can be read: {error}") from error
+        raise ModelError(f"model: {file.path} is not a safetensors file that can be read: {error}") from error
 
 
 def _header(file: DirectFile) -> tuple[dict[str, Any], int]:

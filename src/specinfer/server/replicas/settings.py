@@ -60,7 +60,7 @@ def read_counts(words: str) -> tuple[int, int]:
     """
     found = _COUNTS.fullmatch(words.strip())
     if found is None:
-        raise ValueError(f"replicas: {words!r:.40} is no number of replicas; write 2, or 1:3 for one to three")
+        raise ValueError(f"replicas: {words!r:.40} is not a number of replicas; write 2, or 1:3 for one to three")
     return int(found[1]), int(found[2] or found[1])
 
 
