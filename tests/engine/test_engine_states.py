@@ -118,7 +118,7 @@ def _machine(runners: Runners, max_in_flight: int = 1, family: str = "llama") ->
 def test_any_order_of_things(max_in_flight: int, runner_of: Runners) -> None:
     run_state_machine_as_test(
         _machine(runner_of, max_in_flight),
-        settings=_settings(25, 25),
+        settings=_settings(15, 25),
     )
 
 

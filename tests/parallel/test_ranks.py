@@ -38,6 +38,12 @@ def _say(llm: LLM, params: Sequence[SamplingParams] = _PARAMS) -> list[list[int]
     return [list(one.token_ids) for output in outputs for one in output.outputs]
 
 
+def _tokens_in_a_pass(llm: LLM) -> float:
+    """Mean number of tokens that a pass adds to a request."""
+    metrics = llm.engine.metrics
+    return metrics.num_generated / sum(step.num_requests for step in metrics.recent)
+
+
 def _folder(place: Path, family: str, **changes: Any) -> str:
     save_tokenizer(save_model(place, family, **changes))
     return str(place)
@@ -47,6 +53,7 @@ def _folder(place: Path, family: str, **changes: Any) -> str:
 # keys and values of 8 bits.
 _SPLITS = [("llama", (2, 1)), ("qwen3_5_text", (1, 2))]
 _KV_CACHE_DTYPES = {_SPLITS[1]: "fp8"}
+_COPIES = {_SPLITS[0]: ("self:int8",)}  # each rank drafts with its part of the target, too
 _MORE_SPLITS = [
     ("qwen3_next", (2, 1)), ("granitemoehybrid", (2, 1)), ("mpt", (1, 2)),
     ("qwen3_next", (1, 2)), ("kimi_linear", (1, 2)), ("recurrent_gemma", (1, 2)), ("granitemoehybrid", (1, 2)),
@@ -63,17 +70,19 @@ _MORE_SPLITS = [
 )
 def test_several_processes_generate_what_one_does(family: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """Greedy, seeded, trees, a grammar and several outputs in one batch; prompts in chunks."""
-    folder = _folder(tmp_path, family)
+    copies = _COPIES.get((family, sizes), ())
+    folder = _folder(tmp_path, family, **(_WIDE if copies else {}))
     drafter = str(save_model(tmp_path / "drafter", family, noise=0.2))
-    settings = SETTINGS | {"drafters": [drafter, "ngram"]}
+    settings = SETTINGS | {"drafters": [drafter, *copies, "ngram"]}
     settings["kv_cache_dtype"] = _KV_CACHE_DTYPES.get((family, sizes), "auto")
     with LLM(folder, **settings) as llm:
-        expected = _say(llm)
+        expected, tokens = _say(llm), _tokens_in_a_pass(llm)
     with LLM(folder, **settings, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]) as llm:
         ids = workers(llm)
         assert len(ids) == sizes[0] * sizes[1] - 1
         assert not any(listening_places(one) for one in (os.getpid(), *ids)), "a port for strangers"
         assert _say(llm) == expected
+        assert _tokens_in_a_pass(llm) == pytest.approx(tokens, rel=0.05)
         assert _say(llm) == expected
         assert llm.engine.metrics.num_generated
         cache = llm.target.cache
@@ -82,14 +91,15 @@ def test_several_processes_generate_what_one_does(family: str, sizes: tuple[int,
     assert not any(map(is_alive, ids))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "sizes", "drafter", "streams"),
     [
         ("llama", (2, 1), "self:int8", False),
-        pytest.param("llama", (1, 2), "self:int8", True, marks=pytest.mark.distributed),
-        pytest.param("llama", (1, 2), "self:sparse", False, marks=pytest.mark.distributed),
-        pytest.param("llama", (2, 2), "self:int4-sparse", False, marks=pytest.mark.distributed),
-        pytest.param("qwen3_5_text", (1, 2), "self:int8", False, marks=pytest.mark.distributed),
+        ("llama", (1, 2), "self:int8", True),
+        ("llama", (1, 2), "self:sparse", False),
+        ("llama", (2, 2), "self:int4-sparse", False),
+        ("qwen3_5_text", (1, 2), "self:int8", False),
     ],
     ids=str,
 )
@@ -103,8 +113,7 @@ def test_each_rank_drafts_with_its_part_of_the_target_itself(
     folder, found = _folder(tmp_path / "model", family, **_WIDE), []
     for split in ({}, {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}):
         with LLM(folder, **settings, **split) as llm:
-            texts, metrics = _say(llm), llm.engine.metrics
-            found.append((texts, metrics.num_generated / sum(step.num_requests for step in metrics.recent)))
+            found.append((_say(llm), _tokens_in_a_pass(llm)))
             assert llm.target.cache.is_balanced()
             assert llm.target.cache.num_owned == 0
     (texts, tokens), (split_texts, split_tokens) = found

@@ -27,7 +27,7 @@ def _learned(name: str, num_requests: int) -> tuple[SimulatedDrafting, AutoPolic
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("num_requests", [1, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [8, 1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MACHINES)
 def test_auto_is_as_fast_as_the_best_fixed_tree(name: str, num_requests: int) -> None:
     run, policy = _learned(name, num_requests)

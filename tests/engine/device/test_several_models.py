@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
         assert cache.num_owned == 0
 
 
-@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+@pytest.mark.parametrize("lookups", [pytest.param((), marks=pytest.mark.slow), ("suffix",)])
 def test_fixed_trees_are_those_of_ordinary_steps(lookups: tuple[str, ...], models: Models) -> None:
     """Merged node for node, so the same path is kept in each step, and what is learned of each drafter is the same."""
     counts, tables = [], []
