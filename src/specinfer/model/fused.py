@@ -82,7 +82,10 @@ class FusedDecoder(nn.Module):
             return
         is_tied = self.head is not None and head._parameters.get("weight") is embedding.weight
         # A tied embedding is read from the packed head, unless the head is rounded, which loses the original.
-        self.embedding = None if is_tied and packing.bits is None else embedding.weight.detach()
+        if not is_tied or packing.bits is not None:
+            weight = embedding.weight.detach()
+            # A view of a mapped file would keep all of it resident.
+            self.embedding = weight if weight.untyped_storage().resizable() else weight.clone()
 
     def forward(
         self,

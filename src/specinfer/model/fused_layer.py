@@ -33,6 +33,7 @@ from specinfer.model.layer_factors import factors_of
 from specinfer.model.layer_families import activation_of, eps_of, kind_of
 from specinfer.model.layer_kind import LayerKind, PartKind, find, type_of, window_of
 from specinfer.model.linears import ROUTER
+from specinfer.model.offload.budget import release_freed_memory
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.packing import GATES_OF_PANEL, Origin, Packing, are_alike, call_of, can_join
 from specinfer.model.rotations import Rotations, Table
@@ -274,6 +275,7 @@ def taken_apart(layers: nn.ModuleList) -> Iterator[nn.Module]:
     while len(layers):
         yield layers[0]
         del layers[0]
+        release_freed_memory()  # else half of the weights are in memory once more in the end
 
 
 def norm_weight(norm: Any, kind: LayerKind) -> Tensor:

@@ -1,4 +1,4 @@
-"""The peak memory of a process with a streamed target, as the operating system counts it."""
+"""The memory of a process, as the operating system counts it."""
 
 import subprocess
 import sys
@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from native import native
 from specinfer.model.offload import budget
 from specinfer.model.offload.stream import Stream
+from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
 from tiny import FAMILIES
 
 _SIZES = {
@@ -50,6 +52,27 @@ print(num_bytes, int(peak[1]) * 1024, stream.num_resident, stream.num_layers)
 llm.shutdown()
 """
 
+_LOADING = """
+import re, sys
+from pathlib import Path
+import torch
+from specinfer.model import load
+
+def resident(kind):
+    return int(re.search(rf"Rss{kind}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def at_the_end():
+    before = resident("Anon")
+    release()
+    kept.append(before - resident("Anon"))
+
+release, load.release_freed_memory = load.release_freed_memory, at_the_end
+for folder, quantization in zip(sys.argv[1:], (None, "int8")):
+    kept, files = [], resident("File")
+    loaded = load.load_model(Path(folder), torch.bfloat16, torch.device("cpu"), quantization)
+    print(*kept, resident("File") - files, loaded.num_bytes)
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,6 +95,18 @@ def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: 
     num_bytes, peak, num_resident, num_layers = map(int, numbers.split())
     assert peak < num_bytes
     assert quantized or num_resident < num_layers
+
+
+@native
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_returns_what_it_frees(folder: Path, tmp_path: Path) -> None:
+    codes = tmp_path / "codes"  # those of gates and values are joined
+    write_quantized(QuantizeConfig(model=str(folder), to="int8", out=codes), lambda *_: None, lambda _: None)
+    command = [sys.executable, "-c", _LOADING, str(codes), str(folder)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    for kept, mapped, num_bytes in (map(int, line.split()) for line in child.stdout.splitlines()):
+        assert kept < 0.3 * num_bytes
+        assert mapped < 0.3 * num_bytes, "the file stays mapped"
 
 
 def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
