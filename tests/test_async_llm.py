@@ -68,6 +68,27 @@ def test_together_as_alone(llm: LLM) -> None:
         assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
 
 
+def test_a_call_before_the_start_is_refused_at_once(llm: LLM) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(llm)
+        with pytest.raises(EngineDeadError, match=r"^the engine is not started: use async with AsyncLLM"):
+            await asyncio.wait_for(engine.generate("the", GREEDY), 10)
+        async with engine:
+            assert (await engine.generate("the", GREEDY)).outputs
+
+    asyncio.run(main())
+
+
+def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        with pytest.raises(ValueError, match=r"^sampling_params: give a SamplingParams, not {'temperature': 0}"):
+            await engine.generate("the", {"temperature": 0})  # type: ignore[arg-type]
+
+    serve(llm, use)
+    with pytest.raises(ValueError, match=r"^sampling_params: give a SamplingParams, not {'temperature': 0}"):
+        llm.stream("the", {"temperature": 0})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_chunks_add_up(llm: LLM, n: int) -> None:
     params = SamplingParams(max_tokens=30, seed=5, n=n, logprobs=2, stop=["zq"])

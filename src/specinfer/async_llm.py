@@ -24,7 +24,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
-from specinfer.inputs.arguments import Prompt
+from specinfer.inputs.arguments import Prompt, one_params
 from specinfer.inputs.prompts import Job
 from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
@@ -114,9 +114,11 @@ class AsyncLLM:
         Raises:
             RequestError: The prompt or its parameters cannot be served, or the adapter cannot be loaded.
             QueueFullError: The queue is full.
-            EngineDeadError: The engine failed, or is shutting down.
+            EngineDeadError: The engine has not been started, has failed, or is shutting down.
         """
-        params = params or SamplingParams()
+        params = one_params(params)
+        if not self._thread.has_started:
+            raise EngineDeadError("the engine is not started: use async with AsyncLLM(...) as engine, or call start")
         arrival, arrival_time = time.monotonic(), time.time()
         self.check_seats(params.n, tenant)
         with self.admission.reading(params.n, tenant):

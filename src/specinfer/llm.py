@@ -18,7 +18,7 @@ from specinfer.core.slo import SLO
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import MergedDrafter
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
-from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, params_list
+from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, one_params, params_list
 from specinfer.inputs.chat.conversations import read_conversations
 from specinfer.inputs.job_reader import JobReader
 from specinfer.inputs.prompts import Job, PromptReader
@@ -282,7 +282,7 @@ class LLM:
         Raises:
             RequestError: The prompt or its parameters are refused.
         """
-        params = sampling_params or SamplingParams()
+        params = one_params(sampling_params)
         if params.n != 1:
             raise RequestError("n: a stream has one output; leave n at 1 or use generate")
         return self._stream(self.jobs.read_next(prompt, params, lora_request))

@@ -81,9 +81,13 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.ident is not None:
+        if self.has_started:
             self._thread.join(timeout)
         return self.has_stopped
+
+    @property
+    def has_started(self) -> bool:
+        return self._thread.ident is not None
 
     @property
     def has_stopped(self) -> bool:

@@ -47,6 +47,13 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
+def one_params(given: Any) -> SamplingParams:
+    """Return the sampling parameters of a single prompt; None is the default ones."""
+    if given is not None and not isinstance(given, SamplingParams):
+        raise ValueError(f"sampling_params: give a SamplingParams, not {given!r:.80}")
+    return given or SamplingParams()
+
+
 def params_list(given: Any, count: int) -> list[SamplingParams]:
     """Return the sampling parameters of each of `count` prompts; None is the default ones."""
     if given is None or isinstance(given, SamplingParams):
