@@ -341,6 +341,10 @@ def test_two_keys_have_different_names(tmp_path: Path) -> None:
     assert "--api-key-file: two keys have the name key-2" in refusal("demo", "--api-key-file", str(keys))
 
 
+def test_a_file_of_settings_that_is_missing_is_named_by_its_flag() -> None:
+    assert "error: --config: /no/such/file cannot be read: No such file" in refusal("demo", "--config", "/no/such/file")
+
+
 def test_a_speculative_config_comes_as_json_or_by_its_keys(served: list[Service], tmp_path: Path) -> None:
     flag = "--speculative-config"
     dotted = [f"{flag}.method", "ngram", "--speculative_config.num_speculative_tokens=4", "demo"]

@@ -343,6 +343,21 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         run(load, lambda client: None, ends=False)
 
 
+def test_an_address_that_cannot_be_listened_on_is_named_by_its_setting(tmp_path: Path) -> None:
+    def refusal(**settings: Any) -> str:
+        with pytest.raises(OSError, match="cannot listen on") as refused, listening(ServerConfig(**settings)):
+            pass
+        return str(refused.value)
+
+    with listening(ServerConfig(port=0)) as listener:
+        port = listener.getsockname()[1]
+        assert refusal(port=port) == (
+            f"port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another, or 0 for a free one"
+        )
+    assert refusal(host="192.0.2.1", insecure=True).startswith("host: cannot listen on 192.0.2.1:8000: Cannot assign")
+    assert refusal(uds=str(tmp_path / "no" / "socket")).endswith("No such file or directory; choose another")
+
+
 def test_a_unix_socket_is_for_its_owner_and_removed_at_the_end(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     with socket.socket(socket.AF_UNIX) as left:  # as a process that was killed leaves it

@@ -34,10 +34,10 @@ def _values(path: str, known: set[str]) -> tuple[dict[str, Any], dict[str, str]]
         name = str(key).replace("-", "_")
         if name not in known:
             raise UsageError(
-                f"config: {path}: {key!r:.60} is not a setting; keys are the names of flags, such as max-num-seqs"
+                f"--config: {path}: {key!r:.60} is not a setting; keys are the names of flags, such as max-num-seqs"
             )
         if name in values:
-            raise UsageError(f"config: {path}: {key} is given twice; leave one out")
+            raise UsageError(f"--config: {path}: {key} is given twice; leave one out")
         if value is not None:
             keys[name] = str(key)
             values[name] = [_word(one) for one in value] if isinstance(value, list) else _word(value)
@@ -48,17 +48,17 @@ def _read(path: str) -> Mapping[Any, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise UsageError("config: PyYAML is not installed; pip install 'specinfer[serve]'") from error
+        raise UsageError("--config: PyYAML is not installed; pip install 'specinfer[serve]'") from error
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UsageError(f"config: {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"config: {path} is not valid YAML: {error}") from error
+        raise UsageError(f"--config: {path} is not valid YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise UsageError(f"config: {path} must hold names and values, such as port: 8000")
+        raise UsageError(f"--config: {path} must hold names and values, such as port: 8000")
     return content
 
 

@@ -1,6 +1,7 @@
 """The socket that the server listens on: a port, or a file."""
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -18,11 +19,10 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
     Raises:
         OSError: The address cannot be used; the message names it.
     """
-    place = config.uds or f"{config.host}:{config.port}"
     try:
         listener = _unix_socket(config.uds) if config.uds is not None else _tcp_socket(config.host, config.port)
     except OSError as error:
-        raise OSError(f"{place} cannot be listened on: {error.strerror or error}; choose another") from error
+        raise OSError(_refusal(config, error)) from error
     owner = os.getpid()
     try:
         yield listener
@@ -31,6 +31,17 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         if config.uds is not None and os.getpid() == owner:  # and not in a process that was forked meanwhile
             with contextlib.suppress(OSError):
                 os.unlink(config.uds)
+
+
+def _refusal(config: ServerConfig, error: OSError) -> str:
+    # Python adds the address to the words of some errors, but not to those of others.
+    reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
+    if config.uds is not None:
+        return f"uds: cannot listen on {config.uds}: {reason}; choose another"
+    place = f"cannot listen on {config.host}:{config.port}: {reason}"
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return f"port: {place}; choose another, or 0 for a free one"
+    return f"host: {place}; name an address of this machine"
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
