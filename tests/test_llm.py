@@ -659,7 +659,7 @@ def test_bad_options_are_refused_by_name(folder: Path, options: dict[str, Any], 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda(folder: Path) -> None:
-    with pytest.raises(ValueError, match='device: no CUDA device \'cuda\' is at hand; use "cpu" or "auto"'):
+    with pytest.raises(ValueError, match='device: no CUDA device \'cuda\' is available; use "cpu" or "auto"'):
         _llm(folder, device="cuda")
 
 

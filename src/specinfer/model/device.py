@@ -37,7 +37,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f'device: no CUDA device {name!r} is at hand; use "cpu" or "auto"')
+        raise ValueError(f'device: no CUDA device {name!r} is available; use "cpu" or "auto"')
     return device
 
 
