@@ -72,6 +72,7 @@ def refusal(*words: str, env: dict[str, str] | None = None) -> str:
             ("--speculative-config", "ngram"),
             """--speculative-config must be a JSON object, such as {"method": "ngram"}""",
         ),
+        (("--speculative-config", '{"model": "/no/such/folder"}'), "--speculative-config: no folder '/no/such/folder'"),
         (("--speculative-config", "{'method': 'ngram'}"), "--speculative-config: not valid JSON: "),
         (("--logit-bias", "5:1"), """--logit-bias must be a JSON object, such as {"5": -100}, not '5:1'"""),
         (("--nnodes", "2", "--node-rank", "3", "--master-addr", "a"), "--node-rank"),
@@ -85,6 +86,8 @@ def test_fields_that_were_not_given_are_named_by_their_flags() -> None:
     assert "only with --adapt-drafters;" in refusal("serve", "demo", "--adapt-dir", "x")
     assert refusal("bench", "throughput", "demo", "--batch", "0").startswith("--batch must be")
     assert refusal("generate", "/nowhere/at/all", "the").startswith("model: no folder '/nowhere/at/all'")
+    chosen = ("--speculative-config", '{"model": "demo"}')
+    assert refusal("generate", "/nowhere/at/all", "the", *chosen).startswith("model: no folder '/nowhere/at/all'")
     assert refusal("generate", "--model", "/nowhere/at/all", "the").startswith("--model: no folder")
 
 

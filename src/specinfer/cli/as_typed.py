@@ -56,10 +56,13 @@ def name_of(field: str, context: Any) -> str | None:
         return str(option.envvar)
     if place == "DEFAULT_MAP":
         return str(context.meta.get(KEYS, {}).get(option.name, option.name))
-    if place == "DEFAULT" and f'"{field}"' in str(context.params.get("speculative_config")):
-        return f"--speculative-config: {field}"
     if place == "DEFAULT" and field == "model":
         return None  # it was given as the argument MODEL, or not at all
+    if place == "DEFAULT" and (config := context.params.get("speculative_config")) is not None:
+        if field == "drafters":  # its method and model
+            return "--speculative-config"
+        if f'"{field}"' in config:
+            return f"--speculative-config: {field}"
     return next(_words(option, context.obj), max(option.opts, key=len))
 
 
