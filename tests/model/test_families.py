@@ -73,8 +73,8 @@ def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[...
             runner.cache.free(name)
     assert logits.shape == (2 * len(TREE), VOCAB)
     prompts = [[*long, 8], [*short, 8]]
-    wanted = [reference.last_logits(model, [*prompt, *path]) for prompt in prompts for path in paths_of(TREE)]
-    torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+    texts = [[*prompt, *path] for prompt in prompts for path in paths_of(TREE)]
+    torch.testing.assert_close(logits, reference.last_logits_of_each(model, texts), rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def _check(model: Any, runner: ModelRunner) -> None:
     logits = runner.forward([_piece(runner, name, [8], TREE) for name in ("long", "short")])
     for name in ("long", "short"):
         runner.cache.free(name)
-    wanted = [reference.last_logits(model, [*prompt, 8, *path]) for prompt in (long, short) for path in paths_of(TREE)]
-    torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-3, atol=2e-4)
+    texts = [[*prompt, 8, *path] for prompt in (long, short) for path in paths_of(TREE)]
+    torch.testing.assert_close(logits, reference.last_logits_of_each(model, texts), rtol=1e-3, atol=2e-4)
 
 
 def _check_right_or_refused(model: Any, folder: Path) -> None:

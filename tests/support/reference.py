@@ -33,6 +33,17 @@ def last_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
     return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0, -1].float()
 
 
+@torch.no_grad()
+def last_logits_of_each(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
+    """[texts, vocab] logits after each text: whole passes, one for all texts of a length."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for length in set(map(len, texts)):
+        same = [tuple(text) for text in texts if len(text) == length]
+        rows = model(input_ids=torch.tensor(same), use_cache=False).logits[:, -1].float()
+        found |= zip(same, rows, strict=True)
+    return torch.stack([found[tuple(text)] for text in texts])
+
+
 # -------------------------------------------------------------------------------------------- noise
 
 
