@@ -124,7 +124,7 @@ def _tokens_per_pass(llm: LLM, prompts: Sequence[Any]) -> float:
 def test_outputs_stay_while_drafters_learn_and_are_replaced(
     loaded: Callable[..., LLM], params: SamplingParams, verification: str, kind: str
 ) -> None:
-    prompts = _prompts(32)
+    prompts = _prompts(20)
     plain = loaded(kind=kind, adapt_drafters=False, tree="off")
     wanted, asked = _said(plain, prompts, params), _prompts(3, seed=1)
     plain_streams = [[token for chunk in plain.stream(one, params) for token in chunk.token_ids] for one in asked]
@@ -716,10 +716,10 @@ def test_served_answers_stay_while_drafters_learn(
 ) -> None:
     monkeypatch.setattr(thread, "IDLE_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "specinfer")
-    prompts = [one["prompt_token_ids"] for one in _prompts(32)]
+    prompts = [one["prompt_token_ids"] for one in _prompts(20)]
     wanted = {
         str(ids): out
-        for ids, out in zip(prompts, _said(loaded(adapt_drafters=False, tree="off"), _prompts(32)), strict=True)
+        for ids, out in zip(prompts, _said(loaded(adapt_drafters=False, tree="off"), _prompts(20)), strict=True)
     }
     llm = loaded()
     one = _trainer(llm)
