@@ -51,7 +51,7 @@ def make_device_engine(
     target = replace(target, taps=taps_of(target, several))
     runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
     drafter: MergedDrafter | None = None
-    if several:
+    if several or lookups:
         num_draft_slots = num_draft_slots or num_slots
         runners = [
             HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes)

@@ -1,18 +1,20 @@
 """Guesses of lookups on a device: the same tokens, and the trees of ordinary steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from on_device import executor_of, load_plain, make_device_engine, run_on_device
-from specinfer.core.request import Request
+from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TreeBudget
+from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters import MergedDrafter
-from specinfer.engine.device.launch import Marks
+from specinfer.engine.device.launch import Launch, Marks
 from specinfer.model.load import LoadedModel
+from specinfer.policy.base import FixedPolicy
 from specinfer.verify import RANDOM_RULES
 from tiny import make_request, random_prompts, run
 
@@ -60,6 +62,68 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair) -> None:
         assert max(request.speculation.max_depth for request in requests) > 1, "lookups go deeper than the model"
     assert engine.target.cache.is_balanced()
     assert isinstance(engine.drafter, MergedDrafter)
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+@pytest.mark.parametrize("tree", TREES)
+def test_lookups_draft_alone_where_no_model_is_asked(tree: str, has_model: bool, pair: Pair) -> None:
+    """The tokens are those of plain decoding, and the trees those of ordinary steps."""
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    budget, counts, tables = replace(TREES[tree], drafters=frozenset({"suffix"})), [], []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(
+            pair[0], pair[1] if has_model else None, budget, lookups=["suffix"], has_device_executor=has_device_executor
+        )  # fmt: skip
+        requests = _requests()
+        served = run_on_device(engine, requests) if has_device_executor else set(requests)
+        if not has_device_executor:
+            run(engine, requests)
+        assert served == set(requests)
+        assert [request.output_ids for request in requests] == wanted
+        assert {origin for request in requests for origin in request.origins} == {"suffix", None}
+        assert engine.target.cache.is_balanced()
+        counts.append([request.speculation.as_dict() for request in requests])
+        assert isinstance(engine.drafter, MergedDrafter)
+        tables.append(engine.drafter.calibration.by_rank("suffix").tolist())
+    assert counts[0] == counts[1]
+    assert tables[0] == tables[1]
+
+
+class Turns(FixedPolicy):
+    """Asks the model and lookups, lookups alone and nobody in turn."""
+
+    BUDGETS = (TREES["best-first"], replace(TREES["best-first"], drafters=frozenset({"suffix"})), OFF)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_steps = 0
+
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        self._num_steps += 1
+        return [self.BUDGETS[self._num_steps % 3]] * len(spans)
+
+
+def test_a_model_reads_what_steps_of_lookups_alone_emitted(pair: Pair) -> None:
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    engine, requests = make_device_engine(*pair, Turns(), lookups=["suffix"]), _requests()
+    assert run_on_device(engine, requests) == set(requests)
+    assert [request.output_ids for request in requests] == wanted
+    assert {"small", "suffix"} <= {origin for request in requests for origin in request.origins}
+    assert engine.target.cache.is_balanced()
+
+
+def test_two_steps_are_in_flight_while_lookups_are_not_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counts = make_device_engine(pair[0], lookups=["suffix"]), list[int]()
+    executor = executor_of(engine)
+    begin = executor.begin
+
+    def begun(launch: Launch) -> None:
+        begin(launch)
+        counts.append(executor.num_in_flight)
+
+    monkeypatch.setattr(executor, "begin", begun)
+    run(engine, _requests()[:3])
+    assert max(counts) == 2
 
 
 @pytest.mark.parametrize("rule", RANDOM_RULES)

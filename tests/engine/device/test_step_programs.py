@@ -20,7 +20,7 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
-from specinfer.engine.device.sizes import shape_of
+from specinfer.engine.device.sizes import shape_of, shape_of_guesses
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.choice import SUPPORT
@@ -272,13 +272,15 @@ def programs_of(
     rule: str | None = None,
     head: LoadedModel | None = None,
 ) -> Programs:
-    """Return the programs of a step whose drafters are copies of the target, or of a head."""
+    """Return the programs of a step whose drafters are copies of the target, or of a head; none for lookups alone."""
     target, reads_paths = ModelRunner(loaded, 512), head is not None
     drafter = ModelRunner(loaded, 512) if head is None else HeadRunner(head, target, 512)
     most = 256 // rows
-    shape = (
-        None if budget is None else shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths)
-    )
+    shape = None
+    if budget is not None and num_models:
+        shape = shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths)
+    elif budget is not None:
+        shape = shape_of_guesses(budget.max_nodes, budget.max_depth, most - 1)
     token_map = None if head is None else head.token_map
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
     state = DeviceState.empty(rows, 256, META, [reads_paths] * num_models)
@@ -387,6 +389,7 @@ PER_COUNT = 16
 PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
 PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
+PER_GUESSES = 9
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -428,6 +431,23 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         num_places = rows * programs.results.there["rank"].shape[1]
         per_part = PER_SCORED + (PER_BEST if asked.best else 0) + PER_NAMED * asked.others
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
+
+
+def test_trees_of_lookups_alone_take_few_kernels(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
+    programs = programs_of(loaded, TreeBudget(16, 8), 4, num_models=0)
+    for program, most in (
+        (programs.draft, PER_GUESSES),
+        (programs.verify, PER_VERIFICATION + PER_LAYER * len(loaded.layer_shapes)),
+    ):
+        with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
+            program()
+        assert 0 < launches.count <= most
+    assert not {"add_candidates", "best_tree", "merge_guesses"} & {
+        name for name, count in kernels.calls.items() if count
+    }
 
 
 def test_tokens_that_are_drawn_take_few_kernels_more(

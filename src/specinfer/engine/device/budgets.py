@@ -22,11 +22,14 @@ class DeviceBudgets:
     Args:
         drafters: Names of the drafters; none without speculation.
         calibration: Acceptance probabilities of their draft tokens.
+        lookups: Names of the drafters that are no models, which may be asked alone.
         rule: Rule that was chosen for sampled requests whose tokens are chosen, or None if requests have no choice.
     """
 
-    def __init__(self, drafters: Sequence[str], calibration: Calibration, rule: str | None = None) -> None:
-        self._drafters, self._calibration, self._rule = drafters, calibration, rule
+    def __init__(
+        self, drafters: Sequence[str], calibration: Calibration, lookups: Sequence[str] = (), rule: str | None = None
+    ) -> None:
+        self._drafters, self._calibration, self._lookups, self._rule = drafters, calibration, lookups, rule
         self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
         self.uncut: list[TreeBudget] = []  # the last budgets, with the levels that do not pay for a model
@@ -40,7 +43,7 @@ class DeviceBudgets:
                 would lose its previous decision.
         """
         self.uncut = []
-        if not self._drafters:
+        if not self._drafters and not self._lookups:
             return [OFF] * len(device_requests)
         if self._asked is None:
             spans = [one.span() for one in device_requests]
@@ -48,14 +51,24 @@ class DeviceBudgets:
         found = []
         for one in device_requests:
             request, budget = one.request, self._asked.get(one.request, OFF)
-            is_asked = any(budget.asks(name) and name not in one.lost_by for name in self._drafters)
+            is_asked = any(budget.asks(name) for name in (*self._lookups, *self._models_of(one)))
             may_guess = request.may_guess and request.max_new_tokens > 1 and is_asked
             found.append(budget if may_guess and holds(budget) else OFF)
         self.uncut = found
-        if not any(budget.min_gain for budget in found):
+        if not any(budget.min_gain for budget in found) or not self.asks_model(device_requests, found):
             return found
         sources = {source(name, one.request) for one in device_requests for name in self._drafters}
         return self._level_probs.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
+
+    def _models_of(self, one: DeviceRequest) -> list[str]:
+        return [name for name in self._drafters if name not in one.lost_by]
+
+    def asks_model(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
+        """Return whether a model drafts for one of the requests; otherwise lookups draft alone."""
+        return any(
+            budget.max_nodes and any(map(budget.asks, self._models_of(one)))
+            for one, budget in zip(device_requests, budgets, strict=True)
+        )
 
     def next(self) -> None:
         """Let the policy be asked again, after the step was launched or given up."""

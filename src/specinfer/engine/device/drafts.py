@@ -56,6 +56,8 @@ class DeviceDrafts:
 
     def reserve(self, launch: Launch) -> bool:
         """Reserve slots for what the drafters compute. Return False, with none reserved, if there are not enough."""
+        if not launch.size.num_models:
+            return True
         count = launch.size.num_columns
         drafted = [[name in one.drafted_by for one in launch.device_requests] for name in self.names]
         if any(count * sum(of) > cache.num_available for of, cache in zip(drafted, self._caches, strict=True)):

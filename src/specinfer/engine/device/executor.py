@@ -50,7 +50,7 @@ class DeviceExecutor:
     """An executor that launches steps of its requests on a device, and reads their results.
 
     Args:
-        drafters: The drafters that are models; none to decode plainly.
+        drafters: The drafters that are models; none to draft with lookups alone, or to decode plainly.
         merged: All drafters, with lookups, or None.
         max_requests: Maximum number of requests at a time.
         max_context: Longest request, in tokens.
@@ -80,8 +80,9 @@ class DeviceExecutor:
         self._drawn = DrawnRequests(drawn_rule(merged, rule), rule)
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
-        self._budgets = DeviceBudgets(self._drafts.names, calibration, "coupled" if rule == AUTO else None)
         self._guesses = DeviceGuesses(merged)
+        chosen_rule = "coupled" if rule == AUTO else None
+        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, chosen_rule)
         self._served = ServedRequests(
             target.cache, scheduler, self._device, self._drawn, min(max_requests, num_rows),
             may_follow=self._guesses.has_lookups, may_sample=may_sample,
@@ -169,15 +170,23 @@ class DeviceExecutor:
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = MAX_ROWS // num_rows
         has_lookups = self._guesses.has_lookups
-        guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
-        num_models, reads_paths = len(self._drafts.names), self._drafts.reads_paths
-        shape = shape_of(budgets, min(num_slots, most - 1), most, guess_depth, num_models, reads_paths=reads_paths)
+        look_up = has_lookups and any(budget.max_nodes for budget in self._budgets.uncut)
+        if look_up and self._launches:
+            return None  # lookups need to know all tokens
+        most_nodes = min(num_slots, most - 1)
+        if look_up and not self._budgets.asks_model(device_requests, budgets):
+            shape, guesses = self._guesses.alone(device_requests, self._budgets.uncut, most_nodes)
+        else:
+            guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
+            num_models, reads_paths = len(self._drafts.names), self._drafts.reads_paths
+            shape = shape_of(budgets, most_nodes, most, guess_depth, num_models, reads_paths=reads_paths)
+            guesses = []
         if undrawable := self._drawn.undrawable(device_requests, budgets, shape):
             for one in undrawable:
                 self._served.send_away(one)
             return self._plan(policy, clock)
-        if shape is not None and self._launches and (has_lookups or shape.num_models > 1):
-            return None  # lookups need to know all tokens; one model may have to read what another drafted
+        if shape is not None and self._launches and shape.num_models > 1:
+            return None  # one model may have to read what another drafted
         if shape is not None and not self._drafts.make_ready(device_requests, budgets):
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
@@ -188,10 +197,10 @@ class DeviceExecutor:
         adapts = any(request.adapter is not None for request in requests)
         wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
-        launch = Launch(device_requests, budgets, size, num_read, clock)
+        launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
         if shape is not None and not self._drafts.reserve(launch):
             launch.size = self._device.size_for(replace(wanted, shape=None), num_slots)
-        if launch.size.shape is not None and has_lookups:
+        if launch.size.shape is not None and launch.size.num_models and has_lookups:
             launch.guesses = self._guesses.of(launch.device_requests, self._budgets.uncut, launch.size.shape)
         return launch
 
@@ -202,7 +211,7 @@ class DeviceExecutor:
             self._error = error
 
     def _launch(self, launch: Launch) -> None:
-        if launch.size.shape is None:
+        if not launch.size.num_models:
             for one in launch.device_requests:
                 one.drafted_by.clear()  # from here on the drafters miss the emitted tokens
         if self.num_launched % _ACCEPTANCE_EVERY == 0:
@@ -267,7 +276,7 @@ class DeviceExecutor:
         return StepResult(
             [outcome.span for outcome in outcomes], launch.clock, outcomes, launch.num_read,
             sum(budget.max_nodes for budget in launch.budgets),
-            num_levels=launch.size.max_depth if launch.size.shape else 0,
+            num_levels=launch.size.max_depth if launch.size.num_models else 0,
             device_seconds={"draft": draft_time, "target": target_time},
         )  # fmt: skip
 

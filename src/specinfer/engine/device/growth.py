@@ -35,7 +35,8 @@ class DraftShape:
         num_nodes: The largest number of drafted nodes in a tree, without the root.
         num_guesses: The largest number of nodes that lookups propose.
         guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
-        num_models: The number of drafters that grow such a tree each, before these are merged.
+        num_models: The number of drafters that grow such a tree each, before these are merged; 0 if lookups propose the
+            whole tree, and there are no levels.
         reads_paths: Whether a drafter computes whole accepted paths anew, as heads do.
     """
 
@@ -48,8 +49,8 @@ class DraftShape:
     reads_paths: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.frontiers) == len(self.children) >= 1
-        assert self.frontiers[0] == 1
+        assert len(self.frontiers) == len(self.children)
+        assert self.frontiers[:1] == ((1,) if self.num_models else ())
         grown = self._grown
         assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
         assert 1 <= self.num_nodes <= self.num_models * sum(grown) + self.num_guesses
@@ -61,6 +62,8 @@ class DraftShape:
 
     def of_model(self, number: int, *, reads_paths: bool = False) -> "DraftShape":
         """Return the shape of one model's draft loop, whose guesses are the tree of the model before it."""
+        if not self.num_models:
+            return self
         num_guesses = num_nodes = self.num_guesses
         for _ in range(number + 1):
             num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown) + num_nodes)

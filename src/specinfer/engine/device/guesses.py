@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from specinfer.drafters import MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import DeviceRequest, Guess
+from specinfer.engine.device.sizes import LEVELS, shape_of_guesses
 
 
 class DeviceGuesses:
@@ -28,7 +30,35 @@ class DeviceGuesses:
     @property
     def has_lookups(self) -> bool:
         """True if lookups are asked in every step; predictions alone belong to requests that are not served here."""
-        return self._drafter is not None and any(name != PREDICTION for name in self._drafter.lookups)
+        return bool(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the lookups that are asked in every step."""
+        return [] if self._drafter is None else [name for name in self._drafter.lookups if name != PREDICTION]
+
+    def alone(
+        self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], most_nodes: int
+    ) -> tuple[DraftShape | None, list[Guess]]:
+        """Return the trees of a step in which no model drafts, those of ordinary steps, and their shape.
+
+        Args:
+            device_requests: The requests of the step, of which all tokens must be known to the host.
+            budgets: The policy's budgets.
+            most_nodes: Draft tokens of a request that there are slots and rows for.
+        """
+        assert self._drafter is not None
+        lookups = frozenset(self._drafter.lookups)
+        cut = [
+            replace(budget, drafters=lookups).cut(min(one.request.max_new_tokens - 1, LEVELS[-1]), most_nodes)
+            for one, budget in zip(device_requests, budgets, strict=True)
+        ]
+        trees = self._drafter.draft([one.span() for one in device_requests], cut)
+        num_guesses = max(tree.num_guessed for tree in trees)
+        shape = shape_of_guesses(num_guesses, max(tree.max_depth for tree in trees), most_nodes)
+        if shape is None:
+            return None, []
+        return shape, [Guess(tree, np.ones(tree.num_guessed, dtype=np.float32)) for tree in trees]
 
     def of(
         self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], shape: DraftShape

@@ -14,7 +14,7 @@ from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.engine.device.sizes import holds, shape_of
+from specinfer.engine.device.sizes import holds, shape_of, shape_of_guesses
 from specinfer.model.graphs.capture import CaptureError
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS
@@ -55,9 +55,13 @@ def usual_sizes(
     for count in [count for count in REQUESTS if count <= num_rows][::-1]:
         most = MAX_ROWS // count
         shapes: list[DraftShape | None] = [None]
-        for budget in filter(holds, budgets if num_models else ()):
+        for budget in filter(holds, budgets if num_models or has_lookups else ()):
             guess_depth = budget.max_depth if has_lookups else 0
-            shapes.append(shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths))
+            shapes.append(
+                shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths)
+                if num_models
+                else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
+            )
         sizes += dict.fromkeys(LaunchSize(count, shape, processing, rule=rule) for shape in shapes[::-1])
     return sizes
 

@@ -70,10 +70,7 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
         return None
     if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
         return "the drafters are chosen among for each request"
-    models = [one for one in drafter.drafters if one.name not in drafter.lookups]
-    if not models:
-        return "no drafter is a model"
-    for small in models:
+    for small in (one for one in drafter.drafters if one.name not in drafter.lookups):
         if not isinstance(small, SmallModelDrafter) or type(small) in _OTHER_WAYS:
             return f"the drafter {small.name} {_OTHER_WAYS.get(type(small), 'drafts in another way')}"
         if small.runner.padded is None and not isinstance(small, FeatureDrafter):
@@ -97,6 +94,8 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
     if verification in RANDOM_RULES and sum(one.name != PREDICTION for one in kinds) > 1:
         return f"verification is {verification}, with several drafters"
+    if verification in RANDOM_RULES and not any(isinstance(one, SmallModelDrafter) for one in kinds):
+        return f"verification is {verification}, and no drafter is a model"
     wanted = "without-replacement" if verification in RANDOM_RULES else "shared-noise"
     others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {wanted, AUTO}
     return f"draft_sampling is {others.pop()}" if others else None

@@ -36,7 +36,7 @@ class Programs:
         size: Rows and tree shape of the step.
         state: Rows of the requests.
         target: The runner of the target.
-        drafters: The drafters, as many as a size with trees has.
+        drafters: The drafters, as many as a size with trees has, unless lookups alone propose these.
         adjustments: Rows of biases and penalties; None only with a size that applies none.
     """
 
@@ -48,7 +48,7 @@ class Programs:
         drafters: Sequence[DeviceDrafter] = (),
         adjustments: Adjustments | None = None,
     ) -> None:
-        assert size.shape is None or len(drafters) == size.shape.num_models
+        assert size.num_models in (0, len(drafters))
         assert adjustments is not None or size.processing < Processing.ADJUSTMENT
         self.size = size
         device = target.loaded.device
@@ -66,7 +66,7 @@ class Programs:
             self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.rule else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))
-        self._loops = [] if size.shape is None else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
+        self._loops = [] if not size.num_models else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
 
     def _grown(self, names: TreeNames) -> Grown:
         """Return the trees of these results."""
@@ -76,7 +76,8 @@ class Programs:
             own = path_prob if names == TreeNames.of(0, 1) else torch.zeros_like(path_prob)
             return Grown(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)
 
-    def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape) -> DraftLoop:
+    def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape | None) -> DraftLoop:
+        assert shape is not None
         names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.there, self.results.there
         own = shape.of_model(number, reads_paths=drafter.reads_paths)
         slots = inputs["draft_slots"][number, :, : own.num_columns]
@@ -94,18 +95,30 @@ class Programs:
         return self._numbers[:-1] < self.inputs.there["num"]
 
     def draft(self) -> None:
-        """Grow the trees of all drafters, one after the other, and merge them."""
+        """Grow the trees of all drafters, one after the other, and merge them, or take those of lookups alone."""
         shape, inputs, rows = self.size.shape, self.inputs.there, self.size.num_rows
         assert shape is not None
+        guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
+        if not self._loops:
+            self._take(guesses)
+            return
         # The token after the path needs no draft token.
         max_depth = torch.minimum(inputs["max_depth"], self._state.num_left[:rows] - 1)
         limits = Limits(inputs["max_nodes"][0], max_depth, inputs["least_float32"], inputs["widths"])
-        guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
         lookups, before = guesses if shape.num_guesses else None, None
         for loop in self._loops:
             before = loop.grow(inputs["num"], limits, self._process, lookups, before, is_last=loop is self._loops[-1])
         for loop in self._loops[:-1]:
             torch.maximum(self._trees.path_prob, loop.trees.path_prob, out=self._trees.path_prob)
+
+    def _take(self, guesses: Guesses) -> None:
+        """Make the trees of guesses alone, which the host has cut to what they may have."""
+        trees = self._trees
+        trees.tokens[:, 0], trees.parents[:, 0] = self._state.roots[: self.size.num_rows], 0
+        trees.tokens[:, 1:] = guesses.tokens
+        torch.add(guesses.parents, 1, out=trees.parents[:, 1:])
+        trees.confidence.fill_(-1.0)
+        torch.add((guesses.path_prob >= 0).sum(dim=1, dtype=torch.int32), 1, out=trees.sizes)
 
     # ----------------------------------------------------------------------------------- verification
 

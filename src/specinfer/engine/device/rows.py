@@ -183,7 +183,7 @@ class DeviceRows:
         ready = self._programs(launch.size)
         programs, marks = ready.programs, Marks(self._place)
         turn = programs.inputs.turn()
-        drafters = [one.name for one in self._drafters] if ready.draft is not None else []
+        drafters = [one.name for one in self._drafters] if launch.size.num_models else []
         inputs = programs.inputs.here(turn)
         _fill(inputs, launch, budgets, drafters)
         if launch.size.adapts:
@@ -255,7 +255,7 @@ def _fill(
         widths[:] = 0
         used = budget.widths[: len(widths)]
         widths[: len(used)] = used
-    inputs["guess_float32"][:] = -1.0
+    inputs["guess_tokens"][:], inputs["guess_parents"][:], inputs["guess_float32"][:] = 0, -1, -1.0
     for row, (tree, path_prob) in enumerate(launch.guesses):
         inputs["guess_tokens"][row, : tree.num_guessed] = tree.tokens[1:]
         inputs["guess_parents"][row, : tree.num_guessed] = np.asarray(tree.parents[1:], dtype=np.int32) - 1

@@ -65,6 +65,21 @@ def shape_of(
     return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, num_models, reads_paths)
 
 
+def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShape | None:
+    """Return the shape of trees that lookups alone propose, or None if they propose nothing.
+
+    Args:
+        num_guesses: Nodes of the largest tree, without the root.
+        depth: Depth of the deepest one.
+        most_nodes: Nodes that there are slots for, without the root.
+    """
+    if not num_guesses:
+        return None
+    nodes = min(at_least(NODES, num_guesses) or num_guesses, most_nodes)
+    assert nodes >= num_guesses
+    return DraftShape((), (), nodes, nodes, min(at_least(LEVELS, depth) or depth, nodes), num_models=0)
+
+
 def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:
     """Return whether a draft loop of this shape grows the whole fixed expansion; none is grown without a shape."""
     if shape is None or not budget.max_nodes:
