@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -70,6 +71,13 @@ def test_chat(model: str) -> None:
     assert again.prompt_token_ids == output.prompt_token_ids
     (prefilled,) = llm.chat(conversation[:3], sampling_params, continue_final_message=True)
     assert llm.get_tokenizer().decode(prefilled.prompt_token_ids).endswith("you today?")
+
+
+def test_default_sampling_params_are_those_that_the_model_recommends(model: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
+    with LLM(model=str(folder)) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

@@ -34,8 +34,8 @@ from specinfer.setup.vllm_arguments import engine_arguments
 
 _PUBLIC = (
     *("adapt", "chat", "chat_prompt", "classify", "compute_paths", "drafter", "embed", "encode", "from_engine_args"),
-    *("generate", "get_metrics", "get_tokenizer", "max_model_len", "max_num_seqs", "reward", "score", "shutdown"),
-    *("speculate", "stream", "tokenizer"),
+    *("generate", "get_default_sampling_params", "get_metrics", "get_tokenizer", "max_model_len", "max_num_seqs"),
+    *("reward", "score", "shutdown", "speculate", "stream", "tokenizer"),
 )
 
 
@@ -151,6 +151,11 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of the model, that of transformers, or None for a model without one."""
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return parameters with the values that the model's generation_config.json recommends."""
+        defaults: dict[str, Any] = dict(self.target.loaded.sampling_defaults)
+        return SamplingParams(**defaults)
 
     def get_metrics(self) -> list[Metric]:
         """Return the counters since the model was loaded, with vLLM's names and classes (`specinfer.metrics`)."""

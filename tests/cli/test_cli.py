@@ -87,6 +87,19 @@ def refusal(*words: str, **settings: Any) -> str:
     return str(line)
 
 
+@pytest.mark.parametrize(
+    ("flag", "about"),
+    [
+        ("--trust-remote-code", "code of a checkpoint is never run"),
+        ("--no-enable-chunked-prefill", "always read in chunks"),
+    ],
+)
+def test_a_flag_that_only_vllm_has_is_explained(flag: str, about: str) -> None:
+    said = refusal("serve", "demo", flag)
+    assert f"{flag} is a flag of vLLM; leave it out: " in said
+    assert about in said
+
+
 def test_lines_break_between_words_whatever_the_pieces() -> None:
     text = "one two  three\nfour  five sixteen-letters-x y"
     for size in (1, 2, 3, 7, len(text)):

@@ -22,6 +22,7 @@ from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted, warn_renamed
 from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.flags import settings_of
+from specinfer.core.vllm_names import ENGINE
 from specinfer.engine_args import EngineArgs
 
 # Flags by their names, with the names that they had.
@@ -63,7 +64,7 @@ class Program(Group):
         except typer.TyperException as error:  # a flag or argument is unknown, missing or malformed
             context = getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context else ""
-            message = _type_error(error) or error.format_message()
+            message = _type_error(error) or _of_vllm(error) or error.format_message()
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
                 hint = "; Kubernetes set it for a Service called specinfer: set enableServiceLinks: false in the pod"
             _print_error(message.rstrip(".") + hint)
@@ -81,6 +82,13 @@ def _print_error(message: str, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exc()
     print(f"specinfer: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _of_vllm(error: Any) -> str | None:
+    """Return what becomes of an unknown flag that vLLM has, or None for other errors."""
+    flag = getattr(error, "option_name", "")
+    entry = ENGINE.get(flag.removeprefix("--no-").removeprefix("--").replace("-", "_"))
+    return f"{flag} is a flag of vLLM; leave it out: {entry.about}" if entry and flag.startswith("--") else None
 
 
 def _type_error(error: Any) -> str | None:

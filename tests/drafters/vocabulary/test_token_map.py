@@ -223,7 +223,7 @@ def test_ranks_must_have_the_same_map(mapped: Callable[..., Path]) -> None:
         ([2, 1], r"do not ascend"),
         ([1, 3, 3], r"do not ascend"),
         ([-1, 3], r"token id -1 of .* not in the vocabulary of 96 tokens"),
-        ([3, VOCAB], r"token id 96 of .* not in the vocabulary of 96 tokens"),
+        ([3, VOCAB], r"token id 96 of .* not in the vocabulary of 96 tokens; take a drafter that was made for this"),
     ],
 )
 def test_a_map_that_cannot_be_used_is_refused_by_name(
