@@ -129,8 +129,8 @@ def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
     if not 0 <= ids[0] <= ids[-1] < vocab_size:
         wrong = ids[-1] if ids[0] >= 0 else ids[0]
         raise ModelError(
-            f"model: token id {wrong} of {file} is not in the vocabulary of {vocab_size} tokens; take a drafter that was "
-            "made for this target"
+            f"model: token id {wrong} of {file} is not in the vocabulary of {vocab_size} tokens; take a drafter that "
+            "was made for this target"
         )
     return torch.tensor(ids)
 
