@@ -89,6 +89,12 @@ def test_sum_and_norm(tokens: int, width: int, adds: bool, dtype: torch.dtype, s
     out = torch.empty_like(hidden)
     assert norms.add_norm(hidden.clone(), added, weight, 1e-5, out) is out
     _close(out, wanted)
+    longer = torch.zeros(tokens, 2 * width + 3, dtype=dtype, device=DEVICE)
+    for add_norm in (norms.add_norm, plain_layer.add_norm):
+        add_norm(hidden.clone(), added, weight, 1e-5, longer.zero_()[:, width : 2 * width])
+        _close(longer[:, width : 2 * width], wanted)
+        assert not longer[:, :width].any()
+        assert not longer[:, 2 * width :].any()
 
 
 def _rotated(head: Tensor, position: int, base: float) -> Tensor:

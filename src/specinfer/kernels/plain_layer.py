@@ -24,6 +24,7 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, o
         hidden: [tokens, width] residual stream, contiguous, modified in place.
         added: Tensor of the same shape and type, or None to add nothing.
         weight: [width].
+        out: [tokens, width] of contiguous rows, which may be parts of longer ones, or None for a new tensor.
     """
     if added is not None:
         hidden += added
