@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from head_passes import head_passes
+from heads import save_tiny_head
+from pair_heads import save_eagle, save_mtp
 from specinfer import LLM, SamplingParams
 from specinfer.kernels.quantization import Bits, dequantize, linear, quantize
 from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.heads.head import FeatureHead
+from specinfer.model.heads.load import load_head
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, random_prompts
@@ -108,6 +113,31 @@ def test_the_fused_decoder_computes_what_the_definition_does(
             runner.cache.free(name)
     near = 1e-4 if dtype == torch.float32 else 0.05
     for ours, theirs in zip(found[:2], found[2:], strict=True):
+        assert (ours - theirs).norm() <= near * theirs.norm()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "several layers", "EAGLE", "MTP"])
+def test_the_fused_layers_of_heads_compute_what_the_definition_does(
+    kind: str, dtype: torch.dtype, quantization: str | None, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    target, folder = tmp_path if kind == "MTP" else model_folder("llama"), tmp_path
+    if kind == "MTP":
+        save_mtp(folder, "mimo")
+    elif kind == "EAGLE":
+        save_eagle(folder)
+    else:
+        save_tiny_head(folder, num_layers=3 if kind == "several layers" else 1)
+    found = []
+    for native in (True, False):
+        loaded = load_head(folder, load_model(target, dtype, torch.device("cuda"), native=native), quantization)
+        assert isinstance(loaded.model, FeatureHead)
+        assert (loaded.model.on_device is not None) == native
+        assert loaded.compute_path == ("fused device layers" if native else "PyTorch")
+        found.append(head_passes(loaded))
+    near = 1e-4 if dtype == torch.float32 else 0.05
+    for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() <= near * theirs.norm()
 
 

@@ -1,6 +1,5 @@
 """Decoder layers of heads in native calls: what transformers' modules compute."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from head_passes import head_passes
 from heads import save_block, save_eagle3
 from native import native
 from pair_heads import save_eagle, save_mtp
-from specinfer.core.tree import TokenTree
-from specinfer.drafters.block_drafter import block_piece
-from specinfer.model.batch import Piece
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import load_model
-from specinfer.model.runner import ModelRunner
-from tiny import random_prompts, save_model
+from tiny import save_model
 
 pytestmark = native
-TREE = TokenTree((8, 9, 10, 11, 9, 13), (-1, 0, 0, 1, 2, 1))
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3 of Qwen3": {"family": "qwen3"},
@@ -56,31 +51,10 @@ def _folders(kind: str, folder: Path) -> tuple[Path, Path]:
 def _computed(
     target: Path, head: Path, dtype: torch.dtype, quantization: str | None, *, is_native: bool
 ) -> tuple[Tensor, Tensor, FeatureHead]:
-    """Return the logits of two passes, and the features that they store; of a block head those of two blocks."""
-    loaded = load_model(target, dtype, torch.device("cpu"), native=is_native)
-    runner = ModelRunner(load_head(head, loaded, quantization), 64)
-    loaded_head = runner.loaded.model
-    assert isinstance(loaded_head, FeatureHead)
-    source = torch.Generator().manual_seed(0)
-    (tokens,) = random_prompts([20])
-    slots = runner.cache.reserve("one", 20)
-    chain = Piece.of_span(tokens, TokenTree.root(tokens[-1]), runner.cache.slots("one"), slots)
-    features = torch.randn(20, 32, generator=source).to(dtype)
-    if loaded_head.block is not None:
-        runner.forward([replace(chain, features=features, num_logits=0)])
-        runner.cache.commit("one", range(20))
-        own = runner.cache.reserve("one", 2 * loaded_head.block.size).reshape(2, -1)
-        ends = zip((20, 7), own, strict=True)
-        logits = runner.forward([block_piece(loaded_head.block, 5, slots[:end], new) for end, new in ends])
-        return logits, runner.tensors.taps[0][own.reshape(-1)].float(), loaded_head
-    first = runner.forward([replace(chain, features=features, num_logits=7)]).clone()
-    runner.cache.commit("one", range(20))
-    slots = runner.cache.reserve("one", len(TREE))
-    tree = Piece.of_span(TREE.tokens[:1], TREE, runner.cache.slots("one"), slots)
-    features = torch.randn(len(TREE), 32, generator=source).to(dtype)
-    second = runner.forward([replace(tree, features=features)])
-    stored = runner.tensors.taps[0][: 20 + len(TREE)]
-    return torch.cat([first, second]), stored.float(), loaded_head
+    """Return the logits of two passes, the features that they store, and the head."""
+    loaded = load_head(head, load_model(target, dtype, torch.device("cpu"), native=is_native), quantization)
+    assert isinstance(loaded.model, FeatureHead)
+    return *head_passes(loaded), loaded.model
 
 
 @pytest.mark.covering(1)

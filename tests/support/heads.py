@@ -60,6 +60,7 @@ def save_eagle3(
     fc_norm: bool = False,
     norm_before_fc: bool = False,
     parallel: bool = False,
+    num_layers: int = 1,
     **fields: Any,
 ) -> Path:
     """Write an EAGLE-3 head.
@@ -82,6 +83,9 @@ def save_eagle3(
         "norm.weight": (32,),
         "lm_head.weight": (num_draft, 32),
     } | layer_shapes(first, 64, head_norms=family == "qwen3")
+    for i in range(1, num_layers):
+        shapes |= layer_shapes(f"layers.{i}.", head_norms=family == "qwen3")
+        shapes[f"layers.{i}.input_layernorm.weight"] = (32,)
     if own_embedding:
         shapes["embed_tokens.weight"] = (vocab_size, 32)
     if fc_norm:
@@ -98,8 +102,8 @@ def save_eagle3(
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids.clamp(max=vocab_size - 1), True)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
     layer = TINY | {
-        "model_type": family, "vocab_size": vocab_size, "num_hidden_layers": 1, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
+        "model_type": family, "vocab_size": vocab_size, "num_hidden_layers": num_layers,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
     }  # fmt: skip
     config: dict[str, Any] = {"draft_vocab_size": num_draft}
     if is_original:
@@ -115,9 +119,11 @@ def save_eagle3(
     return folder
 
 
-def save_tiny_head(folder: Path) -> Path:
+def save_tiny_head(folder: Path, num_layers: int = 1) -> Path:
     """Write an EAGLE-3 head with a reduced vocabulary, for a target of two layers."""
-    return save_eagle3(folder, "speculators", draft_ids=range(2, 90), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    return save_eagle3(
+        folder, "speculators", draft_ids=range(2, 90), eagle_aux_hidden_state_layer_ids=[0, 1, 2], num_layers=num_layers
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -195,6 +201,9 @@ class SlowEagle3:
         a = torch.cat([norm(e, w[f"{at}input_layernorm.weight"]), g], dim=-1)
         h = (g if self.norm_before_residual else features) + attention(w, f"{at}self_attn.", a)
         h = h + mlp(w, f"{at}mlp.", norm(h, w[f"{at}post_attention_layernorm.weight"]))
+        for at in (f"layers.{i}." for i in range(1, 9) if f"layers.{i}.input_layernorm.weight" in w):
+            h = h + attention(w, f"{at}self_attn.", norm(h, w[f"{at}input_layernorm.weight"]))
+            h = h + mlp(w, f"{at}mlp.", norm(h, w[f"{at}post_attention_layernorm.weight"]))
         last = norm(h, w["norm.weight"])
         return last @ w["lm_head.weight"].T, last if self.norm_output else h
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
@@ -16,8 +17,9 @@ from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.capture import Graphs
+from specinfer.model.heads import load as heads_load
 from specinfer.model.heads.head import FeatureHead
-from specinfer.model.heads.load import taps_of
+from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
@@ -28,6 +30,16 @@ CPU = torch.device("cpu")
 def load_plain(folder: Path) -> LoadedModel:
     """Without native code, whose passes have no fixed shapes."""
     return load_model(folder, torch.float32, CPU, native=False)
+
+
+def load_device_head(folder: Path, target: LoadedModel) -> LoadedModel:
+    """A head whose layers are those of GPUs, with the plain twins of their kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads_load, "pack_linears", lambda _: 0)
+        loaded = load_head(folder, target)
+    assert isinstance(loaded.model, FeatureHead)
+    assert loaded.model.fuse_on_device(loaded.max_position)
+    return loaded
 
 
 def make_device_engine(

@@ -128,7 +128,7 @@ class ForwardBatch:
     layout: TreeLayout | None = None  # for passes of fixed shapes; padding tokens have slot -1
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer with attention; None is full attention
     hidden: Tensor | None = None  # [1, tokens, width] input of the first layer here, unless it is the model's first
-    features: Tensor | None = None  # [tokens, width] see `Piece`
+    features: Tensor | None = None  # [tokens, width] see `Piece`; may be overwritten
     _paths: dict[int, Tensor] = field(default_factory=dict)
     adapters: AdapterRuns | None = None  # rows with adapters, or None if there are none
     adapter_rows: AdapterRows | None = None  # the same of passes of fixed size

@@ -1,13 +1,13 @@
 """Decoder of Llama-like models on GPUs: few launches per layer, all of fixed shapes, so that passes can be captured.
 
-It supports the families of the kind `LLAMA` (`layer_families.py`). Products with the same input are computed together
-(queries, keys and values; gates and values). Each of these is one launch: the residual sum with the norm; head norms,
-rotation and the store of keys and values; SiLU with its product. Nothing is read back from the device. Rotations are
-looked up by position in a table made at load. On a CPU the same code runs with the plain versions in
-`kernels/layer_ops.py`.
+It supports the families of the kind `LLAMA` (`layer_families.py`), whole models and the layers of heads. Products with
+the same input are computed together (queries, keys and values; gates and values). Each of these is one launch: the
+residual sum with the norm; head norms, rotation and the store of keys and values; SiLU with its product. Nothing is
+read back from the device. Rotations are looked up by position in a table made at load. On a CPU the same code runs with
+the plain versions in `kernels/layer_ops.py`.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,8 @@ class DeviceDecoder(nn.Module):
         trunk = model.model
         self.embedding, self.head = trunk.embed_tokens, model.lm_head
         self.norm, self.eps = trunk.norm.weight, float(trunk.norm.variance_epsilon)
-        places = torch.arange(max_position + MAX_TREE_NODES, device=self.norm.device).unsqueeze(0)
-        cosines, sines = trunk.rotary_emb(torch.empty(0, device=self.norm.device), places)
-        self.register_buffer("rotations", rotation_table(cosines[0], sines[0]), persistent=False)
+        rotations = _rotations(trunk.rotary_emb, max_position, self.norm.device)
+        self.register_buffer("rotations", rotations, persistent=False)
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
 
     def forward(self, batch: ForwardBatch, watch: Watch | None = None) -> Tensor:
@@ -64,6 +63,57 @@ class DeviceDecoder(nn.Module):
         return logits.float()
 
 
+class DeviceLayers(nn.Module):
+    """The decoder layers of a head of Llama's kind, on their device; they are taken apart, layer by layer.
+
+    Args:
+        max_position: As for `DeviceDecoder`.
+    """
+
+    rotations: Tensor  # [positions, dim] float32
+
+    def __init__(self, layers: nn.ModuleList, rotary: nn.Module, max_position: int) -> None:
+        super().__init__()
+        device = next(layers.parameters()).device
+        self.register_buffer("rotations", _rotations(rotary, max_position, device), persistent=False)
+        self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(layers)))
+
+    @classmethod
+    def of(cls, layers: nn.ModuleList, rotary: nn.Module, config: Any, max_position: int) -> Self | None:
+        """Take layers apart; return None, with the layers untouched, if they are of another kind."""
+        return cls(layers, rotary, max_position) if _is_llama(config) and all(map(_is_plain, layers)) else None
+
+    @property
+    def first_norm(self) -> Tensor:
+        """The [width] weight of the norm before the first attention."""
+        first: Any = self.layers[0]
+        weight: Tensor = first.attention_norm
+        return weight
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """Update `hidden` [tokens, width] in place, and return [tokens, width], which the caller adds to it.
+
+        Args:
+            inputs: What the first layer's attention reads in place of the norm of `hidden`, or None.
+        """
+        added: Tensor | None = None
+        for layer in self.layers:
+            added, inputs = layer(batch, hidden, added, self.rotations, inputs), None
+        assert added is not None
+        return added
+
+
+class DeviceNorm(nn.Module):
+    """An RMS norm of transformers in one launch."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, float(norm.variance_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return add_norm(hidden, None, self.weight, self.eps)
+
+
 class _Layer(nn.Module):
     """One decoder layer."""
 
@@ -71,25 +121,34 @@ class _Layer(nn.Module):
         super().__init__()
         attention = layer.self_attn
         self.index, self.scale, self.window = index, float(attention.scaling), window_of(attention)
-        self.eps = float(layer.input_layernorm.variance_epsilon)
-        self.attention_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.eps = float(layer.post_attention_layernorm.variance_epsilon)
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.attention_norm: Any = getattr(layer.input_layernorm, "weight", None)  # EAGLE-1 heads have none
         norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
         self.query_norm, self.key_norm = norms
         self.names, made_of = LLAMA.linear_names(layer), linears_of(layer, LLAMA)
         self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
         self.qkv, self.output, self.gated, self.down = map(joined, made_of)
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, added: Tensor | None, rotations: Tensor) -> Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        added: Tensor | None,
+        rotations: Tensor,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
         """Return [tokens, width], which the caller adds to `hidden`.
 
         Args:
             hidden: [tokens, width] residual stream, updated in place.
             added: [tokens, width] result of the previous layer, not yet added to `hidden`.
+            inputs: [tokens, inputs] what attention reads in place of the norm of `hidden`, or None.
         """
         store = batch.store
         keys, values, scales = store.keys[self.index], store.values[self.index], store.scales[self.index]
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
-        qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps))
+        qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs)
         query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps, scales)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
         attended = self.output(seen.flatten(1))
@@ -97,11 +156,21 @@ class _Layer(nn.Module):
         return result
 
 
+def _rotations(rotary: nn.Module, max_position: int, device: torch.device) -> Tensor:
+    places = torch.arange(max_position + MAX_TREE_NODES, device=device).unsqueeze(0)
+    cosines, sines = rotary(torch.empty(0, device=device), places)
+    return rotation_table(cosines[0], sines[0])
+
+
 def can_fuse_on_device(model: Any, device: torch.device) -> bool:
     """Return whether the device is a GPU and the model is of Llama's kind; its linear layers may be quantized."""
-    if device.type != "cuda" or kind_of(model.config) is not LLAMA or activation_of(model.config) != "silu":
+    if device.type != "cuda" or not _is_llama(model.config):
         return False
-    return all(_is_plain(layer) for layer in model.model.layers) and can_join(model.lm_head)
+    return all(map(_is_plain, model.model.layers)) and can_join(model.lm_head)
+
+
+def _is_llama(config: Any) -> bool:
+    return kind_of(config) is LLAMA and activation_of(config) == "silu"
 
 
 def _is_plain(layer: Any) -> bool:

@@ -21,7 +21,7 @@ from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear,
 from specinfer.model.attention import register
 from specinfer.model.cut import LinearCut
 from specinfer.model.definition import check_architecture, load_config, max_position_of
-from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
+from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers
@@ -255,7 +255,7 @@ def path_of(model: nn.Module) -> str:
     """Return the description for `LoadedModel.compute_path`."""
     if any(isinstance(module, FusedDecoder | FusedLayers) for module in model.modules()):
         return "native fused layers"
-    if isinstance(model, DeviceDecoder):
+    if any(isinstance(module, DeviceDecoder | DeviceLayers) for module in model.modules()):
         return "fused device layers"
     linears = [module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear)]
     return "native linear layers" if any(layer.call is not None for layer in linears) else "PyTorch"

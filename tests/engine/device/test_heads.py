@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from heads import save_cycle, save_eagle3
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import executor_of, load_device_head, load_plain, make_device_engine, run_on_device
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
@@ -46,12 +46,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("heads")
     target = load_plain(save_model(folder / "target", num_hidden_layers=8))
     save_mtp(folder / "mtp", "mimo")
-    own = load_plain(folder / "mtp")
+    own, draft_ids = load_plain(folder / "mtp"), range(2, 90, 3)
     return {
-        "EAGLE-3": (target, load_head(save_eagle3(folder / "whole"), target)),
-        "reduced vocabulary": (target, load_head(save_eagle3(folder / "part", draft_ids=range(2, 90, 3)), target)),
-        "EAGLE": (target, load_head(save_eagle(folder / "first"), target)),
-        "MTP": (own, load_head(folder / "mtp", own)),
+        "EAGLE-3": (target, load_head(save_eagle3(folder / "whole"), target)),  # with the modules of transformers
+        "reduced vocabulary": (target, load_device_head(save_eagle3(folder / "part", draft_ids=draft_ids), target)),
+        "EAGLE": (target, load_device_head(save_eagle(folder / "first"), target)),
+        "MTP": (own, load_device_head(folder / "mtp", own)),
     }
 
 
@@ -60,7 +60,7 @@ def cycle(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Return a target, and a head that is always right: an error of pairing, position or level is a wrong token."""
     target, head = save_cycle(tmp_path_factory.mktemp("cycle"))
     loaded = load_plain(target)
-    return loaded, load_head(head, loaded)
+    return loaded, load_device_head(head, loaded)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_head_reads_paths_that_are_longer_than_the_next_tree(
 @pytest.mark.parametrize("tree", [TREES["3,2,1"], TreeBudget(max_nodes=16, max_depth=6)], ids=str)
 def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(tree: TreeBudget) -> None:
     target = load_plain(demo_folders().target)
-    head = load_head(head_folder("demo-eagle3"), target)
+    head = load_device_head(head_folder("demo-eagle3"), target)
     tokenizer = load_tokenizer(target.folder)
     prompts = [tokenizer.encode(text) for text in heldout_prompts(4)]
     # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import save_tiny_head
+from on_device import load_device_head
+from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
@@ -34,6 +36,7 @@ from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
+from specinfer.model.heads import eagle3
 from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
@@ -49,6 +52,12 @@ VIEWS = {
 }  # fmt: skip
 
 
+# A head takes so many of PyTorch's kernels for a draft loop, with the features of known tokens, and for each level. The
+# first one has the layer of transformers. Each further head takes some more to merge its tree.
+HEADS = {"EAGLE-3, as PyTorch has it": (53, 76), "EAGLE-3": (53, 18), "EAGLE": (57, 18), "MTP": (57, 20)}
+PER_MORE_HEADS = 6
+
+
 class Kernels:
     """Stands in for the kernels of a step and of layers, and holds what they are given to what they read."""
 
@@ -61,6 +70,7 @@ class Kernels:
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
             patch.setattr(device_decoder, name, self._counted(name))
+        patch.setattr(eagle3, "add_norm", device_decoder.add_norm)
 
     def _counted(self, name: str) -> Callable[..., Any]:
         stand_in = getattr(self, name)
@@ -198,9 +208,16 @@ class Kernels:
         _on_device(path, lengths, *others[:-1], *others[-1], contiguous=True)
 
     @staticmethod
-    def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, _eps: float) -> Tensor:
+    def add_norm(
+        hidden: Tensor, added: Tensor | None, weight: Tensor, _eps: float, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         _on_device(hidden, weight, *([] if added is None else [added]), contiguous=True)
-        return torch.empty_like(hidden)
+        if out is None:
+            return torch.empty_like(hidden)
+        _on_device(out)
+        assert out.shape == hidden.shape
+        assert out.stride(1) == 1
+        return out
 
     @staticmethod
     def rotate_and_store(qkv: Tensor, *given: Any) -> Tensor:
@@ -253,7 +270,7 @@ def head_on_meta(folder: Path, target: Path, *, is_fused: bool = False) -> tuple
     loaded = load_model(target, torch.bfloat16, CPU, native=False)
     if is_fused:
         loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
-    head = load_head(folder, loaded)
+    head = (load_device_head if is_fused else load_head)(folder, loaded)
     loaded = replace(loaded, taps=taps_of(loaded, [head]), device=META)
     token_map = None if head.token_map is None else head.token_map.to(META)
     for one in (loaded, head):
@@ -327,9 +344,9 @@ def test_kernels_are_given_what_they_read_by_several_drafters(
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
 def test_kernels_are_given_what_they_read_by_heads(
-    is_fused: bool,
+    kind: str,
     num_models: int,
     model_folder: Callable[..., Path],
     tmp_path: Path,
@@ -337,7 +354,13 @@ def test_kernels_are_given_what_they_read_by_heads(
 ) -> None:
     """A head reads the target's hidden states on the device, and its own; the walk keeps its known tokens alone."""
     monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
-    loaded, head = head_on_meta(save_tiny_head(tmp_path), model_folder("llama"), is_fused=is_fused)
+    is_fused, folder = "PyTorch" not in kind, tmp_path / "head"
+    if kind == "MTP":
+        save_mtp(folder, "mimo")
+    else:
+        (save_eagle if kind == "EAGLE" else save_tiny_head)(folder)
+    target = folder if kind == "MTP" else model_folder("llama")
+    loaded, head = head_on_meta(folder, target, is_fused=is_fused)
     kernels = Kernels(monkeypatch)
     programs = programs_of(loaded, TreeBudget(8, 3), 4, Processing.ADJUSTMENT, 8, None, num_models, head=head)
     counts = []
@@ -348,7 +371,13 @@ def test_kernels_are_given_what_they_read_by_heads(
     assert kernels.calls["add_candidates"] == 3 * num_models
     assert kernels.calls["keep_drafted"] == 0
     assert kernels.calls["commit"] == 1 + 2 * num_models
-    assert counts[0] <= num_models * (PER_HEAD_DRAFT + 3 * PER_HEAD_LEVEL)
+    per_draft, per_level = HEADS[kind]
+    assert counts[0] <= num_models * (per_draft + 3 * per_level) + PER_MORE_HEADS * (num_models - 1)
+    if is_fused:
+        layers, passes = len(loaded.layer_shapes), 3 * num_models
+        assert kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes + layers
+        norms = {"EAGLE": 1, "EAGLE-3": 4, "MTP": 5}[kind]  # of a level
+        assert kernels.calls["add_norm"] == passes * norms + 2 * layers + 1
 
 
 @pytest.mark.parametrize(("rule", "walk"), [("multi-step", "walk_multi_step"), ("traversal", "walk_traversal")])
@@ -379,9 +408,6 @@ PER_DRAFT, PER_LEVEL, PER_VERIFICATION = DESIGN.draft_kernels - 1, DESIGN.level_
 PER_LAYER = DESIGN.layer_kernels - 6
 
 
-# A head takes so many for a draft loop, with the features of known tokens, and for each level, with its layer as
-# transformers defines it.
-PER_HEAD_DRAFT, PER_HEAD_LEVEL = 65, 82
 # To count the tokens that were emitted, a verification gathers, joins and adds.
 PER_COUNT = 16
 # Log-probabilities take so many kernels, and so many more for each 32 places of paths: without the most probable

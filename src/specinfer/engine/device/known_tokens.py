@@ -148,6 +148,7 @@ class KnownPath:
         self._num_known, device = shape.num_known, kept[0].device
         with torch.inference_mode(mode=False):
             self._columns = torch.arange(shape.num_known, dtype=torch.int32, device=device)
+            self._zero = torch.zeros(1, dtype=torch.int64, device=device)
             last = torch.arange(1, kept[0].shape[1] + 1, dtype=torch.int32, device=device).clamp(max=shape.max_depth)
             kept[0].copy_(last)
 
@@ -169,11 +170,17 @@ class KnownPath:
     def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> Tensor | None:
         if frontier.level == 0:
             return first.features
-        parents = candidates.parents.gather(1, frontier.numbers.clamp(min=0).long()).long()
-        columns = candidates.columns.gather(1, parents.clamp(min=0)).long()
-        columns = torch.where(parents >= 0, columns, first.root_columns.unsqueeze(1))
+        if frontier.level == 1:  # children of the root
+            columns = first.root_columns.long().unsqueeze(1).expand_as(frontier.numbers)
+        else:
+            parents = candidates.parents.gather(1, self._as_index(frontier.numbers))
+            columns = self._as_index(candidates.columns.gather(1, self._as_index(parents)))
         slots = self._inputs.slots.gather(1, columns).flatten()
         return self._runner.tensors.taps[0][slots]
+
+    def _as_index(self, numbers: Tensor) -> Tensor:
+        """Return int32 numbers as int64, 0 for those of padding, which are below; in one launch."""
+        return torch.maximum(numbers, self._zero)
 
     def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
         path, lengths, _ = walked

@@ -93,8 +93,7 @@ class BlockHead(FeatureHead):
             return self._read(batch, batch.features)
         last = self._decoded(batch, self.embedded(batch.token_ids))
         self.store(batch, last)
-        rows = batch.logit_rows
-        return self.logits(last if len(rows) == len(last) else last[rows])
+        return self.asked_logits(batch, last)
 
     def _decoded(self, batch: ForwardBatch, embedded: Tensor) -> Tensor:
         """Return the [tokens, width] output of the layers after the last norm."""

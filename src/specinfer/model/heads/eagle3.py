@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import norm
+from specinfer.kernels.layer_ops import add_norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
+from specinfer.model.device_decoder import DeviceLayers
 from specinfer.model.fused_layer import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
@@ -97,6 +99,10 @@ class Eagle3Head(FeatureHead):
         self._norms = [one.weight.float() for one in (self.hidden_norm, self.norm)]
         return self.fused is not None
 
+    def fuse_on_device(self, max_position: int) -> bool:
+        self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
+        return self.on_device is not None
+
     @property
     def may_read(self) -> frozenset[int]:
         return frozenset(layer for dialect in self.dialects for layer in dialect.reads)
@@ -120,6 +126,8 @@ class Eagle3Head(FeatureHead):
         assert batch.features is not None
         if self.fused is not None:
             return self._forward_fused(self.fused, batch, batch.features)
+        if self.on_device is not None:
+            return self._forward_on_device(self.on_device, batch, batch.features)
         features = batch.features.unsqueeze(0)
         embedded = self.embedded(batch.token_ids).to(features.dtype).unsqueeze(0)
         rotation = self.rotary(features, batch.positions.unsqueeze(0))
@@ -132,7 +140,7 @@ class Eagle3Head(FeatureHead):
 
         last, output = self.compute(features, embedded, attend)
         self.store(batch, output[0])
-        return self.logits(last[0][batch.logit_rows])
+        return self.asked_logits(batch, last[0])
 
     def _forward_fused(self, fused: FusedLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
         """Return what `forward` does; all numbers between products are float32."""
@@ -144,10 +152,24 @@ class Eagle3Head(FeatureHead):
         assert embedding_norm is not None
         inputs = torch.cat([norm(embedded, embedding_norm, self.eps), normed], dim=-1)
         hidden = fused(batch, normed if self.dialect.norm_before_residual else hidden, inputs)
-        last = norm(hidden, last_norm, self.eps)
+        return self._finished(batch, hidden, norm(hidden, last_norm, self.eps))
+
+    def _forward_on_device(self, layers: DeviceLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
+        """Return what `forward` does; `features` may be overwritten."""
+        width, kind = self.width, self.hidden_norm.weight.dtype
+        hidden, embedded = features.to(kind), self.embedded(batch.token_ids).to(kind)
+        inputs = hidden.new_empty(len(hidden), 2 * width)
+        add_norm(embedded, None, layers.first_norm, self.eps, inputs[:, :width])
+        normed = add_norm(hidden, None, self.hidden_norm.weight, self.eps, inputs[:, width:])
+        if self.dialect.norm_before_residual:
+            hidden = normed.contiguous()
+        added = layers(batch, hidden, inputs)
+        return self._finished(batch, hidden, add_norm(hidden, added, self.norm.weight, self.eps))
+
+    def _finished(self, batch: ForwardBatch, hidden: Tensor, last: Tensor) -> Tensor:
+        """Store what the next level reads, and return the logits; both [tokens, width], before and after the norm."""
         self.store(batch, last if self.dialect.norm_output else hidden)
-        rows = batch.logit_rows
-        return self.logits(last if len(rows) == len(last) else last[rows])
+        return self.asked_logits(batch, last)
 
     def compute(
         self, features: Tensor, embedded: Tensor, attend: Callable[[int, Tensor], Tensor]

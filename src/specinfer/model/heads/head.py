@@ -10,7 +10,7 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels import QuantizedEmbedding, norm
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers, can_fuse_layers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
@@ -124,6 +124,7 @@ class FeatureHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fused: FusedLayers | None = None  # its decoder layers, if they are computed natively
+        self.on_device: DeviceLayers | None = None  # the same, if they are computed with few launches on a GPU
 
     @property
     def may_read(self) -> frozenset[int]:
@@ -135,6 +136,16 @@ class FeatureHead(nn.Module):
 
         Args:
             quantization: What the linear layers of the decoder layers are rounded to, or None.
+        """
+        return False
+
+    def fuse_on_device(self, max_position: int) -> bool:
+        """Compute the decoder layers with few launches from now on, on a GPU; return False where that is not possible.
+
+        Linear layers may be quantized afterwards.
+
+        Args:
+            max_position: Length of the longest text.
         """
         return False
 
@@ -194,6 +205,11 @@ class FeatureHead(nn.Module):
         head = self._ends.head if self.lm_head is None else self.lm_head
         logits: Tensor = head(hidden)
         return logits.float()
+
+    def asked_logits(self, batch: ForwardBatch, last: Tensor) -> Tensor:
+        """Return [rows, vocab] float32 logits of the tokens that the batch asks for, of [tokens, width] of all."""
+        rows = batch.logit_rows
+        return self.logits(last if len(rows) == len(last) else last[rows])
 
     @staticmethod
     def store(batch: ForwardBatch, features: Tensor) -> None:

@@ -78,6 +78,8 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     if target.native and target.device.type == "cpu":
         head.fuse(quantization)
+    elif target.native and target.device.type == "cuda":
+        head.fuse_on_device(target.max_position)
     if quantization is not None:
         quantize_linears(head, quantization, None, target.device)
     head.eval().requires_grad_(False)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
+from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 
@@ -63,6 +64,15 @@ class PairHead(FeatureHead):
         self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
         return self.fused is not None
 
+    def fuse_on_device(self, max_position: int) -> bool:
+        self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
+        if self.on_device is None:
+            return False
+        for name in ("embedding_norm", "feature_norm", "output_norm"):
+            if type(getattr(self, name)) is self.norm_class:
+                setattr(self, name, DeviceNorm(getattr(self, name)))
+        return True
+
     def take_join(self, checkpoint: HeadCheckpoint, name: str, target: TargetShape) -> nn.Linear:
         """Take the linear layer that joins embedding and feature."""
         bias = f"{name}.bias" in checkpoint
@@ -87,7 +97,7 @@ class PairHead(FeatureHead):
         hidden = self._decoded(batch, self.join(joined))
         last = self.output_norm(hidden)
         self.store(batch, last if self.dialect.is_normed else hidden)
-        return self.logits(last[batch.logit_rows])
+        return self.asked_logits(batch, last)
 
     def _decoded(self, batch: ForwardBatch, joined: Tensor) -> Tensor:
         """Return the [tokens, width] output of the layers."""
@@ -95,6 +105,8 @@ class PairHead(FeatureHead):
             hidden = joined.float()
             decoded: Tensor = self.fused(batch, hidden, None if self.norms_input else hidden)
             return decoded.to(joined.dtype)
+        if self.on_device is not None:
+            return joined.add_(self.on_device(batch, joined, None if self.norms_input else joined))
         hidden, positions = joined.unsqueeze(0), batch.positions.unsqueeze(0)
         rotation = self.rotary(hidden, positions, *([] if self.layer_type is None else [self.layer_type]))
         for layer in self.layers:
