@@ -44,6 +44,12 @@ def test_first_prompts_come_from_different_files() -> None:
     assert len(sources) == 5
 
 
+def test_a_prompt_may_have_half_of_the_longest_file() -> None:
+    longest = max(len(corpus.read_text(path)) for path in corpus.heldout_files())
+    (prompt,) = corpus.heldout_prompts(1, num_chars=longest // 2)
+    assert 0.95 < len(prompt) / (longest // 2) <= 1.0
+
+
 def test_more_prompts_than_there_are_is_an_error() -> None:
     with pytest.raises(ValueError, match="ask for fewer"):
         corpus.heldout_prompts(3, num_chars=10_000_000)

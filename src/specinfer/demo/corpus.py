@@ -66,18 +66,19 @@ def read_text(path: Path) -> str:
 def heldout_prompts(count: int, *, num_chars: int = 600) -> list[str]:
     """Return whole lines from the middle of held-out files, about `num_chars` long, the same each time.
 
-    The files take turns, so that a few prompts already come from different files. A prompt does not end in a line
-    break, because the tokenizer joins that to the indentation after it.
+    The files take turns, so that a few prompts already come from different files; if none has four times as many
+    characters, those with twice as many do. A prompt does not end in a line break, because the tokenizer joins that to
+    the indentation after it.
     """
-    texts = [read_text(path) for path in heldout_files()]
-    texts = [text for text in texts if len(text) >= 4 * num_chars]
+    every = [read_text(path) for path in heldout_files()]
+    texts = next((found for times in (4, 2) if (found := [one for one in every if len(one) >= times * num_chars])), [])
     prompts: dict[str, None] = {}  # an ordered set
     for turn in range(20 * count):
         if len(prompts) == count or not texts:
             break
         text = texts[turn % len(texts)]
         # Steps of the golden ratio spread the turns of one file evenly over its middle part.
-        place = 0.2 + 0.6 * ((0.5 + 0.618034 * (turn // len(texts))) % 1.0)
+        place = min(0.2 + 0.6 * ((0.5 + 0.618034 * (turn // len(texts))) % 1.0), 1 - num_chars / len(text))
         prompt = _whole_lines(text, int(place * len(text)), num_chars)
         if prompt.strip():
             prompts.setdefault(prompt)
