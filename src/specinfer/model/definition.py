@@ -151,10 +151,7 @@ def outline(folder: Path, weights: dict[str, Tensor] | None = None) -> Any:
     """
     config = load_config(folder)
     if weights is not None:
-        with quietly():
-            return AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
-                None, config=config, state_dict=weights, dtype="auto", ignore_mismatched_sizes=True
-            )
+        return _with_weights(config, weights, dtype="auto", ignore_mismatched_sizes=True)
     with quietly(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -174,11 +171,17 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
         )
     with Shards(folder, dtype if isinstance(dtype, torch.dtype) else None) as shards:
         weights = {name: source.read() for name, source in shards.sources.items()}
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
-    with quietly():
-        model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
+    model = _with_weights(config, weights, dtype=dtype, **options)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _with_weights(config: Any, weights: dict[str, Tensor], **options: Any) -> Any:
+    """Return the family's definition with these weights, by their names in the files."""
+    # A state_dict is only accepted by the family's own class.
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    with quietly():
+        return kind.from_pretrained(None, config=config, state_dict=weights, **options)
 
 
 @contextlib.contextmanager
