@@ -10,6 +10,7 @@ import torch
 
 from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner, MergedDrafter, make_drafter
 from specinfer.drafters.feature_drafter import NextTokens
@@ -23,6 +24,7 @@ from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
+from tiny import make_request, random_prompts
 
 CPU = torch.device("cpu")
 
@@ -88,6 +90,15 @@ def make_device_engine(
     executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None
     assert (executor is not None) == has_device_executor
     return Engine(runner, drafter, policy, scheduler, verification, executor)
+
+
+def repeating_requests(params: Sequence[SamplingParams], lengths: Sequence[int] = (6, 9, 5, 7)) -> list[Request]:
+    """Return requests whose prompts repeat themselves; greedy outputs of small models do too."""
+    starts = random_prompts(list(lengths), seed=8)
+    requests = [make_request(str(i), s * 3, p, seed=i) for i, (s, p) in enumerate(zip(starts, params, strict=True))]
+    for request in requests:
+        request.prediction_ids = tuple(request.params.prediction or ())
+    return requests
 
 
 def executor_of(engine: Engine) -> DeviceExecutor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TreeBudget
@@ -16,7 +16,7 @@ from specinfer.engine.device.launch import Launch, Marks
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from specinfer.verify import RANDOM_RULES
-from tiny import make_request, random_prompts, run
+from tiny import make_request, run
 
 Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
@@ -38,13 +38,7 @@ def pair(model_folder: Callable[..., Path]) -> Pair:
 
 
 def _requests() -> list[Request]:
-    """Texts that repeat themselves; greedy outputs of small models do too."""
-    found = []
-    for i, (start, params) in enumerate(zip(random_prompts([6, 9, 5, 7], seed=8), PARAMS, strict=True)):
-        request = make_request(str(i), start * 3, params, seed=i)
-        request.prediction_ids = tuple(params.prediction or ())
-        found.append(request)
-    return found
+    return repeating_requests(PARAMS)
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from heads import save_cycle, save_eagle3
-from on_device import executor_of, load_device_head, load_plain, make_device_engine, run_on_device
+from on_device import executor_of, load_device_head, load_plain, make_device_engine, repeating_requests, run_on_device
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
@@ -80,8 +80,7 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
 
 def _requests() -> list[Request]:
-    starts = random_prompts([6, 9, 15, 7], seed=8)
-    return [make_request(str(i), s * 3, p, seed=i) for i, (s, p) in enumerate(zip(starts, PARAMS, strict=True))]
+    return repeating_requests(PARAMS, [6, 9, 15, 7])
 
 
 def _cycle(first: int, length: int) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from interpreter import interpreted
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -16,7 +16,7 @@ from specinfer.kernels import tree_ops
 from specinfer.kernels.triton import draft
 from specinfer.kernels.triton.walk import walk
 from specinfer.model.load import LoadedModel
-from tiny import make_request, random_prompts, run
+from tiny import run
 
 Models = tuple[LoadedModel, list[LoadedModel]]
 TREES = {
@@ -39,8 +39,7 @@ def models(model_folder: Callable[..., Path]) -> Models:
 
 
 def _requests() -> list[Request]:
-    starts = random_prompts([6, 9, 5, 7], seed=8)
-    return [make_request(str(i), s * 3, p, seed=i) for i, (s, p) in enumerate(zip(starts, PARAMS, strict=True))]
+    return repeating_requests(PARAMS)
 
 
 @pytest.mark.covering(1)
