@@ -87,6 +87,11 @@ def refusal(*words: str, **settings: Any) -> str:
     return str(line)
 
 
+@pytest.mark.parametrize(("command", "other"), [("chat", "run"), ("complete", "generate")])
+def test_a_command_that_takes_no_prompt_names_the_one_that_does(command: str, other: str) -> None:
+    assert f"use specinfer {other} MODEL PROMPT, or --quick PROMPT" in refusal(command, "demo", "Hi there")
+
+
 @pytest.mark.parametrize(
     ("flag", "about"),
     [

@@ -64,7 +64,7 @@ class Program(Group):
         except typer.TyperException as error:  # a flag or argument is unknown, missing or malformed
             context = getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context else ""
-            message = _type_error(error) or _of_vllm(error) or error.format_message()
+            message = _type_error(error) or _of_vllm(error) or _of_prompt(error) or error.format_message()
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
                 hint = "; Kubernetes set it for a Service called specinfer: set enableServiceLinks: false in the pod"
             _print_error(message.rstrip(".") + hint)
@@ -89,6 +89,15 @@ def _of_vllm(error: Any) -> str | None:
     flag = getattr(error, "option_name", "")
     entry = ENGINE.get(flag.removeprefix("--no-").removeprefix("--").replace("-", "_"))
     return f"{flag} is a flag of vLLM; leave it out: {entry.about}" if entry and flag.startswith("--") else None
+
+
+def _of_prompt(error: Any) -> str | None:
+    """Return which command takes a prompt, if one was given to a command that reads it elsewhere, or None."""
+    command = getattr(getattr(error, "ctx", None), "info_name", None)
+    other = {"chat": "run", "complete": "generate"}.get(command or "")
+    if other is None or "unexpected extra argument" not in error.format_message():
+        return None
+    return f"{command} takes no prompt as an argument; use specinfer {other} MODEL PROMPT, or --quick PROMPT"
 
 
 def _type_error(error: Any) -> str | None:
