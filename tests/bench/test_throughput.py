@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
+from full_disk import limited_files
 from specinfer.bench import loop
 from specinfer.bench.chat_prompts import PromptSet
 from specinfer.bench.loop import schedule
@@ -301,3 +302,22 @@ def test_the_command_takes_its_options(tmp_path: Path, folders: tuple[str, str])
     refused = CliRunner().invoke(app, [*words, "--batch", "0"])
     assert refused.exit_code == 2
     assert refused.stderr.startswith("specinfer: error: --batch must be a whole number")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_the_table_is_printed_even_if_a_file_cannot_be_written(flag: str, tmp_path: Path) -> None:
+    target, file = str(save_tokenizer(save_model(tmp_path / "m", max_position_embeddings=1024))), tmp_path / "full.svg"
+    file.symlink_to("/dev/full")
+    words = ["bench", "throughput", target, "--drafter", "ngram", "--tree", "1", "--batch", "1",
+             "--num-prompts", "1", "--max-tokens", "2", "--repeats", "1", flag, str(file)]  # fmt: skip
+    result = CliRunner().invoke(app, words)
+    assert "tokens/s" in result.stdout
+    assert f"{flag}: {file} cannot be written (No space left on device); free some space" in result.stderr
+    assert result.exit_code == 2
+
+
+def test_a_full_disk_is_found_before_the_measurement(tmp_path: Path, folders: tuple[str, str]) -> None:
+    file = tmp_path / "numbers.json"
+    with limited_files(1000), pytest.raises(ValueError, match=r"^json: .*numbers.json cannot be written \(File too "):
+        run_throughput(make_config(folders, json=file))
+    assert not list(tmp_path.iterdir())

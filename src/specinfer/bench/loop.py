@@ -30,7 +30,7 @@ from specinfer.model.device import find_device
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of, usual_budgets
 from specinfer.policy.optimizer import TreeSizes
-from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.files import UnwrittenError, check_files, naming, write_json
 from specinfer.reporting.progress_bar import StageBar, stage_bar
 from specinfer.reporting.spread import first_difference
 
@@ -256,11 +256,20 @@ class Result(Protocol):
 def write_files(
     report: Result, json: str | Path | None, plot: str | Path | None, draw: Callable[[Any, str | Path], None]
 ) -> None:
-    """Write the files that were asked for."""
-    if json is not None:
-        write_json(json, report.as_dict())
-    if plot is not None:
-        draw(report, plot)
+    """Write the files that were asked for.
+
+    Raises:
+        UnwrittenError: A file cannot be written.
+    """
+    try:
+        if json is not None:
+            with naming("json", json):
+                write_json(json, report.as_dict())
+        if plot is not None:
+            with naming("plot", plot):
+                draw(report, plot)
+    except ValueError as error:
+        raise UnwrittenError(str(error), report) from error
 
 
 def _described(turn: Turn) -> str:

@@ -21,6 +21,7 @@ from specinfer.cli.bench_options import (
 from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.options import DEVICE, MODEL, flag
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE
+from specinfer.reporting.files import show
 
 
 def latency(
@@ -49,8 +50,7 @@ def latency(
         from specinfer.bench.latency import run_latency
         from specinfer.bench.latency_report import print_latency
 
-        result = run_latency(config, screen.err)
-    print_latency(result, screen.out)
+        show(lambda: run_latency(config, screen.err), lambda report: print_latency(report, screen.out))
 
 
 def throughput(
@@ -82,8 +82,7 @@ def throughput(
         from specinfer.bench.throughput import run_throughput
         from specinfer.bench.throughput_report import print_throughput
 
-        result = run_throughput(config, screen.err)
-    print_throughput(result, screen.out)
+        show(lambda: run_throughput(config, screen.err), lambda report: print_throughput(report, screen.out))
 
 
 # The settings of --quick; options that are given take precedence.
@@ -168,5 +167,4 @@ def acceptance(
         from specinfer.bench.acceptance import run_acceptance
         from specinfer.bench.acceptance_table import print_acceptance
 
-        result = run_acceptance(config, screen.err)
-    print_acceptance(result, screen.out)
+        show(lambda: run_acceptance(config, screen.err), lambda report: print_acceptance(report, screen.out))

@@ -21,6 +21,7 @@ from specinfer.cli.simulation import SimulationOptions
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_numbers
 from specinfer.planning.options import ACCELERATORS, PlanConfig
+from specinfer.reporting.files import show
 
 
 def plan(
@@ -92,15 +93,20 @@ def plan(
                 )
             from specinfer.planning.device_plan import print_device_plan, run_device_plan
 
-            print_device_plan(run_device_plan(config, screen.err), screen.out)
+            show(lambda: run_device_plan(config, screen.err), lambda report: print_device_plan(report, screen.out))
             return
         from specinfer.planning.plan import run_plan
         from specinfer.planning.plan_table import print_plan
         from specinfer.planning.simulate import run_simulation
+        from specinfer.planning.simulation_report import SimulationReport
         from specinfer.planning.simulation_table import print_simulation
 
-        simulated = None if simulation is None else run_simulation(config, simulation, screen.err)
-        report = run_plan(config, screen.err) if simulated is None else simulated.plan
-    print_plan(report, screen.out)
-    if simulated is not None:
-        print_simulation(simulated, screen.out)
+        if simulation is None:
+            show(lambda: run_plan(config, screen.err), lambda report: print_plan(report, screen.out))
+            return
+
+        def print_both(report: SimulationReport) -> None:
+            print_plan(report.plan, screen.out)
+            print_simulation(report, screen.out)
+
+        show(lambda: run_simulation(config, simulation, screen.err), print_both)

@@ -9,7 +9,7 @@ from specinfer.cli.options import DEBUG, JSON, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.tune import StageProgress, check_sources
-from specinfer.reporting.files import write_json
+from specinfer.reporting.files import naming, write_json
 
 
 def quantize(
@@ -69,4 +69,5 @@ def quantize(
                 "experts; more --num-texts may reach them"
             )
     if as_json is not None:
-        write_json(as_json, report.as_dict())
+        with checking(), naming("json", as_json):
+            write_json(as_json, report.as_dict())

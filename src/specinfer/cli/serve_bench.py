@@ -12,6 +12,7 @@ from specinfer.cli.options import (
     flag,
 )
 from specinfer.client import KEY_VARIABLE
+from specinfer.reporting.files import show
 
 
 def serve(
@@ -146,8 +147,7 @@ def serve(
         from specinfer.bench.serve import run_serve
         from specinfer.bench.serve_table import print_serve
 
-        result = run_serve(config, screen.err)
-    print_serve(result, screen.out)
+        show(lambda: run_serve(config, screen.err), lambda report: print_serve(report, screen.out))
 
 
 def _limits(words: Sequence[str]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.options import DEBUG, JSON, PLOT, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.files import check_files, naming, write_json
 from specinfer.tuning.options import DEMO_DATA, PolicyConfig, TuneConfig
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -
         report = train_policy(config, screen.err)
         print_policy(report, screen.out)
         if options.as_json is not None:
-            write_json(options.as_json, report.as_dict())
+            with naming("json", options.as_json):
+                write_json(options.as_json, report.as_dict())
 
 
 def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
@@ -196,7 +197,7 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
         from specinfer.tuning.report_plot import plot_report
         from specinfer.tuning.report_table import print_report
         from specinfer.tuning.run import Run
-        from specinfer.tuning.training import TrainingError, reporting_disk_errors
+        from specinfer.tuning.training import TrainingError
 
         run = Run(config, progress := StageProgress(screen.err))
     with progress:
@@ -205,15 +206,17 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
             if not run.accelerator.is_main_process:
                 return
             report = measure(config, result, progress.show)
-            with reporting_disk_errors(run.folder):
-                write_json(run.folder / "report.json", report.as_dict())
         except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error
-    if options.as_json is not None:
-        write_json(options.as_json, report.as_dict())
-    if options.plot is not None:
-        plot_report(report, options.plot)
     print_report(report, screen.out)
+    with checking():
+        for name, file in (("out", run.folder / "report.json"), ("json", options.as_json)):
+            if file is not None:
+                with naming(name, file):
+                    write_json(file, report.as_dict())
+        if options.plot is not None:
+            with naming("plot", options.plot):
+                plot_report(report, options.plot)
 
 
 def needs_tuning() -> None:

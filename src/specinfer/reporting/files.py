@@ -1,13 +1,28 @@
 """Files that a measurement writes: checks before the long work begins, JSON, and the options it was run with."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
+from specinfer.core.errors import first_line
 from specinfer.reporting.plots import check_plot
+
+R = TypeVar("R")
+
+
+class UnwrittenError(ValueError):
+    """A file of a finished report that cannot be written; the message names it, and `report` is the report."""
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def options_of(config: Any) -> dict[str, object]:
@@ -30,7 +45,32 @@ def check_files(json: str | Path | None, plot: str | Path | None) -> None:
         place = path if path.exists() else path.parent
         if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
             raise ValueError(f"{name}: {path} cannot be written; name a file in a folder that exists and is writable")
+        if place != path:
+            with naming(name, path), tempfile.TemporaryFile(dir=place) as probe:
+                probe.write(bytes(1 << 12))  # a full disk takes an empty file
+
+
+@contextlib.contextmanager
+def naming(option: str, path: str | Path) -> Iterator[None]:
+    """Turn a full disk, and other errors of writing, into a ValueError that names the option and the file."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else first_line(error)
+        raise ValueError(
+            f"{option}: {path} cannot be written ({reason}); free some space, or name another place"
+        ) from error
 
 
 def write_json(path: str | Path, numbers: Mapping[str, object]) -> None:
     Path(path).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
+def show(measure: Callable[[], R], print_report: Callable[[R], None]) -> None:
+    """Print the report of a measurement, even if a file of it cannot be written."""
+    try:
+        report = measure()
+    except UnwrittenError as error:
+        print_report(error.report)
+        raise
+    print_report(report)
