@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from full_disk import limited_files
 from specinfer.core.errors import ModelError
 from specinfer.kernels import quantization
 from specinfer.kernels.quantization import Bits, dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
-from specinfer.quantize import checkpoint
 from specinfer.quantize.calibration import decoder_layers
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from specinfer.quantize.gptq import quantize_with_moments, round_layers
@@ -146,15 +146,13 @@ def test_data_is_read_and_perplexity_reported(tmp_path: Path, model_folder: Call
     assert report.as_dict()["perplexity"] == report.perplexity
 
 
-def test_a_failure_leaves_no_folder(
-    tmp_path: Path, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "to"), [("out", "int4"), ("out.gguf", "q8_0")])
+def test_a_full_disk_is_named_by_its_option_and_nothing_is_left(
+    name: str, to: str, tmp_path: Path, model_folder: Callable[..., Path]
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(OSError, match="No space"):
-        run(model_folder(), tmp_path / "out")
+    source, message = model_folder(tokenizer=True), rf"^out: .*/{name} cannot be written \(.*File too large"
+    with limited_files(4000), pytest.raises(ValueError, match=message):
+        run(source, tmp_path / name, to)
     assert list(tmp_path.glob("*out*")) == []
 
 

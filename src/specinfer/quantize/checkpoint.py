@@ -26,7 +26,7 @@ from specinfer.model.gguf.writing import TYPES, write_gguf
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
 from specinfer.quantize.calibration import Calibrated, calibrate, read_texts
 from specinfer.quantize.layers import Layers
-from specinfer.reporting.files import check_files
+from specinfer.reporting.files import check_files, naming
 from specinfer.setup.model_names import find_target
 
 _FORMAT, _METHOD = "pack-quantized", "compressed-tensors"
@@ -133,8 +133,7 @@ def write_quantized(
 
     Raises:
         ModelError: The model cannot be quantized.
-        ValueError: The data cannot be used.
-        OSError: The folder cannot be written.
+        ValueError: The data cannot be used, or the folder or file cannot be written.
     """
     source = find_target(config.model)
     if not has_safetensors(source):
@@ -143,7 +142,8 @@ def write_quantized(
             f"model: the weights of {config.model} {what}; name the model in 16 bits that they were made of"
         )
     if config.is_gguf:
-        return _write_file(config, source, stage, note)
+        with naming("out", config.out):
+            return _write_file(config, source, stage, note)
     layers = Layers.of(source, config.bits)
     found = Calibrated({}, set(layers.places), None, None)
     if config.data:
@@ -151,7 +151,7 @@ def write_quantized(
         texts = read_texts(source, data, config.num_texts, config.text_tokens)
         found = calibrate(source, layers.places, texts, config.bits, stage, note)
     out, index = Path(config.out), dict[str, str]()
-    with replacing(out) as partial:
+    with naming("out", out), replacing(out) as partial:
         stage("writing", len(files := weight_paths(source)))
         for number, file in enumerate(files, start=1):
             tensors = _rounded_tensors(file, layers, found.rounded, config.bits)

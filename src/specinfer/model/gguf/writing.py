@@ -6,6 +6,7 @@ What a file would say is read before it is written. A configuration that it cann
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +94,20 @@ def write_gguf(
     places = {name: TensorPlace(shape, kinds[name], 0, 0, file) for name, shape in tensors.shapes.items()}
     places |= _written(rotations, file)
     _check(GgufHeader(file, metadata | {"general.architecture": arch}, places), config)
-    writer = GGUFWriter(file, arch)
-    for key, value in metadata.items():
-        _add(writer, key, value)
-    for name, place in places.items():
-        size = math.prod(gguf.quant_shape_to_byte_shape(place.shape, place.kind))
-        writer.add_tensor_info(name, place.shape, np.dtype(np.float32), size, raw_dtype=place.kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for number, stored in enumerate(tensors.shapes, start=1):
-        writer.write_tensor_data(rounded(tensors.read(stored).contiguous().numpy(), kinds[stored]))
-        note(number)
-    for numbers in rotations.values():
-        writer.write_tensor_data(np.array(numbers, dtype=np.float32))
-    writer.close()
+    with closing(GGUFWriter(file, arch)) as writer:
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for name, place in places.items():
+            size = math.prod(gguf.quant_shape_to_byte_shape(place.shape, place.kind))
+            writer.add_tensor_info(name, place.shape, np.dtype(np.float32), size, raw_dtype=place.kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for number, stored in enumerate(tensors.shapes, start=1):
+            writer.write_tensor_data(rounded(tensors.read(stored).contiguous().numpy(), kinds[stored]))
+            note(number)
+        for numbers in rotations.values():
+            writer.write_tensor_data(np.array(numbers, dtype=np.float32))
     return sum(one not in _PLAIN and stored not in _OUTSIDE for stored, one in kinds.items())
 
 
