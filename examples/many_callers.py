@@ -8,7 +8,7 @@ from specinfer import LLM, AsyncLLM, SamplingParams
 async def main() -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0)
     async with AsyncLLM(LLM("demo")) as engine:
-        others = [asyncio.create_task(engine.generate(prompt, params)) for prompt in ("import os\n", "class Queue:\n")]
+        others = [asyncio.create_task(engine.complete(prompt, params)) for prompt in ("import os\n", "class Queue:\n")]
         generation = await engine.submit("def main(", params)
         async for chunk in generation:
             print(chunk.text, end="", flush=True)

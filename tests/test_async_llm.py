@@ -11,7 +11,17 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from specinfer import LLM, AsyncLLM, EngineDeadError, QueueFullError, QueueLimits, RequestError, SamplingParams
+from specinfer import (
+    LLM,
+    AsyncLLM,
+    EngineDeadError,
+    QueueFullError,
+    QueueLimits,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from specinfer.core.outputs import TextChunk
 from specinfer.core.queue_limits import TenantLimits
 from specinfer.quotas import Quotas
@@ -20,6 +30,7 @@ T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = SamplingParams(max_tokens=180, ignore_eos=True, seed=3)
 PROMPTS = ["the", "and of the story, that", "was it", "the story of the", "x"]
+DELTA = RequestOutputKind.DELTA
 FAILING = pytest.mark.filterwarnings("ignore:request .* failed:RuntimeWarning")
 
 
@@ -61,20 +72,35 @@ def test_together_as_alone(llm: LLM) -> None:
     wanted = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
 
     async def use(engine: AsyncLLM) -> list[Any]:
-        asked = [engine.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+        asked = [engine.complete(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
         return [output.outputs[0] for output in await asyncio.gather(*asked)]
 
     for got, want in zip(serve(llm, use), wanted, strict=True):
         assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
 
 
-def test_a_call_before_the_start_is_refused_at_once(llm: LLM) -> None:
-    async def main() -> None:
+def test_the_first_call_starts_the_engine(llm: LLM) -> None:
+    async def main() -> AsyncLLM:
         engine = AsyncLLM(llm)
-        with pytest.raises(EngineDeadError, match=r"^the engine is not started: use async with AsyncLLM"):
-            await asyncio.wait_for(engine.generate("the", GREEDY), 10)
+        assert (await asyncio.wait_for(engine.complete("the", GREEDY), 10)).outputs
         async with engine:
-            assert (await engine.generate("the", GREEDY)).outputs
+            assert (await engine.complete("the", GREEDY)).outputs
+            return engine
+
+    engine = asyncio.run(main())
+    assert engine.has_stopped
+    with pytest.raises(EngineDeadError):
+        asyncio.run(engine.complete("the", GREEDY))
+
+
+def test_a_call_from_another_event_loop_is_refused_at_once(llm: LLM) -> None:
+    engine = AsyncLLM(llm)
+    asyncio.run(engine.complete("the", GREEDY))
+
+    async def main() -> None:
+        with pytest.raises(EngineDeadError, match="started in another event loop; make an AsyncLLM in each"):
+            await asyncio.wait_for(engine.complete("the", GREEDY), 10)
+        assert await engine.shutdown()
 
     asyncio.run(main())
 
@@ -82,11 +108,86 @@ def test_a_call_before_the_start_is_refused_at_once(llm: LLM) -> None:
 def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
         with pytest.raises(ValueError, match=r"^sampling_params: give a SamplingParams, not {'temperature': 0}"):
-            await engine.generate("the", {"temperature": 0})  # type: ignore[arg-type]
+            await engine.complete("the", {"temperature": 0})  # type: ignore[arg-type]
 
     serve(llm, use)
     with pytest.raises(ValueError, match=r"^sampling_params: give a SamplingParams, not {'temperature': 0}"):
         llm.stream("the", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def _shown(output: RequestOutput, index: int) -> Any:
+    return next((one for one in output.outputs if one.index == index), None)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_outputs_grow_as_output_kind_says(llm: LLM, kind: RequestOutputKind, n: int) -> None:
+    params = SamplingParams(max_tokens=30, seed=5, n=n, logprobs=2, prompt_logprobs=1, stop=["zq"], output_kind=kind)
+    (wanted,) = llm.generate("the story", params)
+
+    async def use(engine: AsyncLLM) -> list[RequestOutput]:
+        return [output async for output in engine.generate("the story", params, "mine")]
+
+    *growing, last = yielded = serve(llm, use)
+    assert {output.request_id for output in yielded} == {"mine"}
+    assert [output.finished for output in yielded] == [False] * len(growing) + [True]
+    assert bool(growing) is (kind is not RequestOutputKind.FINAL_ONLY)
+    for output in yielded:
+        assert (output.prompt, output.prompt_token_ids) == ("the story", wanted.prompt_token_ids)
+        assert output.prompt_logprobs == wanted.prompt_logprobs
+    for i, whole in enumerate(wanted.outputs):
+        parts = [part for output in yielded if (part := _shown(output, i)) is not None]
+        if kind is RequestOutputKind.DELTA:
+            assert "".join(part.text for part in parts) == whole.text
+            assert [token for part in parts for token in part.token_ids] == whole.token_ids
+            assert [best for part in parts for best in part.logprobs or []] == whole.logprobs
+        else:
+            assert replace(parts[-1], token_origins=[]) == replace(whole, token_origins=[])
+            assert all(whole.text.startswith(part.text) for part in parts)
+            assert all(part.token_ids == whole.token_ids[: len(part.token_ids)] for part in parts)
+            assert len(last.outputs) == n
+        assert parts[-1].cumulative_logprob == pytest.approx(whole.cumulative_logprob)
+        assert parts[-1].finish_reason == whole.finish_reason
+    assert last.metrics.speculative_decoding["num_draft_tokens"]
+
+
+def test_leaving_the_loop_over_outputs_ends_the_request(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        async for output in engine.generate("the", LONG):
+            assert not output.finished
+            break
+        await _until(lambda: not llm.engine.has_work and not engine.num_live)
+
+    serve(llm, use)
+
+
+def test_a_request_is_aborted_by_its_name(llm: LLM) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        async def last(name: str) -> RequestOutput:
+            return [output async for output in engine.generate("the", LONG, name)][-1]
+
+        running = [asyncio.create_task(last(name)) for name in "abc"]
+        await _until(lambda: engine.num_running == 3)
+        await engine.abort("nobody")
+        await engine.abort(["a", "b"])
+        outputs = await asyncio.gather(*running)
+        assert [output.request_id for output in outputs] == ["a", "b", "c"]
+        assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort", "length"]
+        assert all(output.finished for output in outputs)
+
+    serve(llm, use)
+
+
+@FAILING
+def test_an_output_that_fails_ends_the_loop_with_its_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(engine: AsyncLLM) -> None:
+        monkeypatch.setattr(llm.target, "forward", _always_failing)
+        (output,) = [output async for output in engine.generate("the", replace(GREEDY, output_kind=DELTA))]
+        assert output.finished
+        assert output.outputs == []
+        assert output.error is not None
+
+    serve(llm, use)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -155,7 +256,7 @@ def test_what_cannot_be_served_is_refused_before_it_starts(llm: LLM) -> None:
             with pytest.raises(RequestError):
                 await engine.submit(prompt, params)
         assert engine.num_live == 0
-        assert (await engine.generate("the", GREEDY)).outputs[0].finish_reason is not None
+        assert (await engine.complete("the", GREEDY)).outputs[0].finish_reason is not None
 
     serve(llm, use)
 
@@ -169,7 +270,7 @@ def test_a_full_queue_refuses_and_recovers(llm: LLM) -> None:
             await engine.submit("the", SamplingParams(n=3))
         held[0].close()
         await _until(lambda: engine.num_live == 5)
-        assert (await engine.generate("the", GREEDY)).outputs[0].finish_reason is not None
+        assert (await engine.complete("the", GREEDY)).outputs[0].finish_reason is not None
         for generation in held:
             generation.close()
 
@@ -203,7 +304,7 @@ def test_with_several_tenants_first_tokens_may_interrupt_passes(llm: LLM, tenant
         engine.put_quotas(Quotas(dict.fromkeys(tenants, TenantLimits())))
         pauses = Mock(wraps=llm.engine.host._pause)
         with patch.object(llm.engine.host, "_pause", pauses):
-            await engine.generate("the", GREEDY)
+            await engine.complete("the", GREEDY)
         assert bool(pauses.call_count) is (len(tenants) > 1)
 
     serve(llm, use)
@@ -245,7 +346,7 @@ def test_leaving_ends_the_requests(llm: LLM, num_before: int) -> None:
 
 def test_a_cancelled_call_ends_its_request(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
-        task = asyncio.create_task(engine.generate("the", LONG))
+        task = asyncio.create_task(engine.complete("the", LONG))
         await _until(lambda: engine.num_running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -260,7 +361,7 @@ def test_neighbours_of_one_that_leaves_generate_the_same_tokens(llm: LLM) -> Non
 
     async def use(engine: AsyncLLM) -> list[int]:
         leaving = [await engine.submit(prompt, LONG) for prompt in PROMPTS[:3]]
-        staying = asyncio.create_task(engine.generate("the story of", GREEDY))
+        staying = asyncio.create_task(engine.complete("the story of", GREEDY))
         for generation in leaving:
             await asyncio.sleep(0.003)
             generation.close()
@@ -308,7 +409,7 @@ def test_a_broken_request_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(llm.target, "forward", failing)
         monkeypatch.setattr(llm.engine.host, "_verify", refusing)
-        others = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in PROMPTS[:3]]
+        others = [asyncio.create_task(engine.complete(prompt, GREEDY)) for prompt in PROMPTS[:3]]
         if mode == "text":
             buffer = broken.requests[0].text
             assert buffer is not None
@@ -350,7 +451,7 @@ def test_an_observer_of_ends_that_fails_harms_nobody(llm: LLM, caplog: pytest.Lo
     async def use(engine: AsyncLLM) -> list[Any]:
         told: list[Any] = []
         engine.on_end += [failing, told.append]
-        outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in PROMPTS))
+        outputs = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in PROMPTS))
         assert len(told) == len(outputs)
         return outputs
 
@@ -370,7 +471,7 @@ def test_an_observer_of_steps_that_fails_harms_nobody(llm: LLM, caplog: pytest.L
     llm.engine.observers.append(Failing())
 
     async def use(engine: AsyncLLM) -> list[Any]:
-        outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in PROMPTS))
+        outputs = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in PROMPTS))
         engine.check_health()
         return outputs
 
@@ -441,11 +542,11 @@ def test_passes_that_always_fail_are_the_engines_fault(llm: LLM, monkeypatch: py
     async def use(engine: AsyncLLM) -> None:
         monkeypatch.setattr(llm.target, "forward", _always_failing)
         for _ in range(3):
-            output = await engine.generate("the", GREEDY)
+            output = await engine.complete("the", GREEDY)
             assert output.outputs == []
         await _until(lambda: engine.has_failed)
         with pytest.raises(EngineDeadError):
-            await engine.generate("the", GREEDY)
+            await engine.complete("the", GREEDY)
 
     serve(llm, use)
 
@@ -487,7 +588,7 @@ def test_draining_lets_what_runs_end(llm: LLM) -> None:
     serve(llm, use)
 
     async def busy(engine: AsyncLLM) -> None:
-        running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        running = [asyncio.create_task(engine.complete(prompt, LONG)) for prompt in PROMPTS]
         await _until(lambda: engine.num_live == 5)
         assert not await engine.drain(0.0)
         assert await engine.drain(30.0)
@@ -505,7 +606,7 @@ def test_draining_waits_for_a_prompt_that_is_just_being_read(llm: LLM, monkeypat
 
     async def use(engine: AsyncLLM) -> None:
         monkeypatch.setattr(llm.jobs, "read", slowly)
-        asked = asyncio.create_task(engine.generate("the", LONG))
+        asked = asyncio.create_task(engine.complete("the", LONG))
         await _until(lambda: engine.num_live == 1)
         drained = asyncio.create_task(engine.drain(30.0))
         await asyncio.sleep(0.01)
@@ -528,7 +629,7 @@ def test_what_is_to_be_read_after_the_end_is_refused(llm: LLM) -> None:
 @FAILING
 def test_shutting_down_ends_the_rest_with_an_error(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
-        running = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        running = [asyncio.create_task(engine.complete(prompt, LONG)) for prompt in PROMPTS]
         await _until(lambda: len(engine.admission.generations) == 5)  # all have been read
         assert await engine.shutdown()
         assert not any([(await task).outputs for task in running])

@@ -206,7 +206,7 @@ def test_a_conversation_a_stream_and_asynchronous_callers_have_adapters(
 
         async def run() -> RequestOutput:
             async with AsyncLLM(llm) as engine:
-                return await engine.generate("the cat", GREEDY, lora_request=named)
+                return await engine.complete("the cat", GREEDY, lora_request=named)
 
         assert _tokens([asyncio.run(run())]) == [expected]
 

@@ -27,6 +27,7 @@ NAMES = {
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextChunk",

@@ -155,7 +155,7 @@ def test_a_file_holds_each_request_its_steps_and_its_end(llm: LLM, tmp_path: Pat
             file.close()
             file.close()
             assert all(generation.requests[0].trace is None for generation in asked)  # no client asked for it
-            await engine.generate("x", _PARAMS)
+            await engine.complete("x", _PARAMS)
             return outputs
 
     outputs = asyncio.run(run())
@@ -206,7 +206,7 @@ def test_a_full_disk_is_warned_of_once_and_serving_goes_on(llm: LLM, caplog: pyt
         async with AsyncLLM(llm) as engine:
             file = TraceFile("/dev/full", engine, ("demo",))
             for _ in range(2):
-                output = await engine.generate("def f(", _PARAMS)
+                output = await engine.complete("def f(", _PARAMS)
             file.close()
             return len(output.outputs[0].token_ids)
 
@@ -227,7 +227,7 @@ def test_tokens_without_text_are_warned_of_and_serving_goes_on(
         async with AsyncLLM(llm) as engine:
             file = TraceFile(str(tmp_path / "trace.jsonl"), engine, ("demo",))
             file._texts.text = undecodable  # type: ignore[method-assign]
-            assert (await engine.generate("the", _PARAMS)).error is None
+            assert (await engine.complete("the", _PARAMS)).error is None
             await asyncio.wait_for(asyncio.to_thread(file.close), 20)
 
     asyncio.run(run())
@@ -243,7 +243,7 @@ def test_what_the_writer_cannot_keep_up_with_is_left_out_and_counted(
     async def run() -> None:
         async with AsyncLLM(llm) as engine:
             file = TraceFile(str(path), engine, ("demo",))
-            await engine.generate("def f(", _PARAMS)
+            await engine.complete("def f(", _PARAMS)
             file.close()
 
     with caplog.at_level(logging.WARNING):

@@ -1,5 +1,6 @@
 """Offline programs as vLLM's documentation has them: they run with only the imports changed. And vLLM's names."""
 
+import asyncio
 import dataclasses
 import inspect
 import json
@@ -14,7 +15,17 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from specinfer import LLM, EngineArgs, RequestError, SamplingParams, StructuredOutputsParams, TokensPrompt
+from specinfer import (
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokensPrompt,
+)
 from specinfer.core.vllm_names import ENGINE, METHODS, SAMPLING, SPECULATIVE, from_speculative_config
 from specinfer.metrics import Counter, Gauge, Histogram, Vector
 from tiny import EOS, save_tokenizer
@@ -71,6 +82,58 @@ def test_chat(model: str) -> None:
     assert again.prompt_token_ids == output.prompt_token_ids
     (prefilled,) = llm.chat(conversation[:3], sampling_params, continue_final_message=True)
     assert llm.get_tokenizer().decode(prefilled.prompt_token_ids).endswith("you today?")
+
+
+def test_async_streaming(model: str) -> None:
+    async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> str:
+        sampling_params = SamplingParams(max_tokens=20, temperature=0.8, seed=42, output_kind=RequestOutputKind.DELTA)
+        text = ""
+        async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=sampling_params):
+            for completion in output.outputs:
+                text += completion.text
+            if output.finished:
+                assert output.request_id == request_id
+                break
+        return text
+
+    async def main() -> list[str]:
+        engine_args = EngineArgs(model=model, enforce_eager=True, disable_log_stats=True, enable_log_requests=False)  # type: ignore[call-arg]
+        engine = AsyncLLM.from_engine_args(engine_args)
+        try:
+            return [await stream_response(engine, prompt, f"stream-example-{i}") for i, prompt in enumerate(PROMPTS)]
+        finally:
+            engine.shutdown()
+
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=42)
+    assert asyncio.run(main()) == [output.outputs[0].text for output in LLM(model).generate(PROMPTS, params)]
+
+
+def test_async_final_outputs(model: str) -> None:
+    async def main() -> list[RequestOutput]:
+        engine = AsyncLLM.from_engine_args(EngineArgs(model=model))
+
+        async def complete(prompt: str, i: int) -> RequestOutput:
+            final_output = None
+            async for request_output in engine.generate(prompt, SamplingParams(temperature=0, max_tokens=9), str(i)):
+                final_output = request_output
+            assert final_output is not None
+            return final_output
+
+        outputs = await asyncio.gather(*(complete(prompt, i) for i, prompt in enumerate(PROMPTS)))
+        engine.shutdown()
+        return outputs
+
+    outputs = asyncio.run(main())
+    wanted = LLM(model).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=9))
+    assert [output.outputs[0].text for output in outputs] == [output.outputs[0].text for output in wanted]
+
+
+def test_engine_args_take_what_llm_takes() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    args = EngineArgs(model="m", swap_space=4, seed=None, speculative_config=config)  # type: ignore[call-arg, arg-type]
+    assert args == EngineArgs("m", drafters=["ngram"], tree="1,1,1")
+    with pytest.raises(ValueError, match=r"^cpu_offload_gb: 4 has no equivalent"):
+        EngineArgs(model="m", cpu_offload_gb=4)  # type: ignore[call-arg]
 
 
 def test_default_sampling_params_are_those_that_the_model_recommends(model: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specinfer.core.lora import LoRARequest
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.core.queue_limits import QueueLimits
-    from specinfer.core.sampling import SamplingParams
+    from specinfer.core.sampling import RequestOutputKind, SamplingParams
     from specinfer.core.slo import SLO
     from specinfer.core.structured_outputs import StructuredOutputsParams
     from specinfer.core.tree import TokenTree
@@ -39,6 +39,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextChunk",
@@ -62,6 +63,7 @@ _HOMES = {
     "RequestError": "core.errors",
     "RequestMetrics": "core.outputs",
     "RequestOutput": "core.outputs",
+    "RequestOutputKind": "core.sampling",
     "SLO": "core.slo",
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.structured_outputs",

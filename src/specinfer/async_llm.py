@@ -10,8 +10,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any, Self, TypeVar
 
 from specinfer.admission import Admission
 from specinfer.core.errors import EngineDeadError
@@ -24,7 +26,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
-from specinfer.inputs.arguments import Prompt, one_params
+from specinfer.inputs.arguments import Prompt, is_brief, one_params
 from specinfer.inputs.prompts import Job
 from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
@@ -38,7 +40,7 @@ _SPARE_READS = 64  # prompts that may wait to be read in addition to those that 
 class AsyncLLM:
     """An interface for any number of concurrent requests to one `LLM`, which nothing else may use meanwhile.
 
-    Use it as `async with AsyncLLM(llm) as engine:`, or call `start` and `shutdown`.
+    Use it as `async with AsyncLLM(llm) as engine:`, or call `shutdown` at the end.
     """
 
     def __init__(self, llm: LLM, limits: QueueLimits | None = None) -> None:
@@ -54,10 +56,14 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, limits: QueueLimits | None = None, progress: ProgressCallback | None = None
+        cls, engine_args: EngineArgs, limits: QueueLimits | None = None, progress: ProgressCallback | None = None
     ) -> Self:
         """Load the models of these arguments; errors are those of `LLM`."""
-        return cls(LLM.from_engine_args(args, progress), limits)
+        return cls(LLM.from_engine_args(engine_args, progress), limits)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of the model, as `LLM.get_tokenizer` does."""
+        return self.llm.get_tokenizer()
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -77,8 +83,16 @@ class AsyncLLM:
             self._thread.interrupt_passes()
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        """Start the engine, if it has not been started. The first request does, too.
+
+        Raises:
+            EngineDeadError: It has been started in another event loop.
+        """
+        if not self._thread.has_started:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+        elif self._loop is not asyncio.get_running_loop():
+            raise EngineDeadError("the engine was started in another event loop; make an AsyncLLM in each")
 
     def _note_end(self, generation: Generation) -> None:
         for note in self.on_end:
@@ -104,7 +118,7 @@ class AsyncLLM:
         """Read a prompt and queue its requests.
 
         Args:
-            request_id: Name shown in outputs and logs; it need not be unique.
+            request_id: Name in outputs, in logs and for `abort`; it need not be unique. (default: a number)
             priority: Lower values are served first.
             tenant: Name of the client. Tenants with waiting requests share the engine evenly.
             timeout: Seconds until the request is ended, at most `QueueLimits.request_timeout`.
@@ -114,13 +128,12 @@ class AsyncLLM:
         Raises:
             RequestError: The prompt or its parameters cannot be served, or the adapter cannot be loaded.
             QueueFullError: The queue is full.
-            EngineDeadError: The engine has not been started, has failed, or is shutting down.
+            EngineDeadError: The engine has failed, or is shutting down.
         """
         params = one_params(params)
-        if not self._thread.has_started:
-            raise EngineDeadError("the engine is not started: use async with AsyncLLM(...) as engine, or call start")
         arrival, arrival_time = time.monotonic(), time.time()
         self.check_seats(params.n, tenant)
+        self.start()
         with self.admission.reading(params.n, tenant):
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
@@ -134,10 +147,12 @@ class AsyncLLM:
                 tenant,
                 num_bytes=len(prompt) if isinstance(prompt, str) else 0,
                 has_grammar=bool(params.structured_outputs),
-                is_brief=lora_request is None and _is_read(prompt, params),
+                is_brief=lora_request is None and is_brief(prompt, params),
             )
             self._check_alive()
             self.admission.check_tokens(job)
+        if request_id is not None:
+            job = replace(job, request_id=request_id)
         self.admission.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
@@ -154,14 +169,38 @@ class AsyncLLM:
         return generation
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
-    ) -> RequestOutput:
-        """Complete one prompt; cancelling the call ends the request. It raises what `submit` raises.
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt and yield its output as it grows, as `SamplingParams.output_kind` says.
 
-        If the request fails while it runs, its output has `error` set and no `outputs`, and a `RuntimeWarning` is
-        emitted.
+        Leaving the loop early ends the request. The arguments and errors are those of `submit`. If the request fails
+        while it runs, the last output has `error` set and no `outputs`, and a `RuntimeWarning` is emitted.
         """
-        return await (await self.submit(prompt, params, lora_request=lora_request)).finish()
+        generation = await self.submit(
+            prompt, sampling_params, request_id=request_id, priority=priority, lora_request=lora_request
+        )
+        async with aclosing(generation.outputs()) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def complete(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
+    ) -> RequestOutput:
+        """Complete one prompt; cancelling the call ends the request. Errors are those of `generate`."""
+        return await (await self.submit(prompt, sampling_params, lora_request=lora_request)).finish()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End the requests of these names; their last output has the finish reason "abort"."""
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        for generation in self.admission.generations:
+            if generation.request_id in names:
+                self._forget(generation)
 
     async def read(self, action: Callable[[], T], tenant: str = "", *, num_bytes: int = 0, is_brief: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
@@ -263,9 +302,13 @@ class AsyncLLM:
             pass
         return self.admission.idle.is_set()
 
-    async def shutdown(self, timeout: float = 10.0) -> bool:
-        """Stop the engine; running requests end with an error. Return whether its threads ended in time."""
+    def shutdown(self, timeout: float = 10.0) -> asyncio.Future[bool]:
+        """Stop the engine; running requests end with an error. Awaited, return whether its threads ended in time."""
         self._is_draining = True
+        self._thread.ask_to_stop()  # at once, because a program written for vLLM does not await
+        return asyncio.ensure_future(self._join(timeout))
+
+    async def _join(self, timeout: float) -> bool:
         ended = await asyncio.to_thread(self._thread.stop, timeout)
         all_read = await self._reads.close(min(timeout, 1.0))
         self.llm.reader.close()
@@ -279,8 +322,9 @@ class AsyncLLM:
             generation = self.admission.generation_of(request)
             if generation is not None:
                 chunks.append((request, generation, generation.advance(request)))
-        if chunks and not self._loop.is_closed():  # it is closed if a hung step ends after all
-            self._loop.call_soon_threadsafe(self._hand_out, chunks)
+        if chunks:
+            with suppress(RuntimeError):  # the loop is closed: a hung step ends after all, or nobody awaited the end
+                self._loop.call_soon_threadsafe(self._hand_out, chunks)
 
     def _died(self) -> None:
         # All requests have ended. The ends of those that ended in the failed step have not been reported yet.
@@ -297,14 +341,3 @@ class AsyncLLM:
                 generation.put(chunk)
             if generation.has_ended:
                 self._note_end(generation)
-
-
-_MAX_READ = 1 << 12  # tokens of all outputs of a request that takes less time than another thread's turn
-
-
-def _is_read(prompt: Prompt, params: SamplingParams) -> bool:
-    """Return whether a request is token ids already, so that reading it takes next to no time."""
-    if params.structured_outputs is not None or params.bad_words or params.prediction is not None:
-        return False
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    return isinstance(ids, list) and params.n * (len(ids) + 256) <= _MAX_READ

@@ -31,6 +31,7 @@ from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sizes import parse_size
 from specinfer.core.slo import SLO
+from specinfer.core.vllm_names import takes_vllm_arguments
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
 
@@ -39,6 +40,7 @@ _MODEL, _RANKS, _SPECULATION = "Model", "Ranks", "Speculation"
 _MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 
 
+@takes_vllm_arguments
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
     """Arguments of `LLM`: the model, its limits, its drafters and its ranks.

@@ -1,10 +1,12 @@
 """Generation: an `AsyncLLM` caller's handle on one prompt while its outputs grow."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
-from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.core.outputs import CompletionOutput, OutputCursor, RequestOutput, TextChunk
 from specinfer.core.request import Request
+from specinfer.core.sampling import RequestOutputKind
 from specinfer.inputs.prompts import Job
 
 
@@ -74,12 +76,39 @@ class Generation:
     async def _read(self) -> AsyncIterator[TextChunk]:
         try:
             while self.has_more:
-                await self._arrived.wait()
-                self._arrived.clear()
-                for chunk in self.take():
+                for chunk in await self._next():
                     yield chunk
         finally:
             self.close()
+
+    async def _next(self) -> list[TextChunk]:
+        """Wait for something to take, and return it."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        return self.take()
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs as they grow, as `SamplingParams.output_kind` says. Leaving early ends the requests."""
+        first, grown = self.requests[0], dict[int, TextChunk]()
+        kind = first.params.output_kind
+        try:
+            while self.has_more:
+                new = {chunk.index: chunk for chunk in await self._next()}
+                grown |= {i: TextChunk.joined([grown[i], chunk]) if i in grown else chunk for i, chunk in new.items()}
+                shown = new if kind is RequestOutputKind.DELTA else grown
+                parts = [CompletionOutput.of_chunk(shown[i], grown[i].logprob) for i in sorted(shown)]
+                if not self.has_more:
+                    yield self._last(parts if kind is RequestOutputKind.DELTA else None)
+                elif parts and kind is not RequestOutputKind.FINAL_ONLY:
+                    yield RequestOutput.growing(self.request_id, self.job.prompt, first, parts)
+        finally:
+            self.close()
+
+    def _last(self, parts: list[CompletionOutput] | None) -> RequestOutput:
+        """Return the finished output, with only these parts of it if there are any."""
+        output = self.output()
+        output.warn_of_error(stacklevel=3)
+        return output if parts is None or output.error is not None else replace(output, outputs=parts)
 
     async def finish(self) -> RequestOutput:
         """Wait for the end and return all outputs; failures are reported as by `LLM.generate`."""

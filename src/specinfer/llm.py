@@ -30,7 +30,6 @@ from specinfer.policy.network import PolicyNetwork
 from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble
 from specinfer.setup.engine import make_engine
-from specinfer.setup.vllm_arguments import engine_arguments
 
 _PUBLIC = (
     *("adapt", "chat", "chat_prompt", "classify", "compute_paths", "drafter", "embed", "encode", "from_engine_args"),
@@ -55,7 +54,7 @@ class LLM:
 
     @with_arguments_of(LoadArgs)
     def __init__(self, *model: str | Path, progress: ProgressCallback | None = None, **options: Any) -> None:
-        args = EngineArgs(*model, **engine_arguments(current_names(EngineArgs, options)))
+        args = EngineArgs(*model, **current_names(EngineArgs, options))
         speculative = args.speculative_config
         if speculative.speculation_policy is not None:
             PolicyNetwork.load(speculative.speculation_policy)  # checked before models are loaded

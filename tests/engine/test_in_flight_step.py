@@ -414,7 +414,7 @@ def test_callers_that_leave_while_their_passes_are_in_flight() -> None:
         async def serve() -> list[Any]:
             async with AsyncLLM(llm) as engine:
                 leaving = await engine.submit("left alone", SamplingParams(max_tokens=500, ignore_eos=True))
-                asked = [asyncio.create_task(engine.generate(*both)) for both in zip(prompts, params, strict=True)]
+                asked = [asyncio.create_task(engine.complete(*both)) for both in zip(prompts, params, strict=True)]
                 async for _chunk in leaving:
                     break
                 leaving.close()

@@ -148,7 +148,7 @@ def test_prefixes_that_were_kept_are_counted(llm: LLM) -> None:
 
     async def body(client: httpx.AsyncClient, state: ServerState) -> None:
         async with Observation(state.engine, state):
-            outputs = [await state.engine.generate(prompt) for _ in range(2)]
+            outputs = [await state.engine.complete(prompt) for _ in range(2)]
             got = numbers((await client.get("/metrics")).text)
         assert outputs[1].num_cached_tokens > 0
         assert got["prefix_cache_hits_total"] == sum(output.num_cached_tokens for output in outputs)

@@ -44,6 +44,14 @@ class CompletionOutput:
             token_origins=list(request.origins),
         )
 
+    @classmethod
+    def of_chunk(cls, chunk: "TextChunk", logprob: float | None) -> "CompletionOutput":
+        """Make the output from a part of it, and the log-probability of all tokens up to its end."""
+        return cls(
+            chunk.index, chunk.text, chunk.token_ids, logprob, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
+            chunk.origins,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -101,6 +109,18 @@ class RequestOutput:
             num_cached_tokens=first.num_cached,
         )
 
+    @classmethod
+    def growing(
+        cls, request_id: str, prompt: str | None, request: Request, outputs: list[CompletionOutput]
+    ) -> "RequestOutput":
+        """Make the unfinished output of a prompt from one of its requests."""
+        return cls(
+            request_id, prompt, request.prompt_ids, outputs, finished=False,
+            metrics=RequestMetrics(request.arrival_time, request.first_token_time),
+            prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
+            num_cached_tokens=request.num_cached,
+        )  # fmt: skip
+
     def warn_of_error(self, stacklevel: int) -> None:
         """Emit a Python warning if the request failed, so that nobody overlooks `error`."""
         if self.error is not None:
@@ -132,6 +152,13 @@ class TextChunk:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     steps: list[StepTrace] = field(default_factory=list)
+
+    @property
+    def logprob(self) -> float | None:
+        """Log-probability of the tokens together; None if not asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(best[token].logprob for token, best in zip(self.token_ids, self.logprobs, strict=True))
 
     @classmethod
     def joined(cls, chunks: Sequence["TextChunk"]) -> "TextChunk":

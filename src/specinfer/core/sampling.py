@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeVar
 
 from specinfer.core.errors import as_tuple, check_float, check_int
@@ -19,6 +20,14 @@ T = TypeVar("T")
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
 MAX_LOGPROB_TOKEN_IDS = 128
+
+
+class RequestOutputKind(Enum):
+    """The outputs that `AsyncLLM.generate` yields: with all tokens so far, with the new ones, or only the last."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def _accepts_vllm_names(kind: type[T]) -> type[T]:
@@ -71,6 +80,7 @@ class SamplingParams:
             engine's.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string in the text.
+        output_kind: What `AsyncLLM.generate` yields; it has no effect elsewhere.
 
     Raises:
         ValueError: A field is out of range; the message names it and its range.
@@ -102,6 +112,7 @@ class SamplingParams:
     slo: SLO | Mapping[str, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -162,6 +173,8 @@ class SamplingParams:
             raise ValueError("bad_words must hold non-empty strings; leave an empty one out")
         if self.prediction is not None and not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", _token_ids("prediction", self.prediction))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r:.60}")
         if self.tree is not None:
             parse_tree(self.tree)
         if self.slo is not None:

@@ -1,15 +1,21 @@
 """vLLM's names: which of its arguments and sampling parameters work, which have no effect, and which are refused.
 
-The tables are the only place of this knowledge: `LLM`, `SamplingParams`, the command line and docs/vllm.md read them.
+The tables are the only place of this knowledge: `EngineArgs`, `SamplingParams`, the command line and docs/vllm.md read
+them.
 A name that is also one of ours is not in them, because it works.
 """
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
 
+from specinfer.core.flags import current_names
 from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
 from specinfer.core.tree_shape import MAX_TREE_NODES
+
+T = TypeVar("T")
 
 
 class VllmName(NamedTuple):
@@ -39,12 +45,14 @@ ENGINE: Mapping[str, VllmName] = {
     "cpu_offload_gb": VllmName('use offload="cpu" with memory_budget', (0, 0.0)),
     "data_parallel_size": VllmName("use specinfer serve --replicas", (1,)),
     "disable_custom_all_reduce": VllmName("there is no kernel of our own for it", _ANY),
+    "disable_log_requests": VllmName("the server logs requests; see --no-access-log", _ANY),
     "disable_log_stats": VllmName("get_metrics always has counters; the server logs by --log-stats-interval", _ANY),
     "disable_sliding_window": VllmName("the window of a model is always applied", (False,)),
     "distributed_executor_backend": VllmName("ranks are processes that are started here or with nnodes", (None, "mp")),
     "download_dir": VllmName("set HF_HOME"),
     "enable_chunked_prefill": VllmName("prompts are always read in chunks of max_num_batched_tokens", (True, None)),
     "enable_expert_parallel": VllmName("experts are sharded with the other layers", (False,)),
+    "enable_log_requests": VllmName("the server logs requests; see --no-access-log", _ANY),
     "enable_prompt_embeds": VllmName("prompts are text or token ids", (False,)),
     "enable_sleep_mode": VllmName("shut the LLM down and load it again", (False,)),
     "generation_config": VllmName("generate has the defaults of SamplingParams", (None, "auto", "vllm")),
@@ -133,7 +141,6 @@ SAMPLING: Mapping[str, VllmName] = {
     "guided_decoding": VllmName("use structured_outputs"),
     "length_penalty": VllmName("there is no beam search", (None, 1.0)),
     "logits_processors": VllmName("use logit_bias, bad_words, allowed_token_ids or structured_outputs", (None, [])),
-    "output_kind": VllmName("stream returns the new text of each step, and generate all of it", _ANY),
     "prompt_logprob_start": VllmName("prompt_logprobs are of the whole prompt"),
     "prompt_logprob_token_ids": VllmName("prompt_logprobs are of the most probable tokens"),
     "repetition_detection": VllmName("use repetition_penalty or a limit of tokens"),
@@ -185,6 +192,40 @@ def check_arguments(function: str, given: Iterable[str], known: Iterable[str]) -
             near = difflib.get_close_matches(name, names, 1, 0.7)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def takes_vllm_arguments(kind: type[T]) -> type[T]:
+    """Let the constructor of EngineArgs take vLLM's arguments, too."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *model: Any, **given: Any) -> None:
+        make(self, *model, **engine_arguments(kind, given))
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+def engine_arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that EngineArgs has, those of `speculative_config` among them.
+
+    Raises:
+        TypeError: An argument is not known; the message has the nearest name.
+        ValueError: An argument cannot be used; the message names it.
+    """
+    ours = {each.name: each.default for each in fields(kind)}
+    arguments = dict(given)
+    config = arguments.pop("speculative_config", None) or {}
+    if not isinstance(config, Mapping):
+        raise ValueError(f"speculative_config: give a dict such as {{'method': 'ngram'}}, not {config!r:.60}")
+    chosen = from_speculative_config(current_names(kind, config))
+    # vLLM's defaults of some arguments are None.
+    arguments = {name: value for name, value in arguments.items() if value is not None or ours.get(name) is None}
+    arguments = without_vllm_names(arguments, ENGINE, ours)
+    check_arguments("LLM", arguments, ours)
+    if both := sorted(arguments.keys() & chosen.keys()):
+        raise ValueError(f"speculative_config: it and {both[0]} both choose {both[0]}; leave one out")
+    return arguments | chosen
 
 
 _SAME = (

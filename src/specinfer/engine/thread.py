@@ -76,11 +76,15 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float) -> bool:
-        """End all requests and then the thread; return whether that took less than `timeout` seconds."""
+    def ask_to_stop(self) -> None:
+        """Let the thread end all requests and then itself, and do not wait for it."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def stop(self, timeout: float) -> bool:
+        """End all requests and then the thread; return whether that took less than `timeout` seconds."""
+        self.ask_to_stop()
         if self.has_started:
             self._thread.join(timeout)
         return self.has_stopped

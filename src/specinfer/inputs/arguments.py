@@ -9,6 +9,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import counted
 
 T = TypeVar("T")
+_MAX_BRIEF = 1 << 12  # tokens of all outputs of a request that takes less time than another thread's turn
 
 
 class TextPrompt(TypedDict):
@@ -33,6 +34,14 @@ def text_of(prompt: Prompt) -> str | None:
     """Return the prompt's text, if it was given as text."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def is_brief(prompt: Prompt, params: SamplingParams) -> bool:
+    """Return whether a request is token ids already, so that reading it takes next to no time."""
+    if params.structured_outputs is not None or params.bad_words or params.prediction is not None:
+        return False
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    return isinstance(ids, list) and params.n * (len(ids) + 256) <= _MAX_BRIEF
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
