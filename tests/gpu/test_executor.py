@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adapters import save_adapter
-from heads import save_cycle, save_tiny_head
+from heads import save_cycle, save_cycle_block, save_tiny_block, save_tiny_head
 from on_device import executor_of
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.engine.device.executor import DeviceExecutor
@@ -75,9 +75,13 @@ def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
     assert found[0] != _tokens(_llm(folder, small, "off"))
 
 
+@pytest.mark.parametrize("kind", ["EAGLE-3", "dflash", "dspark"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_heads_generate_what_plain_decoding_does(dtype: str, model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    folder, head = model_folder("llama"), save_tiny_head(tmp_path)
+def test_heads_generate_what_plain_decoding_does(
+    dtype: str, kind: str, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model_folder("llama")
+    head = save_tiny_head(tmp_path) if kind == "EAGLE-3" else save_tiny_block(tmp_path, kind)
     found = []
     for tree in ("off", "1,1,1", "2,2,1", "best-first:16:6", "auto"):
         llm = _llm(folder, head, tree, dtype=dtype)
@@ -90,10 +94,13 @@ def test_heads_generate_what_plain_decoding_does(dtype: str, model_folder: Calla
         assert all(of == found[0] for of in found)
 
 
+@pytest.mark.parametrize("kind", ["EAGLE-3", "DSpark"])
 @pytest.mark.parametrize("tree", ["1,1,1,1,1,1", "best-first:12:6"])
-def test_a_perfect_head_is_accepted_at_every_level(tree: str, tmp_path: Path) -> None:
+def test_a_perfect_head_is_accepted_at_every_level(tree: str, kind: str, tmp_path: Path) -> None:
     """An error of pairing, position or level is a wrong token."""
     target, head = save_cycle(tmp_path)
+    if kind == "DSpark":
+        head = save_cycle_block(tmp_path / "block")
     llm = _llm(target, head, tree, dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=43, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": [i, (5 * i + 3) % 64]} for i in range(3)], params, use_tqdm=False)

@@ -42,8 +42,11 @@ def _frontier(requests: int, nodes: int, level: int, seed: int, words: int = 1) 
 SIZES = [(7, 7, torch.float32), (5000, 3, torch.float32), (2049, 8, torch.bfloat16)]
 
 
+@pytest.mark.parametrize("is_predicted", [False, True])
 @pytest.mark.parametrize(("vocab", "width", "dtype"), SIZES)
-def test_candidates_are_those_of_the_plain_version(vocab: int, width: int, dtype: torch.dtype) -> None:
+def test_candidates_are_those_of_the_plain_version(
+    vocab: int, width: int, dtype: torch.dtype, is_predicted: bool
+) -> None:
     requests, nodes, level, first = 4, 3, 1, 5
     logits = 4 * torch.randn((requests * nodes, vocab + 3), generator=_random(vocab))
     if dtype == torch.bfloat16:  # no two are equal but those of -inf, since of equals PyTorch takes any
@@ -61,15 +64,21 @@ def test_candidates_are_those_of_the_plain_version(vocab: int, width: int, dtype
         torch.tensor([0.0, 0.05, 0.0, 0.0]),
         torch.tensor([[0, 0], [0, 0], [2, 2], [0, 0]]),
     )
+    accepted = torch.rand(requests * nodes, generator=_random(3)) if is_predicted else None
     found = []
     for run in (plain_draft.add_candidates, of_levels.add_candidates, tree_ops.add_candidates):
         found.append(Candidates.empty(requests, 20 + nodes * width, CPU))
         for room in _parts(found[-1]):
             room.fill_(77)
-        run(logits, _frontier(requests, nodes, level, 1), first, width, sampling, _table(2), limits, found[-1])
+        frontier = _frontier(requests, nodes, level, 1)
+        run(logits, frontier, first, width, sampling, _table(2), limits, found[-1], accepted=accepted)
     for other in found[1:]:
         for name, wanted, given_ in zip(Candidates.__slots__, _parts(found[0]), _parts(other), strict=True):
             assert torch.allclose(wanted.double(), given_.double(), rtol=4e-4, atol=1e-7), name
+    if accepted is not None:
+        best = found[0].confidence[:, first : first + nodes * width : width].flatten()
+        places = [0, 1, 2, 3, 5, 6, 7, 9, 10, 11]  # where there are tokens
+        assert torch.allclose(best[places], accepted[places])
     path_prob = found[0].path_prob[:, first : first + nodes * width].unflatten(1, (nodes, width))
     assert (path_prob[0] >= 0).any()
     assert (path_prob[1, 1] == -1).all(), "no candidates follow from logits that are not numbers"

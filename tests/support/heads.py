@@ -261,6 +261,34 @@ def save_cycle(folder: Path) -> tuple[Path, Path]:
 # ------------------------------------------------------------------------------------------ blocks
 
 
+def save_cycle_block(folder: Path) -> Path:
+    """Write a DSpark head that knows what the target of `save_cycle` does by the token before, whatever it has read."""
+    size = 64
+    layer = {
+        "hidden_size": size, "intermediate_size": size, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": size, "max_position_embeddings": 256,
+    }  # fmt: skip
+    shapes = {"q_proj": (64, size), "k_proj": (32, size), "v_proj": (32, size)}
+    at, source = "layers.0.", torch.Generator().manual_seed(0)
+    step = torch.zeros(size, size)
+    step[(torch.arange(size) * 5 + 3) % size, torch.arange(size)] = 1.0
+    tensors = {
+        "fc.weight": torch.eye(size), "hidden_norm.weight": torch.ones(size), "norm.weight": torch.ones(size),
+        **{f"{at}{name}.weight": torch.ones(size) for name in ("input_layernorm", "post_attention_layernorm")},
+        **{f"{at}self_attn.{name}.weight": torch.randn(*shape, generator=source) for name, shape in shapes.items()},
+        **{f"{at}self_attn.{name}.weight": torch.ones(16) for name in ("q_norm", "k_norm")},
+        f"{at}self_attn.o_proj.weight": torch.zeros(size, 64),
+        **{f"{at}mlp.{name}.weight": torch.zeros(size, size) for name in ("gate_proj", "up_proj", "down_proj")},
+        "markov_head.markov_w1.weight": 20 * torch.eye(size), "markov_head.markov_w2.weight": step,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    fields = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 1, "markov_rank": size}
+    fields |= {"block_size": 8, "mask_token_id": 63, "rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(layer | fields))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def save_block(
     folder: Path,
     kind: str = "dflash",
@@ -318,6 +346,11 @@ def save_block(
         config |= {"markov_rank": rank, "enable_confidence_head": True, "confidence_head_with_markov": True}
     (folder / "config.json").write_text(json.dumps(config | fields))
     return folder
+
+
+def save_tiny_block(folder: Path, kind: str = "dspark") -> Path:
+    """Write a block head for a target of two layers."""
+    return save_block(folder, kind, layout="speculators", block_size=4, aux_hidden_state_layer_ids=[1, 2])
 
 
 class SlowBlock:

@@ -75,7 +75,7 @@ def make_device_engine(
         ]
         vocabularies = [
             NextTokens(target.vocab_size, target.vocab_size, one.token_map)
-            if isinstance(one.model, FeatureHead)
+            if isinstance(one.model, FeatureHead) and one.model.reads_pairs
             else None
             for one in several
         ]

@@ -14,8 +14,7 @@ from specinfer.hub.files import read_object
 from specinfer.hub.locate import TOKENIZER_FILE
 from specinfer.model.definition import load_config, load_tokenizer, token_ids
 from specinfer.model.folder import read_token_map
-from specinfer.model.heads.assistant import AssistantHead
-from specinfer.model.heads.block import BlockHead
+from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import find_format, load_head
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.self_copy import load_self
@@ -61,7 +60,8 @@ def load_small(
         if folder != target.folder and tokenizer is not None and (folder / TOKENIZER_FILE).is_file():
             _check_tokenizer(folder, tokenizer)
         loaded = load_head(folder, target, quantization)
-        kind = SharedVocabulary if isinstance(loaded.model, BlockHead | AssistantHead) else NextTokens
+        assert isinstance(loaded.model, FeatureHead)
+        kind = NextTokens if loaded.model.reads_pairs else SharedVocabulary
         return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
     try:
         config = load_config(folder)

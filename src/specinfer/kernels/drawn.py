@@ -29,7 +29,14 @@ class Drawing:
         self._truncation, self._out = truncation, out
 
     def add_candidates(
-        self, logits: Tensor, frontier: Frontier, first: int, width: int, limits: Limits, candidates: Candidates
+        self,
+        logits: Tensor,
+        frontier: Frontier,
+        first: int,
+        width: int,
+        limits: Limits,
+        candidates: Candidates,
+        accepted: Tensor | None = None,
     ) -> None:
         """Draw the candidates of a level; arguments as for `plain_draft.add_candidates`."""
         values, ids = most_probable(logits.float(), min(SUPPORT, logits.shape[1]))
@@ -37,6 +44,10 @@ class Drawing:
         tree_ops.draw_candidates(
             values, ids, least, self._drawn, frontier, first, width, limits, candidates, self._out
         )  # fmt: skip
+        if accepted is not None:
+            part = candidates.confidence[:, first : first + len(accepted) // len(candidates.tokens) * width]
+            predicted = accepted.repeat_interleave(width).view_as(part)
+            part.copy_(torch.where(self._drawn.is_drawn.unsqueeze(1), predicted, part))
         num_in_use = (frontier.path_prob >= 0).sum(dim=1)  # such nodes come first
         self._drawn = self._drawn._replace(numbers=self._drawn.numbers + num_in_use)
 

@@ -111,6 +111,7 @@ def add_candidates(
     limits: Limits,
     candidates: Candidates,
     least: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> None:
     """Add the candidates of a level: the best tokens after each node of the frontier, under the target's noise.
 
@@ -120,11 +121,16 @@ def add_candidates(
         width: Candidates of each node.
         candidates: Written to, from `first` on.
         least: [requests * frontier] float32 as `plain_logits.least_kept` returns it, or None to keep all tokens.
+        accepted: [requests * frontier] float32 confidence of the best candidate, which scales that of the others; None
+            for that of the logits.
     """
     requests, nodes = frontier.tokens.shape
     of_level = slice(first, first + nodes * width)
     kept = None if least is None else least.view(requests, nodes, 1)
     token, confidence = _best_tokens(logits.unflatten(0, (requests, nodes)), sampling, frontier.level, width, kept)
+    if accepted is not None:
+        scale = accepted.view(requests, nodes, 1) / confidence[:, :, :1].clamp(min=1e-9)
+        confidence = (confidence * scale).clamp(max=1.0)
     above = frontier.path_prob.unsqueeze(2)
     is_fixed = (limits.widths[:, 0] > 0)[:, None, None]
     chance = torch.where(is_fixed, 1.0, table.chance(sampling.temperatures > 0, confidence))

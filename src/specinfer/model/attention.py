@@ -84,16 +84,20 @@ def tree_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     forward_batch.windows[layer] = sliding_window
-    store, layout = forward_batch.store, forward_batch.layout
-    new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if layout is None:
-        store.store(layer, forward_batch.slots, new_key, new_value)
-    else:  # padding has no slot
-        pools = store.keys[layer], store.values[layer]
-        tree_ops.store(*pools, forward_batch.slots, new_key, new_value, scales=store.scales[layer])
+    store_new(forward_batch, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     features = AttentionFeatures(scale, sliding_window, softcap, s_aux, key_bias)
     return attend_stored(forward_batch, layer, query[0].transpose(0, 1), features).unsqueeze(0), None
+
+
+def store_new(batch: ForwardBatch, layer: int, key: Tensor, value: Tensor) -> None:
+    """Store the [tokens, kv_heads, dim] keys and values of all new tokens in one layer."""
+    store = batch.store
+    if batch.layout is None:
+        store.store(layer, batch.slots, key, value)
+    else:  # padding has no slot
+        pools = store.keys[layer], store.values[layer]
+        tree_ops.store(*pools, batch.slots, key, value, scales=store.scales[layer])
 
 
 def attend_stored(batch: ForwardBatch, layer: int, query: Tensor, features: AttentionFeatures) -> Tensor:

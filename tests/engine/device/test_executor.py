@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import save_tiny_head
+from heads import save_tiny_block, save_tiny_head
 from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
@@ -64,14 +64,18 @@ def _requests() -> list[Request]:
 
 
 BOTH = pytest.mark.parametrize("pair", ["small model", "head"], indirect=True)
+ALL = pytest.mark.parametrize("pair", ["small model", "head", "block head"], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def pair(model_folder: Folder, request: pytest.FixtureRequest) -> Pair:
     """Return a target with a small model that is often right, or with a head that seldom is."""
     target = load_plain(model_folder("llama"))
-    if getattr(request, "param", "small model") == "head":
-        return target, load_head(save_tiny_head(model_folder("llama").parent / "head"), target)
+    kind, folder = getattr(request, "param", "small model"), model_folder("llama").parent
+    if kind == "head":
+        return target, load_head(save_tiny_head(folder / "head"), target)
+    if kind == "block head":
+        return target, load_head(save_tiny_block(folder / "block"), target)
     return target, load_plain(model_folder("llama", 0, 0.05))
 
 
@@ -126,7 +130,7 @@ def test_acceptance_is_learned_as_in_ordinary_steps(pair: Pair) -> None:
     np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5)
 
 
-@BOTH
+@ALL
 def test_requests_that_come_and_go(pair: Pair) -> None:
     prompts = random_prompts([3 + 7 * i % 41 for i in range(14)], seed=9)
     params = [SamplingParams(temperature=[0.0, 1.0, 0.7][i % 3], max_tokens=2 + 5 * i % 23) for i in range(14)]
@@ -232,7 +236,7 @@ PROCESSED = [
 ]
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
 def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
     """Truncation, penalties and biases; the same trees too, as these decide what is drafted."""
@@ -620,7 +624,7 @@ def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatc
     assert "stop" in {one.finish_reason for output in wanted for one in output.outputs}
 
 
-@BOTH
+@ALL
 def test_an_abort_at_any_moment(pair: Pair, plain: list[list[int]]) -> None:
     for steps, error in zip(range(0, 20, 4), [None, "told to"] * 3, strict=False):
         engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4, max_num_batched_tokens=24)
@@ -760,7 +764,7 @@ def check_that_programs_can_be_captured(pair: Pair) -> None:
     engine._abandon()
 
 
-@BOTH
+@ALL
 def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, in its interpreter: types, strides and what is padding are what they expect."""
     kernels = pytest.importorskip("triton.runtime.interpreter")
@@ -786,14 +790,14 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
     assert run(engine, requests()) == wanted
     assert executor_of(engine).num_launched >= 2
     of_draft = {"chunk_program", "candidates_program", "frontier_program", "tree_program"}
-    if not executor_of(engine)._drafts.reads_paths:
+    if not any(kind.reads_paths for kind in executor_of(engine)._drafts.kinds):
         of_draft.add("kept_program")
     of_passes = {"attend_program", "store_program", "choose_program", "walk_program", "commit_program"}
     of_logits = {"adjust_program", "listing_program", "limits_program"}
     assert of_draft | of_passes | of_logits | {"ancestors_program"} <= set(calls)
 
 
-@BOTH
+@ALL
 def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     """So they may be captured while others are served: that runs them."""
     engine = make_device_engine(*pair, TREES["2,2,1"])

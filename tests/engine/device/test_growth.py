@@ -50,7 +50,7 @@ class ToyPass:
     first_columns: tuple[int, ...]
     tokens: dict[tuple[int, int], int] = field(default_factory=dict)  # (request, column)
 
-    def __call__(self, frontier: Frontier, _candidates: Candidates) -> tuple[Tensor, None]:
+    def __call__(self, frontier: Frontier, _candidates: Candidates) -> tuple[Tensor, None, None]:
         requests, nodes = frontier.tokens.shape
         if frontier.level == 0:
             for r, (root, before) in enumerate(zip(self.roots, self.twos, strict=True)):
@@ -61,7 +61,7 @@ class ToyPass:
             for r in range(requests):
                 for j in range(nodes):
                     self.tokens[r, first + j] = int(frontier.tokens[r, j])
-        return torch.stack([self._row(frontier, r, j) for r in range(requests) for j in range(nodes)]), None
+        return torch.stack([self._row(frontier, r, j) for r in range(requests) for j in range(nodes)]), None, None
 
     def _row(self, frontier: Frontier, r: int, j: int) -> Tensor:
         columns = unpack_bits(frontier.sees[r, j], 32 * frontier.sees.shape[2]).nonzero()[:, 0].tolist()
@@ -276,10 +276,10 @@ def test_the_gain_of_a_level_is_that_of_its_frontier() -> None:
 
 
 def test_nan_of_a_drafter_is_no_guess() -> None:
-    def score(frontier: Frontier, _candidates: Candidates) -> tuple[Tensor, None]:
+    def score(frontier: Frontier, _candidates: Candidates) -> tuple[Tensor, None, None]:
         logits = torch.zeros(*frontier.tokens.shape, VOCAB)
         logits[1] = torch.nan
-        return logits.flatten(0, 1), None
+        return logits.flatten(0, 1), None, None
 
     limits = Limits(torch.tensor([4, 4]), torch.tensor([2, 2]), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64))
     distribution = Sampling(torch.arange(2), torch.tensor([1.0, 1.0]), torch.tensor([3, 3]))

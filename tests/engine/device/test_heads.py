@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from heads import save_cycle, save_eagle3
+from heads import save_block, save_cycle, save_cycle_block, save_eagle3
 from on_device import executor_of, load_device_head, load_plain, make_device_engine, repeating_requests, run_on_device
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.request import Request, Span
@@ -27,6 +28,17 @@ from tiny import make_request, paths_of, random_prompts, run, save_model
 
 Pair = tuple[LoadedModel, LoadedModel]
 KINDS = ["EAGLE-3", "reduced vocabulary", "EAGLE", "MTP"]
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "sliding_window_non_causal": False}
+WINDOW |= {"layer_types": ["full_attention", "sliding_attention"]}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": WINDOW,
+    "dflash, from the anchor": {"layout": "speculators", "sample_from_anchor": True, "draft_ids": range(3, 90, 2)},
+    "jetspec": {"block_size": 3},  # trees have more levels
+    "dspark": {},
+    "dspark, reduced vocabulary": {"layout": "speculators", "sample_from_anchor": False, "draft_ids": range(2, 90, 3)},
+}
+P_EAGLE = {"P-EAGLE": 4, "P-EAGLE of one": 1}
+KINDS += [*BLOCKS, *P_EAGLE]
 TREES = {
     "1,1,1": TreeBudget.expansion((1, 1, 1), num_drafters=3),
     "3,2,1": TreeBudget.expansion((3, 2, 1), num_drafters=3),
@@ -47,7 +59,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     target = load_plain(save_model(folder / "target", num_hidden_layers=8))
     save_mtp(folder / "mtp", "mimo")
     own, draft_ids = load_plain(folder / "mtp"), range(2, 90, 3)
+    blocks = {kind: save_block(folder / kind, kind.partition(",")[0], **BLOCKS[kind]) for kind in BLOCKS}
+    for kind, size in P_EAGLE.items():
+        blocks[kind] = save_eagle3(folder / kind, parallel=True, mask_token_id=90, num_speculative_tokens=size)
     return {
+        **{kind: (target, load_head(path, target)) for kind, path in blocks.items()},
         "EAGLE-3": (target, load_head(save_eagle3(folder / "whole"), target)),  # with the modules of transformers
         "reduced vocabulary": (target, load_device_head(save_eagle3(folder / "part", draft_ids=draft_ids), target)),
         "EAGLE": (target, load_device_head(save_eagle(folder / "first"), target)),
@@ -55,11 +71,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     }
 
 
-@pytest.fixture(scope="module")
-def cycle(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+@pytest.fixture(scope="module", params=["EAGLE-3", "DSpark"])
+def cycle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     """Return a target, and a head that is always right: an error of pairing, position or level is a wrong token."""
-    target, head = save_cycle(tmp_path_factory.mktemp("cycle"))
+    folder = tmp_path_factory.mktemp("cycle")
+    target, head = save_cycle(folder)
     loaded = load_plain(target)
+    if request.param == "DSpark":
+        return loaded, load_head(save_cycle_block(folder / "block"), loaded)
     return loaded, load_device_head(head, loaded)
 
 
@@ -101,6 +120,7 @@ def _check_left(engine: Engine) -> None:
 # -------------------------------------------------------------------------------------------- tokens
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,6 +135,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     _check_left(engine)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
 @pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,8 +157,9 @@ def test_fixed_trees_are_those_of_ordinary_steps(
     assert tables[1] == pytest.approx(tables[0], rel=1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-@pytest.mark.parametrize("kind", ["EAGLE-3", "reduced vocabulary"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_drawn_as_in_ordinary_steps(
     kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
@@ -154,9 +176,10 @@ def test_tokens_are_drawn_as_in_ordinary_steps(
     assert told[0] == told[1]
 
 
-def test_a_head_drafts_beside_a_small_model(pairs: dict[str, Pair], trees: dict[str, list[Any]]) -> None:
-    """In both orders, since the last one has the trees of both."""
-    target, head = pairs["EAGLE-3"]
+@pytest.mark.parametrize("kind", ["EAGLE-3", "jetspec"])
+def test_a_head_drafts_beside_a_small_model(kind: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]) -> None:
+    """In both orders, since the last one has the trees of both; also where it has fewer levels."""
+    target, head = pairs[kind]
     wanted = run(make_device_engine(target, has_device_executor=False), _requests())
     for drafters in ([head, target], [target, head]):
         told = []
@@ -218,10 +241,39 @@ def test_a_head_reads_paths_that_are_longer_than_the_next_tree(
     _check_left(engine)
 
 
+@pytest.mark.parametrize("depths", [(6, 1, 3), (4, 0)])
+def test_what_a_head_keeps_is_what_it_would_read_anew(depths: Sequence[int], cycle: Pair) -> None:
+    engine = make_device_engine(*cycle, Turning(depths))
+    requests = [make_request(str(i), _cycle(i, 9 + 20 * i), replace(CYCLE, max_tokens=90)) for i in range(2)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(14):
+        engine.step()
+    assert executor_of(engine).num_launched > 6
+    engine._abandon()
+    fresh = make_device_engine(*cycle, has_device_executor=False)
+    again = [make_request(one.request_id, one.token_ids, CYCLE) for one in requests]
+    for request in again:
+        fresh.add(request)
+    fresh.step()
+    engines: list[Any] = [engine, fresh]
+    drafters = [drafter for of in engines for drafter in of.drafter.drafters if isinstance(drafter, FeatureDrafter)]
+    for request in again:
+        assert drafters[1].read(request)
+        kept, read = (one.runner.cache.slots(request.request_id) for one in drafters)
+        assert len(kept) > len(request.prompt_ids) - 12
+        stores = [one.runner.tensors for one in drafters]
+        for pools in zip(*(store.keys for store in stores), strict=True):
+            found, wanted = pools[0][kept], pools[1][read[: len(kept)]]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [TREES["3,2,1"], TreeBudget(max_nodes=16, max_depth=6)], ids=str)
-def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(tree: TreeBudget) -> None:
+@pytest.mark.parametrize("name", ["demo-eagle3", "demo-dspark"])
+def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(name: str, tree: TreeBudget) -> None:
     target = load_plain(demo_folders().target)
-    head = load_device_head(head_folder("demo-eagle3"), target)
+    head = (load_device_head if name == "demo-eagle3" else load_head)(head_folder(name), target)
     tokenizer = load_tokenizer(target.folder)
     prompts = [tokenizer.encode(text) for text in heldout_prompts(4)]
     # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.
@@ -237,8 +289,11 @@ def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(tree: TreeBudg
     assert rates[1] == pytest.approx(rates[0], rel=1e-9 if tree.widths else 0.05)
 
 
-def test_at_the_end_of_the_context(pairs: dict[str, Pair], caplog: pytest.LogCaptureFixture) -> None:
-    target, head = pairs["EAGLE-3"]
+@pytest.mark.parametrize("kind", ["EAGLE-3", "dflash"])
+def test_at_the_end_of_the_context(
+    kind: str, pairs: dict[str, Pair], trees: dict[str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, head = pairs[kind]
     target, head = replace(target, max_position=64), replace(head, max_position=64)
 
     def requests() -> list[Request]:
@@ -252,6 +307,12 @@ def test_at_the_end_of_the_context(pairs: dict[str, Pair], caplog: pytest.LogCap
         assert run(engine, requests()) == plain
         assert "failed" not in caplog.text
         _check_left(engine)
+        if tree.widths:
+            on_device = dict(trees)
+            trees.clear()
+            run(make_device_engine(target, head, tree, has_device_executor=False), requests())
+            assert on_device == dict(trees)
+        trees.clear()
 
 
 def test_policies_that_ask_now_and_then(pairs: dict[str, Pair]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import save_tiny_head
+from heads import save_tiny_block, save_tiny_head
 from late_stream import LateEvent, LateStream, make_buffers_late, make_captures_late, make_executor_late
 from on_device import executor_of, load_plain, make_device_engine
 from specinfer.core.request import Request
@@ -81,11 +81,13 @@ def test_steps_in_flight_use_no_memory_of_one_another(
     assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "DSpark"])
 def test_steps_of_a_head_in_flight_use_no_memory_of_one_another(
-    tree: str, pair: Pair, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tree: str, pair: Pair, plain: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = load_head(save_tiny_head(tmp_path), pair[0])
+    head = load_head(save_tiny_head(tmp_path) if kind == "EAGLE-3" else save_tiny_block(tmp_path), pair[0])
     drafted = []
     for stagger in (1, 3):
         stream = LateStream()

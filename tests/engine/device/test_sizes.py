@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from specinfer.core.tree import OFF, TreeBudget, expansion_nodes
 from specinfer.engine.device.depth import LevelProbs
-from specinfer.engine.device.sizes import LEVELS, NODES, holds, shape_of
+from specinfer.engine.device.growth import DraftKind
+from specinfer.engine.device.sizes import LEVELS, NODES, holds, holds_expansion, shape_of
 
 best_first = st.builds(
     lambda nodes, depth: TreeBudget(nodes, min(nodes, depth)), st.integers(1, 256), st.integers(1, 32)
@@ -61,11 +62,29 @@ def test_an_expansion_has_its_own_shape() -> None:
 
 @pytest.mark.parametrize(("guess_depth", "num_known"), [(0, 4), (7, 8)])
 def test_a_drafter_that_reads_whole_paths_has_a_column_for_each_token(guess_depth: int, num_known: int) -> None:
-    shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, guess_depth, reads_paths=True)
+    kinds = [DraftKind(), DraftKind(reads_paths=True)]
+    shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, guess_depth, kinds)
     assert shape is not None
-    assert (shape.num_known, shape.num_columns) == (num_known, num_known + 3 + 6)
-    assert shape.first_columns == (0, num_known, num_known + 3)
+    assert shape.num_columns == num_known + 3 + 6
+    own = shape.of_model(1)
+    assert (own.num_known, own.num_columns) == (num_known, shape.num_columns)
+    assert own.first_columns == (0, num_known, num_known + 3)
     assert shape.of_model(0).num_columns == 2 + 3 + 6, "a small model beside it reads two"
+
+
+def test_a_block_has_columns_of_its_own_and_ends_the_levels() -> None:
+    block = DraftKind(reads_paths=True, block=range(6), max_depth=2)
+    shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, kinds=[block])
+    assert shape is not None
+    assert (shape.frontiers, shape.num_nodes, shape.num_candidates) == ((1, 3), 9, 9)
+    assert (shape.num_known, shape.num_columns) == (3, 3 + 6)
+    assert holds_expansion(shape, TreeBudget.expansion((3, 2, 1)))
+    shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, kinds=[block, DraftKind()])
+    assert shape is not None
+    assert (shape.num_levels, shape.num_candidates) == (3, 9 + 15)
+    first, second = shape.of_model(0), shape.of_model(1)
+    assert (first.num_levels, first.num_nodes, first.num_known) == (2, 9, 4), "a path of the other is longer"
+    assert (second.num_levels, second.num_guesses) == (3, 9)
 
 
 @given(st.lists(best_first | expansions, min_size=1, max_size=3), st.integers(0, 40), st.integers(1, 20))

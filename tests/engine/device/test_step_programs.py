@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import save_tiny_head
+from heads import save_tiny_block, save_tiny_head
 from on_device import load_device_head
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
@@ -52,10 +53,11 @@ VIEWS = {
 }  # fmt: skip
 
 
-# A head takes so many of PyTorch's kernels for a draft loop, with the features of known tokens, and for each level. The
-# first one has the layer of transformers. Each further head takes some more to merge its tree.
+# A head takes so many of PyTorch's kernels for a draft loop, with the features of known tokens and the passes of a block,
+# and for each level. Some have the layers of transformers. Each further head takes some more to merge its tree.
 HEADS = {"EAGLE-3, as PyTorch has it": (53, 76), "EAGLE-3": (53, 18), "EAGLE": (57, 18), "MTP": (57, 20)}
 PER_MORE_HEADS = 6
+BLOCKS = {"DFlash, as PyTorch has it": (240, 2), "DSpark, as PyTorch has it": (240, 12)}
 
 
 class Kernels:
@@ -136,12 +138,16 @@ class Kernels:
     @staticmethod
     def add_candidates(
         logits: Tensor, frontier: Frontier, first: int, width: int, sampling: Sampling, table: ChanceTable,
-        limits: Limits, candidates: Candidates, least: Tensor | None = None,
+        limits: Limits, candidates: Candidates, least: Tensor | None = None, accepted: Tensor | None = None,
     ) -> None:  # fmt: skip
         assert least is None or least.shape == (len(logits),)
         of_launch = (sampling.seeds, sampling.temperatures, sampling.positions, *_fields(limits), *_fields(table))
         _on_device(*of_launch, *_fields(candidates), frontier.path_prob, frontier.numbers, contiguous=True)
         _on_device(logits)
+        if accepted is not None:
+            _on_device(accepted, contiguous=True)
+            assert accepted.shape == (len(logits),)
+            assert accepted.dtype == torch.float32
         assert len(logits) == frontier.tokens.numel()
         assert logits.stride(1) == 1
         assert first + frontier.tokens.shape[1] * width <= candidates.tokens.shape[1]
@@ -290,17 +296,17 @@ def programs_of(
     head: LoadedModel | None = None,
 ) -> Programs:
     """Return the programs of a step whose drafters are copies of the target, or of a head; none for lookups alone."""
-    target, reads_paths = ModelRunner(loaded, 512), head is not None
+    target = ModelRunner(loaded, 512)
     drafter = ModelRunner(loaded, 512) if head is None else HeadRunner(head, target, 512)
     most = 256 // rows
     shape = None
     if budget is not None and num_models:
-        shape = shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths)
+        shape = shape_of([budget], most - 1, most, guess_depth, [DraftKind.of(drafter)] * num_models)
     elif budget is not None:
         shape = shape_of_guesses(budget.max_nodes, budget.max_depth, most - 1)
     token_map = None if head is None else head.token_map
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
-    state = DeviceState.empty(rows, 256, META, [reads_paths] * num_models)
+    state = DeviceState.empty(rows, 256, META, [head is not None] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
     size = LaunchSize(rows, shape, processing, asked, rule)
     return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
@@ -344,7 +350,7 @@ def test_kernels_are_given_what_they_read_by_several_drafters(
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, *BLOCKS])
 def test_kernels_are_given_what_they_read_by_heads(
     kind: str,
     num_models: int,
@@ -357,6 +363,8 @@ def test_kernels_are_given_what_they_read_by_heads(
     is_fused, folder = "PyTorch" not in kind, tmp_path / "head"
     if kind == "MTP":
         save_mtp(folder, "mimo")
+    elif kind in BLOCKS:
+        save_tiny_block(folder, kind.partition(",")[0].lower())
     else:
         (save_eagle if kind == "EAGLE" else save_tiny_head)(folder)
     target = folder if kind == "MTP" else model_folder("llama")
@@ -371,7 +379,7 @@ def test_kernels_are_given_what_they_read_by_heads(
     assert kernels.calls["add_candidates"] == 3 * num_models
     assert kernels.calls["keep_drafted"] == 0
     assert kernels.calls["commit"] == 1 + 2 * num_models
-    per_draft, per_level = HEADS[kind]
+    per_draft, per_level = (HEADS | BLOCKS)[kind]
     assert counts[0] <= num_models * (per_draft + 3 * per_level) + PER_MORE_HEADS * (num_models - 1)
     if is_fused:
         layers, passes = len(loaded.layer_shapes), 3 * num_models

@@ -1,6 +1,7 @@
 """DraftColumns: positions and slots of the tokens that a drafter computes in a draft loop, laid out for its passes."""
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from specinfer.kernels.tree_layout import TreeLayout
 
 
 @dataclass(frozen=True, slots=True)
-class LevelLayout:
-    """The layout of a level's pass but for its attention mask; fields are those of `TreeLayout`."""
+class PassLayout:
+    """The layout of a pass but for its attention mask; fields are those of `TreeLayout`."""
 
     prefix_lens: Tensor
     starts: Tensor
@@ -31,33 +32,32 @@ class LevelLayout:
         )  # fmt: skip
 
 
-class Level(NamedTuple):
-    """The inputs of a level's pass, but for its tokens and mask."""
+class PassInputs(NamedTuple):
+    """The inputs of a pass, but for its tokens and mask."""
 
-    layout: LevelLayout
+    layout: PassLayout
     positions: Tensor  # [requests * width] int64
     slots: Tensor  # [requests * width] int64
 
 
 class DraftColumns:
-    """The columns of a draft shape: known tokens, as many of them as a request has, then each level's frontier.
+    """The columns of a draft shape: known tokens, as many of them as a request has, then those of each later pass.
 
     Args:
-        shape: The draft loop.
+        shape: The draft loop of one model.
         num_rows: Number of requests.
     """
 
     def __init__(self, shape: DraftShape, num_rows: int, device: torch.device) -> None:
-        self._widths = (shape.num_known, *shape.frontiers[1:])
-        self._ends = tuple(first + width for first, width in zip(shape.first_columns, self._widths, strict=True))
+        self._widths = (shape.num_known, *map(len, shape.passes))
+        self._ends = tuple(accumulate(self._widths))
         columns = torch.arange(num_rows * self._ends[-1], dtype=torch.int32).view(num_rows, -1)
         in_order = [
             columns[:, end - width : end].flatten() for end, width in zip(self._ends, self._widths, strict=True)
         ]
-        levels = [level for level, width in enumerate(self._widths) if level for _ in range(width)]
-        depths = [*range(shape.num_known), *levels]
+        depths = [*range(shape.num_known), *chain.from_iterable(shape.passes)]
         with torch.inference_mode(mode=False):
-            self._order = torch.cat(in_order).long().to(device)  # of columns, level by level instead of row by row
+            self._order = torch.cat(in_order).long().to(device)  # of columns, pass by pass instead of row by row
             self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
             self._is_known = torch.arange(len(depths), device=device) < shape.num_known
             self._numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
@@ -65,8 +65,8 @@ class DraftColumns:
 
     def lay_out(
         self, slots: Tensor, drafts: Tensor, draft_known: Tensor, roots: Tensor, num: Tensor, last: int
-    ) -> list[Level]:
-        """Return the inputs of each level's pass.
+    ) -> list[PassInputs]:
+        """Return the inputs of each pass.
 
         Args:
             slots: [requests, columns] int32 reserved for a request.
@@ -74,7 +74,7 @@ class DraftColumns:
             draft_known: [requests] int32 tokens that the drafter has computed.
             roots: [requests] int32 positions of the roots.
             num: [1] int32 number of requests.
-            last: The drafter's highest position.
+            last: Highest position.
         """
         slots = torch.where(drafts.unsqueeze(1), slots, -1)
         node_slots, flat_slots = slots.clamp(min=0), slots.flatten()[self._order].long()
@@ -84,12 +84,11 @@ class DraftColumns:
         wide_places = flat_places.long()
         starts = torch.minimum(self._numbers, num) * self._each[0]
         lens = drafts * self._each[1]
-        levels, first = list[Level](), 0
-        for level, (width, end) in enumerate(zip(self._widths, self._ends, strict=True)):
+        passes, first = list[PassInputs](), 0
+        for number, (width, end) in enumerate(zip(self._widths, self._ends, strict=True)):
             part = slice(first, first + len(drafts) * width)
             first = part.stop
-            layout = LevelLayout(
-                draft_known, starts[level], node_slots[:, :end], places[:, :end], lens[level], flat_places[part], width
-            )
-            levels.append(Level(layout, wide_places[part], flat_slots[part]))
-        return levels
+            known = draft_known, starts[number], node_slots[:, :end], places[:, :end], lens[number]
+            layout = PassLayout(*known, flat_places[part], width)
+            passes.append(PassInputs(layout, wide_places[part], flat_slots[part]))
+        return passes

@@ -17,6 +17,7 @@ from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.known_tokens import DraftInputs, Kept, KnownPair, KnownPath, KnownTokens
+from specinfer.engine.device.passes import BlockPass, LevelPasses, Passes
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Drawing
@@ -39,11 +40,6 @@ class DeviceDrafter(NamedTuple):
     runner: ModelRunner
     to_target: Callable[[Tensor], Tensor]  # maps its logits [rows, drafter_vocab] to the target's vocabulary
 
-    @property
-    def reads_paths(self) -> bool:
-        """True if it computes whole accepted paths anew."""
-        return isinstance(self.runner, HeadRunner)
-
     def known_tokens(
         self, shape: DraftShape, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept
     ) -> KnownTokens:
@@ -51,6 +47,13 @@ class DeviceDrafter(NamedTuple):
         if isinstance(self.runner, HeadRunner):
             return KnownPath(self.runner, shape, state, own, inputs, kept)
         return KnownPair(state, own, inputs, kept)
+
+    def passes(self, shape: DraftShape, known: KnownTokens, inputs: DraftInputs) -> Passes:
+        """Return its passes in loops of this shape."""
+        num_rows, device = len(inputs.reads), self.runner.loaded.device
+        if isinstance(self.runner, HeadRunner) and shape.kinds[0].block:
+            return BlockPass(self.runner, shape, inputs, num_rows, device)
+        return LevelPasses(known, shape, num_rows, device)
 
 
 class Drafted(NamedTuple):
@@ -90,10 +93,10 @@ class DraftLoop:
         rows, device = len(inputs.reads), drafter.runner.loaded.device
         self._clamps = drafter.runner.loaded.vocab_size < target_vocab
         self._known = drafter.known_tokens(shape, state, own, inputs, kept)
+        self._passes = drafter.passes(shape, self._known, inputs)
         self._columns = DraftColumns(shape, rows, device)
         with torch.inference_mode(mode=False):
-            self._numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
-            self._logit_rows = torch.arange(rows * max(shape.frontiers), device=device)
+            self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
             self._nodes = torch.arange(1 + shape.num_nodes, device=device)
 
     def grow(
@@ -118,31 +121,37 @@ class DraftLoop:
         """
         state, own, runner, rows = self._state, self._own, self._drafter.runner, len(self._inputs.reads)
         roots, first = state.roots[:rows], self._known.read()
-        reads = (self._numbers[:-1] < num) & (state.num_left[:rows] > 0) & (self._inputs.reads > 0)
+        reads = (self._numbers < num) & (state.num_left[:rows] > 0) & (self._inputs.reads > 0)
         last = runner.loaded.max_position - 1
-        layouts = self._columns.lay_out(self._inputs.slots, reads, own.known[:rows], first.root_positions, num, last)
-        wanted = self._numbers[:-1] * self._shape.num_known + first.root_columns
+        end = last + self._shape.kinds[0].block.stop  # tokens of a block see later ones, also beyond the last position
+        layouts = self._columns.lay_out(self._inputs.slots, reads, own.known[:rows], first.root_positions, num, end)
 
-        def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None]:
-            is_first = frontier.level == 0
-            tokens = first.tokens if is_first else frontier.tokens
+        def compute(
+            number: int, tokens: Tensor, visible: Tensor | None, logit_rows: Tensor, features: Tensor | None
+        ) -> Tensor:
             if self._clamps:
                 tokens = tokens.clamp(max=runner.loaded.vocab_size - 1)
-            layout, positions, slots = layouts[frontier.level]
+            layout, positions, slots = layouts[number]
             batch = ForwardBatch(
                 token_ids=tokens.flatten(),
                 positions=positions,
                 slots=slots,
-                logit_rows=wanted if is_first else self._logit_rows[: tokens.numel()],
+                logit_rows=logit_rows,
                 pieces=(),
                 store=runner.tensors,
                 allows_native=False,
-                layout=layout.over(own.slots[:rows], None if is_first else frontier.sees.flatten(0, 1)),
-                features=self._known.features(frontier, candidates, first),
+                layout=layout.over(own.slots[:rows], visible),
+                features=features,
             )
-            logits = self._drafter.to_target(forward(runner.loaded.model, batch))
+            return forward(runner.loaded.model, batch)
+
+        score_level = self._passes.begin(first, roots, compute)
+
+        def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            found, accepted = score_level(frontier, candidates)
+            logits = self._drafter.to_target(found)
             paths = Paths(frontier.numbers, candidates.tokens, candidates.parents, 0, frontier.level)
-            return logits, process(logits, paths)
+            return logits, process(logits, paths), accepted
 
         drafts = reads if first.is_whole is None else reads & first.is_whole
         mine = replace(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.model.kv_cache import KVCache
@@ -25,9 +26,8 @@ class DeviceDrafts:
         return [one.name for one in self._drafters]
 
     @property
-    def reads_paths(self) -> bool:
-        """True if one of them computes whole accepted paths anew."""
-        return any(not one.keeps_drafts for one in self._drafters)
+    def kinds(self) -> list[DraftKind]:
+        return [DraftKind.of(one.runner) for one in self._drafters]
 
     @property
     def _caches(self) -> list[KVCache]:
@@ -48,7 +48,7 @@ class DeviceDrafts:
             if drafter.read(one.request):
                 one.drafted_by.add(drafter.name)
                 slots = drafter.runner.cache.slots(one.request.request_id)
-                assert len(slots) == len(one.request.token_ids) - (1 if drafter.keeps_drafts else 2)
+                assert len(one.request.token_ids) - len(slots) in (1, 2)
                 self._rows.write_drafter(number, row, slots)
             else:
                 one.lost_by.add(drafter.name)

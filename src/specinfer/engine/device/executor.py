@@ -134,8 +134,7 @@ class DeviceExecutor:
         processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
         rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None
         sizes = usual_sizes(
-            rows.num_rows, budgets, processing, rule, len(self._drafts.names),
-            reads_paths=self._drafts.reads_paths, has_lookups=self._guesses.has_lookups,
+            rows.num_rows, budgets, processing, rule, self._drafts.kinds, has_lookups=self._guesses.has_lookups
         )  # fmt: skip
         capture_sizes(rows, sizes, progress)
 
@@ -178,8 +177,7 @@ class DeviceExecutor:
             shape, guesses = self._guesses.alone(device_requests, self._budgets.uncut, most_nodes)
         else:
             guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
-            num_models, reads_paths = len(self._drafts.names), self._drafts.reads_paths
-            shape = shape_of(budgets, most_nodes, most, guess_depth, num_models, reads_paths=reads_paths)
+            shape = shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds)
             guesses = []
         if undrawable := self._drawn.undrawable(device_requests, budgets, shape):
             for one in undrawable:

@@ -10,19 +10,49 @@ differences: a level does not save nodes for later ones, since all candidates ar
 confidence is a share of the whole vocabulary, which kernels read anyway, not of the best tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specinfer.core.tree_shape import MAX_TREE_NODES
+from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import num_words, pack_bits
+from specinfer.model.runner import ModelRunner
+
+
+class DraftKind(NamedTuple):
+    """The known tokens that a drafter computes, and its passes.
+
+    Attributes:
+        reads_paths: Whether it computes whole accepted paths anew, as heads do.
+        block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
+        max_depth: Largest depth of a tree.
+    """
+
+    reads_paths: bool = False
+    block: range = range(0)
+    max_depth: int = MAX_TREE_NODES
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> "DraftKind":
+        if not isinstance(runner, HeadRunner):
+            return cls()
+        head = runner.head
+        if head.block is None:
+            return cls(reads_paths=True)
+        # The root of a pair is a known token, and computed with the others.
+        return cls(
+            reads_paths=True, block=range(int(head.reads_pairs), head.block.size), max_depth=head.block.max_depth
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +65,8 @@ class DraftShape:
         num_nodes: The largest number of drafted nodes in a tree, without the root.
         num_guesses: The largest number of nodes that lookups propose.
         guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
-        num_models: The number of drafters that grow such a tree each, before these are merged; 0 if lookups propose the
+        kinds: Those of the drafters that grow such a tree each, before these are merged; none if lookups propose the
             whole tree, and there are no levels.
-        reads_paths: Whether a drafter computes whole accepted paths anew, as heads do.
     """
 
     frontiers: tuple[int, ...]
@@ -45,29 +74,35 @@ class DraftShape:
     num_nodes: int
     num_guesses: int = 0
     guess_depth: int = 0
-    num_models: int = 1
-    reads_paths: bool = False
+    kinds: tuple[DraftKind, ...] = (DraftKind(),)
 
     def __post_init__(self) -> None:
         assert len(self.frontiers) == len(self.children)
-        assert self.frontiers[:1] == ((1,) if self.num_models else ())
+        assert self.frontiers[:1] == ((1,) if self.kinds else ())
         grown = self._grown
         assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
-        assert 1 <= self.num_nodes <= self.num_models * sum(grown) + self.num_guesses
+        assert 1 <= self.num_nodes <= self.num_candidates
 
     @property
     def _grown(self) -> list[int]:
         """Candidates of each level of one model."""
         return [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
 
-    def of_model(self, number: int, *, reads_paths: bool = False) -> "DraftShape":
+    def of_model(self, number: int) -> "DraftShape":
         """Return the shape of one model's draft loop, whose guesses are the tree of the model before it."""
-        if not self.num_models:
+        if not self.kinds:
             return self
         num_guesses = num_nodes = self.num_guesses
-        for _ in range(number + 1):
-            num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown) + num_nodes)
-        return replace(self, num_nodes=num_nodes, num_guesses=num_guesses, num_models=1, reads_paths=reads_paths)
+        for kind in self.kinds[: number + 1]:
+            num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown[: kind.max_depth]) + num_nodes)
+        levels = slice(self.kinds[number].max_depth)
+        return DraftShape(
+            self.frontiers[levels], self.children[levels], num_nodes, num_guesses, self.max_depth, (self.kinds[number],)
+        )  # fmt: skip
+
+    @property
+    def num_models(self) -> int:
+        return len(self.kinds)
 
     @property
     def num_levels(self) -> int:
@@ -83,7 +118,7 @@ class DraftShape:
         )
         return (
             deep
-            and self.num_models == other.num_models
+            and self.kinds == other.kinds
             and self.num_guesses >= other.num_guesses
             and all(mine >= theirs for level in levels for mine, theirs in level)
         )
@@ -94,22 +129,31 @@ class DraftShape:
 
     @property
     def num_candidates(self) -> int:
-        return self.num_models * sum(self._grown) + self.num_guesses
+        return sum(sum(self._grown[: kind.max_depth]) for kind in self.kinds) + self.num_guesses
 
     @property
     def num_known(self) -> int:
-        """The largest number of known tokens that a drafter computes, the root among them."""
-        return 1 + self.max_depth if self.reads_paths else 2
+        """The largest number of known tokens that the drafter of one model's shape computes."""
+        return 1 + self.max_depth if self.kinds[0].reads_paths else 2
+
+    @property
+    def passes(self) -> list[Sequence[int]]:
+        """The distances from the root of the tokens of each pass after the known ones, of one model's shape."""
+        if self.kinds[0].block:
+            return [self.kinds[0].block]
+        return [[level] * width for level, width in enumerate(self.frontiers) if level]
 
     @property
     def num_columns(self) -> int:
-        """The number of tokens computed for one request: known ones and the frontiers below the root."""
-        return self.num_known + sum(self.frontiers[1:])
+        """The number of tokens computed for one request: known ones and those of later passes; the most of a model."""
+        if len(self.kinds) != 1:
+            return max((self.of_model(number).num_columns for number in range(len(self.kinds))), default=0)
+        return self.num_known + sum(map(len, self.passes))
 
     @property
     def first_columns(self) -> tuple[int, ...]:
-        """The index of each level's frontier among these tokens; the root's is not fixed."""
-        return (0, *accumulate(self.frontiers[1:], initial=self.num_known))[: self.num_levels]
+        """The index of each pass's first token among these; known tokens come first."""
+        return (0, *accumulate(map(len, self.passes), initial=self.num_known))[: 1 + len(self.passes)]
 
 
 def empty_table(device: torch.device) -> ChanceTable:
@@ -119,8 +163,9 @@ def empty_table(device: torch.device) -> ChanceTable:
     return ChanceTable(points, lines[0], lines[1])
 
 
-# -> [requests * frontier, vocab] logits after each of these nodes, and the least score of a token that may follow
-Score = Callable[[Frontier, Candidates], tuple[Tensor, Tensor | None]]
+# -> [requests * frontier, vocab] logits after each of these nodes, the least score of a token that may follow, and the
+# probability that the best one is accepted, if the drafter predicts it
+Score = Callable[[Frontier, Candidates], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
 def grow(
@@ -140,9 +185,9 @@ def grow(
 
     Args:
         roots: [requests] int64 the last known tokens.
-        root_columns: [requests] column of the root, which is the last of the known tokens that the drafter computes; a
-            bool if there are at most two.
-        score: One pass of the drafter, over the frontier of a level, whose nodes are among the candidates so far.
+        root_columns: [requests] column of the last known token that the drafter computes; a bool if there are at most
+            two.
+        score: Scores of the drafter after the frontier of a level, whose nodes are among the candidates so far.
         out: The trees, written to.
         guesses: Trees of lookups and other models, or None without any.
         most: [requests] nodes of the trees that are formed; `limits` are those of what is grown here.
@@ -158,17 +203,20 @@ def grow(
     number = torch.full((requests, 1), -1, dtype=torch.int32, device=device)
     path_prob = torch.where(limits.max_nodes > 0, 1.0, -1.0)
     out.path_prob[:, 0] = path_prob.clamp(min=0.0)
+    if shape.num_levels < out.path_prob.shape[1]:  # others have deeper trees
+        out.path_prob[:, shape.num_levels :] = 0.0
     frontier, first = Frontier(0, roots.unsqueeze(1), sees, number, path_prob.unsqueeze(1)), 0
     for level, (width, children) in enumerate(zip(shape.frontiers, shape.children, strict=True)):
-        logits, least = score(frontier, candidates)
-        tree_ops.add_candidates(logits, frontier, first, children, sampling, table, limits, candidates, least)
+        logits, least, accepted = score(frontier, candidates)
+        tree_ops.add_candidates(logits, frontier, first, children, sampling, table, limits, candidates, least, accepted)
         if drawing is not None:
-            drawing.add_candidates(logits, frontier, first, children, limits, candidates)
+            drawing.add_candidates(logits, frontier, first, children, limits, candidates, accepted)
         if level + 1 < shape.num_levels:
             above, frontier = frontier, _empty_frontier(level + 1, requests, shape.frontiers[level + 1], words, device)
+            first_column = 0 if shape.kinds[0].block else shape.first_columns[level + 1]  # 0 is not read
             tree_ops.next_frontier(
                 candidates.path_prob[:, first : first + width * children],
-                above, first, shape.first_columns[level + 1], candidates, out.path_prob, frontier,
+                above, first, first_column, candidates, out.path_prob, frontier,
             )  # fmt: skip
         first += width * children
     if guesses is not None:

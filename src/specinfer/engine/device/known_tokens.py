@@ -1,4 +1,4 @@
-"""The known tokens that a drafter computes at the first level of a draft loop, and what it keeps of a step.
+"""The known tokens that a drafter computes in the first pass of a draft loop, and what it keeps of a step.
 
 A small model has computed all of an accepted path except perhaps the last node. So it reads one or two tokens, and
 keeps what it computes of the next path. A head computes known tokens from the target's hidden states, but drafts from
@@ -7,6 +7,9 @@ two:
 
     the target has computed tokens 0 ... 11, the head the pairs (feature of t, token t + 1) of t = 0 ... 8
     columns 0, 1, 2 are the pairs of t = 9, 10, 11; the last one is the root's, and predicts token 13
+
+A block head that reads features alone computes the same places t, and none if it has read all: there the root is the
+first token of the block.
 """
 
 from dataclasses import dataclass
@@ -35,11 +38,11 @@ class DraftInputs:
     max_nodes: Tensor  # [rows] int32, 0 if it is not asked
 
 
-class FirstLevel(NamedTuple):
-    """The tokens that a drafter computes at the first level."""
+class FirstPass(NamedTuple):
+    """The tokens that a drafter computes in its first pass."""
 
     tokens: Tensor  # [rows, num_known] int64
-    root_columns: Tensor  # [rows] column of the root, the last one that is needed; a bool if there are at most two
+    root_columns: Tensor  # [rows] the last column that is needed, mostly the root's; a bool if there are at most two
     root_positions: Tensor  # [rows] int32, as the drafter counts
     is_whole: Tensor | None = None  # [rows] False where further known tokens come before the root; None for nowhere
     features: Tensor | None = None  # [rows * num_known, width] of a head
@@ -48,11 +51,11 @@ class FirstLevel(NamedTuple):
 class KnownTokens(Protocol):
     """The known tokens of one kind of drafters."""
 
-    def read(self) -> FirstLevel:
-        """Return what the first level computes."""
+    def read(self) -> FirstPass:
+        """Return what the first pass computes."""
         ...
 
-    def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> Tensor | None:
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> Tensor | None:
         """Return the [tokens, width] features that a level reads with its tokens, or None if it reads tokens alone."""
         ...
 
@@ -82,15 +85,15 @@ class KnownPair:
             self._numbers = torch.arange(rows, dtype=torch.int32, device=kept[0].device)
             self._depths = torch.arange(depth - 1, dtype=torch.int32, device=kept[0].device)
 
-    def read(self) -> FirstLevel:
+    def read(self) -> FirstPass:
         rows = len(self._numbers)
         roots, has_two = self._state.roots[:rows], self._own.has_two[:rows]
         tokens = torch.stack(
             [torch.where(has_two, self._own.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1
         )
-        return FirstLevel(tokens, has_two, self._state.known[:rows])
+        return FirstPass(tokens, has_two, self._state.known[:rows])
 
-    def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> None:
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> None:
         return None
 
     def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
@@ -152,22 +155,22 @@ class KnownPath:
             last = torch.arange(1, kept[0].shape[1] + 1, dtype=torch.int32, device=device).clamp(max=shape.max_depth)
             kept[0].copy_(last)
 
-    def read(self) -> FirstLevel:
-        state, own, rows = self._state, self._own, len(self._inputs.reads)
+    def read(self) -> FirstPass:
+        state, own, rows, head = self._state, self._own, len(self._inputs.reads), self._runner.head
         known, computed = state.known[:rows], own.known[:rows]
-        root_positions, num_unread = (known - 1).clamp(min=0), known - computed
-        root_columns = (num_unread - 1).clamp(min=0, max=self._num_known - 1)
+        last_places, num_unread = (known - 1).clamp(min=0), known - computed
+        root_columns = (num_unread - 1).clamp(min=0 if head.reads_pairs else -1, max=self._num_known - 1)
         self._kept[1].copy_(root_columns)
-        # Columns after the root's compute its pair again, so that no column has invalid numbers.
-        places = torch.minimum(computed.unsqueeze(1) + self._columns, root_positions.unsqueeze(1)).long()
-        is_root = places >= root_positions.unsqueeze(1)
+        # Columns after the last one compute its place again, so that no column has invalid numbers.
+        places = torch.minimum(computed.unsqueeze(1) + self._columns, last_places.unsqueeze(1)).long()
+        is_root = places >= last_places.unsqueeze(1)
         tokens = torch.where(is_root, state.roots[:rows].unsqueeze(1), own.following[:rows].gather(1, places))
         slots = state.slots[:rows].gather(1, places).flatten()
-        head = self._runner.head
         features = head.project([self._target.tensors.taps[layer][slots] for layer in head.reads])
-        return FirstLevel(tokens, root_columns, root_positions, num_unread <= self._num_known, features)
+        root_positions = last_places if head.reads_pairs else known
+        return FirstPass(tokens, root_columns, root_positions, num_unread <= self._num_known, features)
 
-    def features(self, frontier: Frontier, candidates: Candidates, first: FirstLevel) -> Tensor | None:
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> Tensor | None:
         if frontier.level == 0:
             return first.features
         if frontier.level == 1:  # children of the root

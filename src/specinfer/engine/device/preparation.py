@@ -10,7 +10,7 @@ from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.growth import DraftKind, DraftShape
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.rows import DeviceRows
@@ -37,9 +37,8 @@ def usual_sizes(
     budgets: Sequence[TreeBudget],
     processing: Processing,
     rule: str | None,
-    num_models: int,
+    kinds: Sequence[DraftKind],
     *,
-    reads_paths: bool,
     has_lookups: bool,
 ) -> list[LaunchSize]:
     """Return the sizes of plain steps and of those with trees of these budgets, the largest first.
@@ -47,19 +46,18 @@ def usual_sizes(
     Args:
         num_rows: Maximum number of requests in a step.
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
-        num_models: Drafters that grow a tree each.
-        reads_paths: Whether one of them computes whole accepted paths anew.
+        kinds: Those of the drafters that grow a tree each.
         has_lookups: Whether lookups propose tokens, too.
     """
     sizes: list[LaunchSize] = []
     for count in [count for count in REQUESTS if count <= num_rows][::-1]:
         most = MAX_ROWS // count
         shapes: list[DraftShape | None] = [None]
-        for budget in filter(holds, budgets if num_models or has_lookups else ()):
+        for budget in filter(holds, budgets if kinds or has_lookups else ()):
             guess_depth = budget.max_depth if has_lookups else 0
             shapes.append(
-                shape_of([budget], most - 1, most, guess_depth, num_models, reads_paths=reads_paths)
-                if num_models
+                shape_of([budget], most - 1, most, guess_depth, kinds)
+                if kinds
                 else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
             )
         sizes += dict.fromkeys(LaunchSize(count, shape, processing, rule=rule) for shape in shapes[::-1])

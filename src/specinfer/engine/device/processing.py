@@ -14,7 +14,6 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import (
     AssistantDrafter,
-    BlockDrafter,
     Drafter,
     FeatureDrafter,
     MergedDrafter,
@@ -31,7 +30,6 @@ from specinfer.verify.rules import TRAVERSAL
 # What drafters do that have no draft loop on the device.
 _OTHER_WAYS: dict[type, str] = {
     AssistantDrafter: "reads keys and values of the target",
-    BlockDrafter: "drafts a whole tree in one pass",
     SelfDrafter: "computes with layers of the target",
 }
 

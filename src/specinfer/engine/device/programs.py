@@ -79,7 +79,7 @@ class Programs:
     def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape | None) -> DraftLoop:
         assert shape is not None
         names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.there, self.results.there
-        own = shape.of_model(number, reads_paths=drafter.reads_paths)
+        own = shape.of_model(number)
         slots = inputs["draft_slots"][number, :, : own.num_columns]
         return DraftLoop(
             drafter, own, self._state, self._state.drafts[number],

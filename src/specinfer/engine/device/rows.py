@@ -18,6 +18,7 @@ from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
@@ -63,7 +64,8 @@ class DeviceRows:
         self._graphs = target.graphs or Graphs(self._place, captures=False)
         # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
         context = -(-max_context // _ROW) * _ROW
-        self.state = DeviceState.empty(num_rows, context, self._place, [not one.keeps_drafts for one in drafters])
+        reads_paths = [DraftKind.of(one.runner).reads_paths for one in drafters]
+        self.state = DeviceState.empty(num_rows, context, self._place, reads_paths)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.growth import DraftKind, DraftShape
 from specinfer.model.graphs.sizes import at_least
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -23,9 +23,7 @@ def shape_of(
     most_nodes: int,
     most_frontier: int,
     guess_depth: int = 0,
-    num_models: int = 1,
-    *,
-    reads_paths: bool = False,
+    kinds: Sequence[DraftKind] = (DraftKind(),),
 ) -> DraftShape | None:
     """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
 
@@ -36,8 +34,7 @@ def shape_of(
         most_nodes: Draft tokens of a tree that there are slots for; the least promising are left out.
         most_frontier: Nodes of a level that may have children.
         guess_depth: Longest path that lookups propose, at most as many nodes as a tree has; 0 without lookups.
-        num_models: Drafters that grow a tree each; the trees are merged.
-        reads_paths: Whether one of them computes whole accepted paths anew.
+        kinds: Those of the drafters that grow a tree each; the trees are merged.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
@@ -51,18 +48,19 @@ def shape_of(
     nodes = nodes if are_fixed else at_least(NODES, nodes) or nodes
     if nodes > most_nodes:
         nodes = most_nodes if are_fixed else max(size for size in NODES if size <= most_nodes)
-    levels = min(levels, nodes)  # each has a node at least
+    levels = min(levels, nodes, max(kind.max_depth for kind in kinds))  # each has a node at least
     frontiers, children = [1], list[int]()
     for level in range(levels):
         children.append(max(_children(budget, level) for budget in wanted))
         if level + 1 < levels:
             width = max(_frontier(budget, level + 1) for budget in wanted)
             frontiers.append(min(width, frontiers[-1] * children[-1], most_frontier))
-    total = num_models * sum(width * each for width, each in zip(frontiers, children, strict=True))
+    grown = [width * each for width, each in zip(frontiers, children, strict=True)]
+    total = sum(sum(grown[: kind.max_depth]) for kind in kinds)
     num_guesses = nodes if guess_depth else 0
     guess_depth = min(guess_depth if are_fixed else at_least(LEVELS, guess_depth) or guess_depth, num_guesses)
     num_nodes = min(nodes, total + num_guesses)
-    return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, num_models, reads_paths)
+    return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, tuple(kinds))
 
 
 def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShape | None:
@@ -77,13 +75,14 @@ def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShap
         return None
     nodes = min(at_least(NODES, num_guesses) or num_guesses, most_nodes)
     assert nodes >= num_guesses
-    return DraftShape((), (), nodes, nodes, min(at_least(LEVELS, depth) or depth, nodes), num_models=0)
+    return DraftShape((), (), nodes, nodes, min(at_least(LEVELS, depth) or depth, nodes), kinds=())
 
 
 def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:
     """Return whether a draft loop of this shape grows the whole fixed expansion; none is grown without a shape."""
     if shape is None or not budget.max_nodes:
         return True
+    budget = budget.cut(max((kind.max_depth for kind in shape.kinds), default=budget.max_depth), budget.max_nodes)
     widths, depth = [_frontier(budget, level) for level in range(len(budget.widths))], len(budget.widths)
     return (
         0 < depth <= shape.num_levels

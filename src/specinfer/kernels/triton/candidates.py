@@ -56,10 +56,11 @@ def chunk_program(
 )
 def candidates_program(
     logits, seeds, positions, temperatures, limits, is_limited, found, highest, sums,
-    points, heights, slopes, max_depth, min_path_prob, widths, above, numbers,
+    points, heights, slopes, max_depth, min_path_prob, widths, above, numbers, accepted,
     out_tokens, out_confidence, out_path_prob, out_parents, out_columns,
     vocab, stride, num_chunks, num_nodes, level, first, total, num_levels, num_points, num_ranks,
     WIDTH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_FOUND: tl.constexpr, BLOCK_POINTS: tl.constexpr,
+    IS_PREDICTED: tl.constexpr,
 ):  # fmt: skip
     """Rank the candidates of a node and store them. Grid: [rows]."""
     row = tl.program_id(0).to(tl.int64)
@@ -94,6 +95,7 @@ def candidates_program(
     goes_on = (above_prob >= 0) & (level < tl.load(max_depth + request))
     least = tl.load(min_path_prob + request)
     lowest = tl.full((), float("inf"), tl.float32)
+    scale = tl.full((), 1.0, tl.float32)
     place = request * total + first + (row % num_nodes) * WIDTH
     for rank in tl.static_range(WIDTH):
         best = tl.max(scores, 0)
@@ -102,6 +104,10 @@ def candidates_program(
         is_token = best > float("-inf")
         confidence = tl.minimum(tl.exp(best - base) / norm, 1.0)
         confidence = tl.where(is_token & (confidence == confidence), confidence, 0.0)
+        if IS_PREDICTED:
+            if rank == 0:
+                scale = tl.div_rn(tl.load(accepted + row), tl.maximum(confidence, 1e-9))
+            confidence = tl.minimum(confidence * scale, 1.0)
         line = tl.sum((meets < confidence).to(tl.int32), 0) + tl.minimum(rank, num_ranks - 1) * (num_points + 1)
         line += is_sampled.to(tl.int32) * num_ranks * (num_points + 1)
         chance = tl.maximum(tl.load(heights + line) + tl.load(slopes + line) * confidence, 0.0)
@@ -126,6 +132,7 @@ def add_candidates(
     limits: Limits,
     candidates: Candidates,
     least: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> None:
     """Compute `plain_draft.add_candidates`."""
     rows, vocab = logits.shape
@@ -136,7 +143,8 @@ def add_candidates(
     tables = (table.points, table.heights, table.slopes)
     bounds = (limits.max_depth, limits.min_path_prob, limits.widths)
     outputs = tuple(getattr(candidates, field.name) for field in fields(candidates))
-    assert_contiguous(*of_request, *tables, *bounds, *outputs, frontier.path_prob, frontier.numbers)
+    predicted = frontier.path_prob if accepted is None else accepted  # not read if there are none
+    assert_contiguous(*of_request, *tables, *bounds, *outputs, frontier.path_prob, frontier.numbers, predicted)
     num_chunks = triton.cdiv(vocab, _CHUNK)
     found = torch.empty(rows * num_chunks * width, dtype=torch.int32, device=logits.device)
     highest, sums = torch.empty((2, rows * num_chunks), dtype=torch.float32, device=logits.device)
@@ -146,11 +154,11 @@ def add_candidates(
     # Without fused operations, so that sums are rounded as in PyTorch.
     chunk_program[(num_chunks, rows)](*same, *sizes, WIDTH=width, CHUNK=_CHUNK, enable_fp_fusion=False)
     candidates_program[(rows,)](
-        *same, *tables, *bounds, frontier.path_prob, frontier.numbers, *outputs,
+        *same, *tables, *bounds, frontier.path_prob, frontier.numbers, predicted, *outputs,
         *sizes, first, candidates.tokens.shape[1], limits.widths.shape[1], len(table.points), table.num_ranks,
         WIDTH=width, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK_FOUND=triton.next_power_of_2(num_chunks * width), BLOCK_POINTS=triton.next_power_of_2(len(table.points)),
-        enable_fp_fusion=False,
+        IS_PREDICTED=accepted is not None, enable_fp_fusion=False,
     )  # fmt: skip
 
 

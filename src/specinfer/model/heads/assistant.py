@@ -44,6 +44,7 @@ class AssistantHead(FeatureHead):
     dialects = (Position(False), Position(True))  # vLLM computes at the first, transformers at the second
     layer_shapes = ()
     token_map = None
+    reads_pairs = False
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import WIDTH, norm
+from specinfer.kernels.tree_layout import pack_bits
+from specinfer.model.attention import store_new
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.families import rotate
@@ -30,6 +32,8 @@ _PAIRS = "markov_head.markov_w1.weight"
 
 class BlockHead(FeatureHead):
     """A head of one pass for each tree."""
+
+    reads_pairs = False
 
     def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
         super().__init__()
@@ -127,7 +131,7 @@ class BlockHead(FeatureHead):
                 key = key_norm(key)
             key = rotate(key.transpose(0, 1).unsqueeze(0), *rotation)[0].transpose(0, 1)
             value = attention.v_proj(features).view(-1, shape.num_kv_heads, shape.value_dim)
-            batch.store.store(i, batch.slots, key, value)
+            store_new(batch, i, key, value)
         return features.new_empty(0, 0)
 
     def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -159,6 +163,11 @@ def usual_reads(num_layers: int, num_own: int) -> list[int]:
 
 
 def _causal(batch: ForwardBatch) -> ForwardBatch:
+    if (layout := batch.layout) is not None:  # the columns of a request's new tokens are the last ones
+        nodes, width = layout.node_slots.shape[1], layout.max_new
+        sees = torch.ones(width, nodes, dtype=torch.bool, device=layout.visible.device).tril(nodes - width)
+        visible = layout.visible.unflatten(0, (-1, width)) & pack_bits(sees, layout.visible.shape[1])
+        return replace(batch, layout=replace(layout, visible=visible.flatten(0, 1)), windows={})
     return replace(
         batch, pieces=tuple(replace(piece, visible=np.tril(piece.visible)) for piece in batch.pieces), windows={}
     )

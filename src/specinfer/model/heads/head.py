@@ -110,11 +110,13 @@ class FeatureHead(nn.Module):
         dialects: All ways in which its configuration can be read, the most likely one first.
         block: The rows of a pass that drafts a whole tree, or None for a pass for each level.
         is_pairwise: True if a row gives a token's logits only together with the token before it.
+        reads_pairs: True if it reads a token's feature together with the token after it; else the feature alone.
     """
 
     dialects: Sequence[Any] = ()
     block: Block | None = None
     is_pairwise = False
+    reads_pairs = True
 
     reads: tuple[int, ...]
     width: int
