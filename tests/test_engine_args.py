@@ -74,6 +74,12 @@ def test_sizes_are_numbers_or_text() -> None:
         EngineArgs("m", kv_cache_memory_bytes="5X")
 
 
+@pytest.mark.parametrize("field", [each.name for each, _ in settings_of(EngineArgs) if isinstance(each.default, bool)])
+def test_text_is_not_taken_for_true(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must be true or false, not 'false'"):
+        EngineArgs("m", **{field: "false"})
+
+
 def test_engines_are_made_from_arguments(folder: str) -> None:
     args = EngineArgs(folder, drafters=["ngram"], tree="1,1", max_num_seqs=3, seed=4)
     named = LLM(folder, drafters=["ngram"], tree="1,1", max_num_seqs=3, seed=4)

@@ -35,6 +35,10 @@ REFUSED: dict[str, list[Any]] = {
     "tree": ["", "0", "1,x", "best-first", "9999", 3],
     "slo": [3, {}, {"ttft": 0}, {"tpot": -1.0}, {"tpot": True}, {"ttft": NAN}, {"e2el": 5}, "ttft", "tpot:x"],
     "prediction": [[-1], [True], [1.0], ["a"], {"a": 1}, b"x"],
+    "ignore_eos": ["false", 1, None],
+    "skip_special_tokens": ["no", 0, None],
+    "include_stop_str_in_output": ["true", None],
+    "output_kind": [1, "DELTA", None],
     "structured_outputs": [
         *({}, {"json_object": False}, {"regex": "a", "choice": ["b"]}, {"pattern": "a"}, {3: "a"}, "a", 3),
         *({"regex": ""}, {"regex": 3}, {"grammar": ""}, {"grammar": b"x"}, {"json_object": "yes"}),

@@ -46,13 +46,15 @@ def settings_of(kind: type) -> Iterator[tuple[Field[Any], Flag]]:
 
 
 def check_choices(settings: Any) -> None:
-    """Check the fields that have choices.
+    """Check the fields that have choices, true and false among these.
 
     Raises:
         ValueError: A value is none of them; the message names the field.
     """
     for each, flag in settings_of(type(settings)):
         value = getattr(settings, each.name)
+        if isinstance(each.default, bool) and not isinstance(value, bool):  # "false" would be true
+            raise ValueError(f"{each.name} must be true or false, not {value!r:.60}")
         if flag.choices and value not in flag.choices and not (value is None and each.default is None):
             none = "; leave it out for none" if each.default is None else ""
             raise ValueError(f"{each.name} must be one of {', '.join(flag.choices)}, not {value!r:.60}{none}")
