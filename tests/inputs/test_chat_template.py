@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.core.errors import RequestError
+from specinfer.inputs.chat.conversations import read_conversations
 from specinfer.inputs.chat.tool_formats import find_format
 from specinfer.inputs.prompts import PromptReader
 from talking import BARE, EOS, HERMES, LLAMA, MISTRAL, PLAIN, SPECIAL, WRITTEN, make_talker
@@ -279,6 +280,12 @@ def test_messages_are_refused_by_place(message: Any, place: str) -> None:
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(RequestError, match=r"^messages"):
         READERS["plain"].read_chat(messages)
+
+
+@pytest.mark.parametrize("messages", [USER, 3, None])
+def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"^messages: give a list of objects with role and content, not "):
+        read_conversations(READERS["plain"], messages)
 
 
 def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

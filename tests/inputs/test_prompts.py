@@ -7,6 +7,7 @@ import pytest
 
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
+from specinfer.inputs.arguments import as_list
 from specinfer.inputs.prompts import PromptReader
 from tiny import EOS, VOCAB, make_tokenizer
 
@@ -82,3 +83,9 @@ def test_what_needs_a_tokenizer_is_refused_without_one(name: str, value: Any, re
 def test_bad_words_that_are_no_text_are_refused() -> None:
     with pytest.raises(RequestError, match="bad_words: the text is not valid Unicode"):
         READER.bad_words_ids(SamplingParams(bad_words=["\ud800"]))
+
+
+@pytest.mark.parametrize("prompts", [b"def main", bytearray(b"x"), 3, None])
+def test_bytes_are_no_token_ids(prompts: Any) -> None:
+    with pytest.raises(RequestError, match=r"^prompts: give text, token ids, or a list of them, not "):
+        as_list(prompts)

@@ -48,7 +48,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list; a list of whole numbers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):  # whose items are whole numbers
         raise RequestError(f"prompts: give text, token ids, or a list of them, not {type(prompts).__name__}")
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):

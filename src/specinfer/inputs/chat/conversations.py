@@ -25,6 +25,8 @@ def read_conversations(
         RequestError: The model has no chat template, or a message does not fit it; the message names the index of the
             conversation in a list.
     """
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"messages: give a list of objects with role and content, not {type(messages).__name__}")
     if not messages:
         raise RequestError("messages: empty; give at least one message with role and content")
     conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
