@@ -1,6 +1,9 @@
 """Sampling parameters: what is refused, by name, and what they say of themselves."""
 
+import copy
+import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -126,6 +129,15 @@ def test_message_gives_the_range(fields: dict[str, Any], says: str) -> None:
 def test_accepts_the_ends_of_each_range(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     assert all(getattr(params, name) == value for name, value in fields.items())
+
+
+def test_an_assignment_is_refused_with_the_remedy() -> None:
+    params = SamplingParams()
+    with pytest.raises(AttributeError, match=r"^max_tokens: .* dataclasses.replace\(params, max_tokens=100\)"):
+        params.max_tokens = 100  # type: ignore[misc]
+    for copied in (copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert copied == params
+    assert dataclasses.replace(params, max_tokens=100).max_tokens == 100
 
 
 def test_latency_targets_are_read_from_text_and_dicts() -> None:

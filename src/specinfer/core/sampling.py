@@ -6,7 +6,7 @@ Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingPa
 import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -31,7 +31,10 @@ class RequestOutputKind(Enum):
 
 
 def _accepts_vllm_names(kind: type[T]) -> type[T]:
-    """Let the constructor of a dataclass take vLLM's names that have no effect, and refuse others by name."""
+    """Let the constructor of a dataclass take vLLM's names that have no effect, and refuse others by name.
+
+    Assignments, which vLLM allows, are refused with the remedy.
+    """
     make = kind.__init__
     known = tuple(inspect.signature(kind).parameters)
 
@@ -41,7 +44,12 @@ def _accepts_vllm_names(kind: type[T]) -> type[T]:
         check_arguments(kind.__name__, given, known)
         make(self, **given)
 
-    kind.__init__ = init  # type: ignore[method-assign]
+    def refuse(self: Any, name: str, value: Any) -> None:
+        raise FrozenInstanceError(
+            f"{name}: parameters never change; make others: dataclasses.replace(params, {name}={value!r:.60})"
+        )
+
+    kind.__init__, kind.__setattr__ = init, refuse  # type: ignore[method-assign]
     return kind
 
 
