@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 
 from serving import served_on_port
 from specinfer import LLM, SamplingParams
+from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
 from talking import HERMES, save_talker
 
 KEY = "a-key-for-tests"
@@ -140,6 +142,16 @@ def test_tools(clients: Clients) -> None:
     ]  # fmt: skip
     ids = clients.llm.reader.read_chat(chat, tools=[FUNCTION])
     assert counted.input_tokens == len(ids)
+
+
+def test_ollama_is_told_the_format_of_the_weights_whatever_the_model_is_called(
+    clients: Clients, tmp_path: Path
+) -> None:
+    assert clients.ollama.show("tiny").details.format == "safetensors"
+    config = QuantizeConfig(model=str(clients.llm.target.loaded.folder), to="q8_0", out=tmp_path / "tiny.gguf")
+    write_quantized(config, lambda *_: None, lambda _: None)
+    with LLM(tmp_path / "tiny.gguf") as llm, served_on_port(llm) as url, ollama.Client(url) as client:
+        assert client.list().models[0].details.format == "gguf"
 
 
 def test_tools_of_ollama(clients: Clients) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 import specinfer
 from specinfer.hub.files import read_object
+from specinfer.model.gguf.folder import weights_file
 from specinfer.server.errors import ApiError
 from specinfer.server.ollama import served_name
 from specinfer.server.parsed_request import ParsedRoute
@@ -111,7 +112,7 @@ def _details(state: ServerState) -> dict[str, Any]:
     letter, unit = next((pair for pair in _UNITS if loaded.num_parameters >= pair[1]), ("", 1.0))
     return {
         "parent_model": "",
-        "format": "gguf" if state.root.lower().endswith(".gguf") else "safetensors",
+        "format": "safetensors" if weights_file(loaded.folder) is None else "gguf",
         "family": family,
         "families": [family],
         "parameter_size": f"{loaded.num_parameters / unit:.3g}{letter}",
