@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,18 +247,27 @@ def test_a_prefix_may_leave_out_tokens(native: bool, window: int | None) -> None
     torch.testing.assert_close(out[:1], near.expected()[:1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("prefix", [40, 509, 1020])
-@pytest.mark.parametrize("dim", [20, 64, 512])
+@pytest.mark.parametrize(
+    ("prefix", "dim", "dtype", "size"),
+    [
+        *product([40, 509, 1020], [20, 64, 512], [torch.float32, torch.bfloat16, torch.float16], [1.0]),
+        (40, 64, torch.bfloat16, 2.0**-127),
+    ],
+)
 def test_a_token_gets_the_same_to_the_bit_in_a_tree_and_in_a_chain(
-    isa: str, prefix: int, dim: int, dtype: torch.dtype
+    isa: str, prefix: int, dim: int, dtype: torch.dtype, size: float
 ) -> None:
-    """Whatever the number of rows and the order of nodes: some lie behind a part's border, others before it."""
+    """Whatever the number of rows and the order of nodes: some lie behind a part's border, others before it.
+
+    Values may be of any `size`, subnormal ones too.
+    """
     path = [1, 2, 3, 4, 5, 6]
     tokens = (1, 2, 20, 3, 21, 4, 22, 23, 5, 24, 6, 25)
     parents = (-1, 0, 0, 1, 2, 3, 4, 0, 5, 6, 8, 9)
     on_path = [tokens.index(token) for token in path]
     tree = Rig([(prefix, 1, TokenTree(tokens, parents)), (700, 1, TokenTree.root(1))], dims=(dim, dim), dtype=dtype)
+    tree.value *= size
+    tree.store.values[0].mul_(size)
     wanted = tree.run()[on_path]
     slots = tree.pieces[0].slots[on_path]
     for first in range(len(path)):  # each token alone after those before it, as plain decoding has them

@@ -48,6 +48,28 @@ static INLINE void turn(const uint32_t *const *keys, int64_t depth, uint32_t *tu
 #endif
 }
 
+// turned [depth][BLOCK] = words of a block of keys. block: room for them.
+template <int WIDE>
+static INLINE void turn_block(const Attention *layer, const int64_t *places, uint32_t any, int64_t depth, float *block,
+                              uint32_t *turned) {
+    const bool pairs = takes_pairs(layer);
+    const uint32_t *words[BLOCK];
+    if ((pairs || layer->type == FP32) && layer->dim == WIDE && any == ~0u) {
+        const int64_t bytes = pairs ? 2 : 4;
+        for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const char *)layer->keys + places[i] * bytes);
+    } else {
+        fetch_keys<WIDE>(layer, places, any, block);
+        for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)block + i * (pairs ? WIDE / 2 : WIDE);
+    }
+    turn(words, depth, turned);
+}
+
+static INLINE float largest_of(Floats numbers) {
+    float most = numbers[0];
+    for (int64_t i = 1; i < LANES; i++) most = numbers[i] > most ? numbers[i] : most;
+    return most;
+}
+
 // scores [ROWS][BLOCK] = scale * queries [ROWS][columns] . turned [depth][BLOCK]; rows of scores are `stride` apart.
 template <int ROWS, class Product>
 static INLINE void score_keys(const uint32_t *queries, int64_t columns, const uint32_t *turned, int64_t depth,
@@ -130,10 +152,10 @@ template <int WIDE>
 static void attend_keys(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys,
                         const float *queries, int64_t stride, float *partials) {
     KeysRoom<WIDE> &room = own_room<KeysRoom<WIDE>>();
-    const int64_t rows = (item.to - item.from) * item.heads, dim = layer->dim, blocks = keys.blocks();
+    const int64_t rows = item.rows(), dim = layer->dim, blocks = keys.blocks();
     const int64_t row0 = pieces->first_row[item.piece] + item.from, length = blocks * BLOCK;
     const bool pairs = takes_pairs(layer);
-    const int64_t columns = pairs ? WIDE / 2 : WIDE, depth = pairs ? dim / 2 : dim;
+    const int64_t depth = pairs ? dim / 2 : dim;
     float *scores = room.scores.hold(rows * length);
     uint32_t *any_sees = room.seen.hold(blocks);
     int64_t places[BLOCK];
@@ -148,25 +170,12 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
     }
     memset(room.block, 0, sizeof(room.block));
     for (int64_t b = 0; b < blocks; b++) {
-        uint32_t masks[FEW_ROWS], any = 0, all = ~0u;
-        for (int64_t t = 0; t < item.to - item.from; t++) {
-            masks[t] = seen(layer, pieces, item, keys, item.from + t, b * BLOCK);
-            any |= masks[t];
-            all &= masks[t];
-        }
-        any_sees[b] = any;
+        uint32_t masks[FEW_ROWS], all;
+        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks, &all);
         if (!any) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
-        const uint32_t *words[BLOCK];
-        if ((pairs || layer->type == FP32) && dim == WIDE && any == ~0u) {
-            const int64_t bytes = pairs ? 2 : 4;
-            for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const char *)layer->keys + places[i] * bytes);
-        } else {
-            fetch_keys<WIDE>(layer, places, any, room.block);
-            for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)room.block + i * columns;
-        }
-        turn(words, depth, room.turned);
+        turn_block<WIDE>(layer, places, any, depth, room.block, room.turned);
         float *here = scores + b * BLOCK;
         with_product(layer, [&](auto product) ALWAYS {
             score_block<decltype(product)>(room, rows, depth, layer->scale, here, length);
@@ -184,8 +193,7 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
     memset(room.block, 0, sizeof(room.block));
     float most[FEW_ROWS], total[FEW_ROWS] = {};
     for (int64_t r = 0; r < rows; r++) {
-        most[r] = room.most[r][0];
-        for (int64_t i = 1; i < LANES; i++) most[r] = room.most[r][i] > most[r] ? room.most[r][i] : most[r];
+        most[r] = largest_of(room.most[r]);
     }
     for (int64_t b = 0; b < blocks; b++) {
         if (!any_sees[b]) continue;

@@ -55,7 +55,7 @@ struct RowsRoom {
 template <int WIDE>
 static INLINE void place_queries(const Attention *layer, const Pieces *pieces, const Item &item, const float *queries,
                                  int64_t stride, Rows<WIDE> *all) {
-    const int64_t rows = (item.to - item.from) * item.heads, dim = layer->dim;
+    const int64_t rows = item.rows(), dim = layer->dim;
     const int64_t row0 = pieces->first_row[item.piece] + item.from;
     const bool pairs = takes_pairs(layer);
     for (int64_t v = 0; v < (rows + LANES - 1) / LANES; v++) {
@@ -79,7 +79,7 @@ template <int WIDE>
 static void attend_rows(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys,
                         const float *queries, int64_t stride, float *partials) {
     RowsRoom<WIDE> &room = own_room<RowsRoom<WIDE>>();
-    const int64_t rows = (item.to - item.from) * item.heads, vectors = (rows + LANES - 1) / LANES;
+    const int64_t rows = item.rows(), vectors = (rows + LANES - 1) / LANES;
     const int64_t blocks = keys.blocks(), dim = layer->dim;
     Floats *scores = room.scores.hold(blocks * vectors * BLOCK);
     uint32_t *any_sees = room.seen.hold(blocks);
@@ -87,17 +87,11 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
     place_queries<WIDE>(layer, pieces, item, queries, stride, room.rows);
     memset(room.block, 0, sizeof(room.block));
     for (int64_t b = 0; b < blocks; b++) {
-        uint32_t any = 0, all = ~0u;
-        Ints bits[MOST_VECTORS] = {};
-        for (int64_t t = item.from; t < item.to; t++) {
-            const uint32_t mask = seen(layer, pieces, item, keys, t, b * BLOCK);
-            any |= mask;
-            all &= mask;
-            for (int64_t r = (t - item.from) * item.heads; r < (t - item.from + 1) * item.heads; r++)
-                bits[r / LANES][r % LANES] = (int32_t)mask;
-        }
-        any_sees[b] = any;
+        uint32_t masks[MOST_VECTORS * LANES], all;
+        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks, &all);
         if (!any) continue;
+        Ints bits[MOST_VECTORS] = {};
+        for (int64_t r = 0; r < rows; r++) bits[r / LANES][r % LANES] = (int32_t)masks[r / item.heads];
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
         fetch_keys<WIDE>(layer, places, any, room.block);

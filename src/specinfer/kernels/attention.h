@@ -8,12 +8,13 @@
 // see it).
 
 static const int64_t BLOCK = 32;         // keys
-static const int64_t MOST_VECTORS = 4;   // of rows, in an item
+static const int64_t MOST_VECTORS = 4;   // of rows, in an item without tiles
 static const int64_t PART = 512;         // positions
 static const int64_t MOST_SCRATCH = 1 << 20;           // floats of a piece's parts that are computed apart
 
 struct Item {  // tokens [from, to) of a piece, and so many query heads, which share a KV head
     int64_t piece, from, to, kv_head, first_head, heads;
+    int64_t rows() const { return (to - from) * heads; }
 };
 
 // Of what a row makes of a part [dim sums of values times weights][the largest score][sum of weights].
@@ -39,12 +40,31 @@ static INLINE uint32_t seen(const Attention *layer, const Pieces *pieces, const 
         (!layer->window || position - keys.positions[keys.first + start] < layer->window))
         return ~0u;  // the prefix lies in order of its positions
     uint32_t bits = 0;
+    const int64_t number = keys.number(start);
+    if (number >= prefix && end == BLOCK && keys.number(start + BLOCK - 1) - number == BLOCK - 1 && !layer->window) {
+        for (int64_t i = 0; i < BLOCK; i += 8)  // eight bytes of 0 and 1, the first's bit lowest
+            bits |= (uint32_t)(read<uint64_t>(visible + number - prefix + i) * 0x0102040810204080u >> 56) << i;
+        return bits;
+    }
     for (int64_t i = 0; i < end; i++) {
         const int64_t key = keys.number(start + i);
         const bool near = !layer->window || position - keys.positions[key] < layer->window;
         bits |= (uint32_t)(near && (key < prefix || visible[key - prefix])) << i;
     }
     return bits;
+}
+
+// What any token of an item sees of block `b`. masks: [tokens] what each sees; all: what all see.
+static INLINE uint32_t seen_by(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys, int64_t b,
+                               uint32_t *masks, uint32_t *all) {
+    uint32_t any = 0;
+    *all = ~0u;
+    for (int64_t t = 0; t < item.to - item.from; t++) {
+        masks[t] = seen(layer, pieces, item, keys, item.from + t, b * BLOCK);
+        any |= masks[t];
+        *all &= masks[t];
+    }
+    return any;
 }
 
 // The block's places in the cache; those that nobody sees stay as they are.
@@ -107,6 +127,16 @@ static INLINE bool takes_pairs(const Attention *layer) {
 #endif
 }
 
+// Whether they are by tiles, with any number of rows.
+static INLINE bool takes_tiles(const Attention *layer) {
+#ifdef TILES
+    return has_tiles && takes_pairs(layer);
+#else
+    (void)layer;
+    return false;
+#endif
+}
+
 // body(i) for the keys of a block that any row sees, and rest(i) for others.
 template <class Body, class Rest>
 static INLINE void of_seen(uint32_t any, const Body &body, const Rest &rest) {
@@ -158,12 +188,14 @@ struct Pairs {
     static INLINE Words rounded(__m512 earlier, __m512 later) {
         return of((__m256i)_mm512_cvtneps_pbh(earlier), (__m256i)_mm512_cvtneps_pbh(later));
     }
-    static INLINE void take_keys(float *weights) {
+    static INLINE Words of_keys(Floats first, Floats second) {  // weights of keys in turn
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        const __m512 first = _mm512_loadu_ps(weights), second = _mm512_loadu_ps(weights + LANES);
-        const __m512 earlier = _mm512_permutex2var_ps(first, even, second);
-        const __m512 later = _mm512_permutex2var_ps(first, _mm512_or_si512(even, _mm512_set1_epi32(1)), second);
-        write(weights, rounded(earlier, later));
+        const __m512 earlier = _mm512_permutex2var_ps((__m512)first, even, (__m512)second);
+        const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+        return rounded(earlier, _mm512_permutex2var_ps((__m512)first, odd, (__m512)second));
+    }
+    static INLINE void take_keys(float *weights) {
+        write(weights, of_keys(read<Floats>(weights), read<Floats>(weights + LANES)));
     }
     static INLINE void take_rows(Floats *weights) {
         each<BLOCK / 2>([&](auto i) ALWAYS {
@@ -217,6 +249,7 @@ static INLINE void fetch_values(const Attention *layer, const int64_t *places, u
 
 #include "attend_rows.h"
 #include "attend_keys.h"
+#include "attend_tiles.h"
 
 static INLINE bool is_empty(const float *partial, int64_t dim) { return partial[dim] == -INFINITY && partial[dim + 1] == 0; }
 
@@ -299,7 +332,7 @@ template <int WIDE>
 static void attend_item(const Attention *layer, const Pieces *pieces, const Division &division, const Item &item,
                         int64_t part, const float *queries, int64_t stride, float *result) {
     static thread_local Grown<float> own;
-    const int64_t rows = (item.to - item.from) * item.heads, dim = layer->dim, size = partial_size(layer);
+    const int64_t rows = item.rows(), dim = layer->dim, size = partial_size(layer);
     const int64_t token0 = pieces->first_row[item.piece] + item.from;
     int64_t last = 0;  // position of the item's tokens
     for (int64_t t = 0; t < item.to - item.from; t++)
@@ -314,6 +347,11 @@ static void attend_item(const Attention *layer, const Pieces *pieces, const Divi
                 partials[r * size + dim] = -INFINITY;
                 partials[r * size + dim + 1] = 0;
             }
+#ifdef TILES
+        else if (takes_tiles(layer))
+            (rows > TILE_ROWS ? attend_tiles<WIDE, true> : attend_tiles<WIDE, false>)(layer, pieces, item, keys, queries,
+                                                                                     stride, partials);
+#endif
         else if (rows <= FEW_ROWS)
             attend_keys<WIDE>(layer, pieces, item, keys, queries, stride, partials);
         else
@@ -341,7 +379,7 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
     static thread_local Grown<int64_t> numbers;
     static thread_local Grown<float> scratch;
     // Very many heads of one KV head are shared out, too.
-    const int64_t repeats = layer->heads / layer->kv_heads, most_rows = MOST_VECTORS * LANES;
+    const int64_t repeats = layer->heads / layer->kv_heads, most_rows = (takes_tiles(layer) ? 2 : MOST_VECTORS) * LANES;
     const int64_t splits = (repeats + most_rows - 1) / most_rows, heads = (repeats + splits - 1) / splits;
     const int64_t tokens = most_rows / heads, groups = layer->kv_heads * splits, size = partial_size(layer);
     const auto one = layer->dim <= 32    ? attend_item<32>
@@ -371,7 +409,7 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
         division[i].partials = place;
         if (division[i].apart) place += pieces->num_new[i] * layer->heads * division[i].parts * size;
     }
-    in_parallel(items, 1, threads, [&](int64_t item) {
+    in_parallel<EndTiles>(items, 1, threads, [&](int64_t item) {
         int64_t piece = pieces->count - 1;
         while (division[piece].first_item > item) piece--;
         const int64_t here = sets(piece), part = (item - division[piece].first_item) / here;

@@ -56,19 +56,19 @@ struct EndTiles {
         body(2, 16, 0) body(3, 16, 16)                       \
     }
 
-// Adds the products of `words` words of activations x [rows][words] with weights [words][WIDTH].
-#define ADD_PRODUCTS(TWO, multiply, x, words, weights)       \
-    do {                                                     \
-        _tile_loadd(6, weights, PITCH);                      \
-        _tile_loadd(7, (weights) + PITCH / 2, PITCH);        \
-        _tile_loadd(4, x, 4 * (words));                      \
-        multiply(0, 4, 6);                                   \
-        multiply(1, 4, 7);                                   \
-        if (TWO) {                                           \
-            _tile_loadd(5, (x) + TILE_ROWS * (words), 4 * (words)); \
-            multiply(2, 5, 6);                               \
-            multiply(3, 5, 7);                               \
-        }                                                    \
+// Adds the products of activations, a row each `bytes`, with 32 columns of weights, a word's row each `pitch` bytes.
+#define ADD_PRODUCTS(TWO, multiply, x, bytes, weights, pitch)         \
+    do {                                                              \
+        _tile_loadd(6, weights, pitch);                               \
+        _tile_loadd(7, (const char *)(weights) + 64, pitch);          \
+        _tile_loadd(4, x, bytes);                                     \
+        multiply(0, 4, 6);                                            \
+        multiply(1, 4, 7);                                            \
+        if (TWO) {                                                    \
+            _tile_loadd(5, (const char *)(x) + TILE_ROWS * (bytes), bytes); \
+            multiply(2, 5, 6);                                        \
+            multiply(3, 5, 7);                                        \
+        }                                                             \
     } while (0)
 
 #define LOAD_SUM(tile, row, column) _tile_loadd(tile, result + (row) * WIDTH + (column), PITCH);
@@ -93,7 +93,7 @@ struct TilesBf16 {
                 panel = last;
                 asm volatile("" ::: "memory");
             }
-            ADD_PRODUCTS(TWO, _tile_dpbf16ps, x, WORDS, panel);
+            ADD_PRODUCTS(TWO, _tile_dpbf16ps, x, 4 * WORDS, panel, PITCH);
         }
         EACH_SUM(TWO, STORE_SUM)
         asm volatile("" ::: "memory");
@@ -120,7 +120,7 @@ struct TilesFp8 {
                     write(place + PITCH + 64, widened_pairs(b));
                 }
                 asm volatile("" ::: "memory");
-                ADD_PRODUCTS(TWO, _tile_dpbf16ps, x, 16, widened);
+                ADD_PRODUCTS(TWO, _tile_dpbf16ps, x, 64, widened, PITCH);
             }
             EACH_SUM(TWO, STORE_SUM)
             asm volatile("" ::: "memory");
@@ -167,7 +167,7 @@ struct TilesInt {
             } else
                 spread(ready, panel, codes);
             EACH_SUM(TWO, CLEAR_SUM)
-            ADD_PRODUCTS(TWO, _tile_dpbsud, x, WORDS, weights);
+            ADD_PRODUCTS(TWO, _tile_dpbsud, x, 4 * WORDS, weights, PITCH);
             EACH_SUM(TWO, STORE_SUM)
             asm volatile("" ::: "memory");
             __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, NEST) * g / (NEST / GROUP) + 1024);
