@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from head_passes import head_passes
-from heads import save_tiny_head
+from heads import save_tiny_block, save_tiny_head
 from pair_heads import save_eagle, save_mtp
 from specinfer import LLM, SamplingParams
 from specinfer.kernels.quantization import Bits, dequantize, linear, quantize
@@ -118,7 +118,7 @@ def test_the_fused_decoder_computes_what_the_definition_does(
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["EAGLE-3", "several layers", "EAGLE", "MTP"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "several layers", "EAGLE", "MTP", "dflash"])
 def test_the_fused_layers_of_heads_compute_what_the_definition_does(
     kind: str, dtype: torch.dtype, quantization: str | None, model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -127,6 +127,8 @@ def test_the_fused_layers_of_heads_compute_what_the_definition_does(
         save_mtp(folder, "mimo")
     elif kind == "EAGLE":
         save_eagle(folder)
+    elif kind == "dflash":
+        save_tiny_block(folder, kind)
     else:
         save_tiny_head(folder, num_layers=3 if kind == "several layers" else 1)
     found = []

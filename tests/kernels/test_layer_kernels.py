@@ -124,6 +124,7 @@ def _table(positions: int, dim: int, base: float = 100.0) -> Tensor:
 @example(5, 3, 2, 8, True, torch.float32, 0)
 @example(5, 1, 1, 12, False, torch.bfloat16, 0)
 @example(3, 2, 2, 8, False, torch.float32, 10)
+@example(3, 0, 2, 8, True, torch.float32, 10)  # without queries
 def test_rotation_and_store(
     tokens: int, repeats: int, kv_heads: int, dim: int, has_norms: bool, dtype: torch.dtype, seed: int
 ) -> None:

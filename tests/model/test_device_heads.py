@@ -16,6 +16,7 @@ from pair_heads import save_eagle, save_mtp, slow_eagle
 from specinfer.kernels import Float8Linear, QuantizedLinear
 from specinfer.kernels.kv_types import FLOAT8
 from specinfer.model.heads import load as heads_load
+from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel, load_model
@@ -45,6 +46,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "family": "qwen3", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0,
     },
     "eagle3, parallel": {"parallel": True, "mask_token_id": 90},
+    "dflash": {},
+    "dflash, causal windows": {
+        "sliding_window_non_causal": False, "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True, "sliding_window": 8,
+    },
+    "jetspec": {"num_layers": 1},
+    "dspark": {},
     "eagle": {},
     "eagle, bias": {"bias": True},
     "mtp of MiMo": {"family": "mimo"},
@@ -63,6 +71,8 @@ def _folders(kind: str, target: Path, folder: Path) -> tuple[Path, Path]:
         return folder, folder
     if kind in EAGLE3:
         return target, save_eagle3(folder, **EAGLE3[kind])
+    if (block := kind.partition(",")[0]) in ("dflash", "jetspec", "dspark"):
+        return target, save_block(folder, block, **OTHERS[kind])
     return target, (save_eagle3 if kind.startswith("eagle3") else save_eagle)(folder, **OTHERS[kind])
 
 
@@ -130,7 +140,7 @@ def test_trees_are_what_the_modules_compute(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["original", "several layers, both", "eagle", "mtp of MiMo"])
+@pytest.mark.parametrize("kind", ["original", "several layers, both", "dflash", "eagle", "mtp of MiMo"])
 def test_half_precision_is_close(kind: str, dtype: torch.dtype, target: Path, tmp_path: Path) -> None:
     """As close to what is computed in fp32 as transformers is."""
     folders = _folders(kind, target, tmp_path / "head")
@@ -148,14 +158,15 @@ def test_half_precision_is_close(kind: str, dtype: torch.dtype, target: Path, tm
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are loaded on the CPU by the path of GPUs."""
     quantized: Callable[..., None] = heads_load.quantize_linears
-    monkeypatch.setattr(Eagle3Head, "fuse", lambda self, _: self.fuse_on_device(256))
+    for kind in (Eagle3Head, BlockHead):
+        monkeypatch.setattr(kind, "fuse", lambda self, _: self.fuse_on_device(256))
     monkeypatch.setattr(heads_load, "pack_linears", lambda _: 0)
     monkeypatch.setattr(heads_load, "quantize_linears", lambda *args, **_: quantized(*args, native=False))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
-@pytest.mark.parametrize("kind", ["original", "reduced vocabulary", "several layers"])
+@pytest.mark.parametrize("kind", ["original", "reduced vocabulary", "several layers", "dflash"])
 def test_loaded_heads_are_rounded_as_their_modules_are(
     kind: str, quantization: str | None, target: Path, tmp_path: Path
 ) -> None:
@@ -175,15 +186,13 @@ def test_loaded_heads_are_rounded_as_their_modules_are(
 
 
 @pytest.mark.parametrize(
-    "kind", ["gelu", "dynamic rotations", "dflash", *(f"mtp of {name}" for name in ("deepseek_v3", "qwen3_5_text"))]
+    "kind", ["gelu", "dynamic rotations", *(f"mtp of {name}" for name in ("deepseek_v3", "qwen3_5_text"))]
 )
 def test_other_layers_stay_as_they_are(kind: str, target: Path, tmp_path: Path) -> None:
-    """Also those of other activations, of experts and latent attention, of gates, and of heads that draft at once."""
+    """Also those of other activations, of experts and latent attention, and of gates."""
     if kind.startswith("mtp"):
         save_mtp(tmp_path, kind.removeprefix("mtp of "))
         folders = tmp_path, tmp_path
-    elif kind == "dflash":
-        folders = target, save_block(tmp_path, kind, num_layers=2)
     else:
         dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
         folders = target, save_eagle3(tmp_path, **({"hidden_act": "gelu"} if kind == "gelu" else dynamic))

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
@@ -90,17 +91,27 @@ class DeviceLayers(nn.Module):
         weight: Tensor = first.attention_norm
         return weight
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor, inputs: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, hidden: Tensor, inputs: Tensor | None = None, windowed: ForwardBatch | None = None
+    ) -> Tensor:
         """Update `hidden` [tokens, width] in place, and return [tokens, width], which the caller adds to it.
 
         Args:
             inputs: What the first layer's attention reads in place of the norm of `hidden`, or None.
+            windowed: The batch as layers with a window see it, or None for the same.
         """
         added: Tensor | None = None
         for layer in self.layers:
-            added, inputs = layer(batch, hidden, added, self.rotations, inputs), None
+            seen = batch if windowed is None or layer.window is None else windowed
+            added, inputs = layer(seen, hidden, added, self.rotations, inputs), None
         assert added is not None
         return added
+
+    def read(self, batch: ForwardBatch, inputs: Tensor) -> None:
+        """Store the keys and values that each layer makes of `inputs` [tokens, width], and compute nothing else."""
+        for layer in self.layers:
+            assert isinstance(layer, _Layer)
+            layer.read(batch, inputs, self.rotations)
 
 
 class DeviceNorm(nn.Module):
@@ -145,15 +156,29 @@ class _Layer(nn.Module):
             added: [tokens, width] result of the previous layer, not yet added to `hidden`.
             inputs: [tokens, inputs] what attention reads in place of the norm of `hidden`, or None.
         """
-        store = batch.store
-        keys, values, scales = store.keys[self.index], store.values[self.index], store.scales[self.index]
-        norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
         qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs)
-        query = rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps, scales)
+        query = self.rotate_and_store(batch, qkv, rotations)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
         attended = self.output(seen.flatten(1))
         result: Tensor = self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))))
         return result
+
+    def read(self, batch: ForwardBatch, inputs: Tensor, rotations: Tensor) -> None:
+        """Store the keys and values of `inputs` [tokens, width]."""
+        linear: Any = self.qkv
+        if type(linear) is nn.Linear:  # the last rows of its weight
+            count = 2 * batch.store.keys[self.index][0].numel()
+            bias = None if linear.bias is None else linear.bias[-count:]
+            self.rotate_and_store(batch, functional.linear(inputs, linear.weight[-count:], bias), rotations)
+        else:
+            self.rotate_and_store(batch, linear(inputs), rotations)
+
+    def rotate_and_store(self, batch: ForwardBatch, qkv: Tensor, rotations: Tensor) -> Tensor:
+        """Return [tokens, heads, dim] rotated queries, and store keys and values."""
+        store = batch.store
+        keys, values, scales = store.keys[self.index], store.values[self.index], store.scales[self.index]
+        norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
+        return rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps, scales)
 
 
 def _rotations(rotary: nn.Module, max_position: int, device: torch.device) -> Tensor:

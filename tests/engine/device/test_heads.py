@@ -63,7 +63,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     for kind, size in P_EAGLE.items():
         blocks[kind] = save_eagle3(folder / kind, parallel=True, mask_token_id=90, num_speculative_tokens=size)
     return {
-        **{kind: (target, load_head(path, target)) for kind, path in blocks.items()},
+        **{kind: (target, load_device_head(path, target)) for kind, path in blocks.items()},
         "EAGLE-3": (target, load_head(save_eagle3(folder / "whole"), target)),  # with the modules of transformers
         "reduced vocabulary": (target, load_device_head(save_eagle3(folder / "part", draft_ids=draft_ids), target)),
         "EAGLE": (target, load_device_head(save_eagle(folder / "first"), target)),
@@ -78,7 +78,7 @@ def cycle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     target, head = save_cycle(folder)
     loaded = load_plain(target)
     if request.param == "DSpark":
-        return loaded, load_head(save_cycle_block(folder / "block"), loaded)
+        return loaded, load_device_head(save_cycle_block(folder / "block"), loaded)
     return loaded, load_device_head(head, loaded)
 
 
@@ -273,7 +273,7 @@ def test_what_a_head_keeps_is_what_it_would_read_anew(depths: Sequence[int], cyc
 @pytest.mark.parametrize("name", ["demo-eagle3", "demo-dspark"])
 def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(name: str, tree: TreeBudget) -> None:
     target = load_plain(demo_folders().target)
-    head = (load_device_head if name == "demo-eagle3" else load_head)(head_folder(name), target)
+    head = load_device_head(head_folder(name), target)
     tokenizer = load_tokenizer(target.folder)
     prompts = [tokenizer.encode(text) for text in heldout_prompts(4)]
     # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.

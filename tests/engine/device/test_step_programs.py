@@ -37,7 +37,7 @@ from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
-from specinfer.model.heads import eagle3
+from specinfer.model.heads import block, eagle3
 from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
@@ -53,11 +53,11 @@ VIEWS = {
 }  # fmt: skip
 
 
-# A head takes so many of PyTorch's kernels for a draft loop, with the features of known tokens and the passes of a block,
-# and for each level. Some have the layers of transformers. Each further head takes some more to merge its tree.
+# A head takes so many of PyTorch's kernels for a draft loop, with the features of known tokens and a block,
+# then for each level. Some have the layers of transformers. Each further head takes some more to merge its tree.
 HEADS = {"EAGLE-3, as PyTorch has it": (53, 76), "EAGLE-3": (53, 18), "EAGLE": (57, 18), "MTP": (57, 20)}
 PER_MORE_HEADS = 6
-BLOCKS = {"DFlash, as PyTorch has it": (240, 2), "DSpark, as PyTorch has it": (240, 12)}
+BLOCKS = {"DFlash, as PyTorch has it": (240, 2), "DFlash": (80, 2), "DSpark": (80, 12)}
 
 
 class Kernels:
@@ -72,7 +72,8 @@ class Kernels:
             patch.setattr(tree_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
             patch.setattr(device_decoder, name, self._counted(name))
-        patch.setattr(eagle3, "add_norm", device_decoder.add_norm)
+        for module in (eagle3, block):
+            patch.setattr(module, "add_norm", device_decoder.add_norm)
 
     def _counted(self, name: str) -> Callable[..., Any]:
         stand_in = getattr(self, name)
@@ -382,9 +383,10 @@ def test_kernels_are_given_what_they_read_by_heads(
     per_draft, per_level = (HEADS | BLOCKS)[kind]
     assert counts[0] <= num_models * (per_draft + 3 * per_level) + PER_MORE_HEADS * (num_models - 1)
     if is_fused:
-        layers, passes = len(loaded.layer_shapes), 3 * num_models
-        assert kernels.calls["rotate_and_store"] == kernels.calls["gate"] == passes + layers
-        norms = {"EAGLE": 1, "EAGLE-3": 4, "MTP": 5}[kind]  # of a level
+        layers, passes = len(loaded.layer_shapes), (1 if kind in BLOCKS else 3) * num_models
+        assert kernels.calls["gate"] == passes * len(head.layer_shapes) + layers
+        assert kernels.calls["rotate_and_store"] == kernels.calls["gate"] + (2 * passes if kind in BLOCKS else 0)
+        norms = {"EAGLE": 1, "EAGLE-3": 4, "MTP": 5, "DFlash": 6, "DSpark": 6}[kind]  # of a level or block
         assert kernels.calls["add_norm"] == passes * norms + 2 * layers + 1
 
 

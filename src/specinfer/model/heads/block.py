@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import WIDTH, norm
+from specinfer.kernels.layer_ops import add_norm
 from specinfer.kernels.tree_layout import pack_bits
 from specinfer.model.attention import store_new
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
+from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
 from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
@@ -56,7 +58,8 @@ class BlockHead(FeatureHead):
         for name in ("fc", "hidden_norm", "layers", "norm"):
             checkpoint.fill(getattr(self, name), f"{name}.")
         self._config = trunk.config
-        self._sliding_is_causal = not bool(fields.get("sliding_window_non_causal", True))
+        has_windows = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in trunk.layers)
+        self._sliding_is_causal = has_windows and not bool(fields.get("sliding_window_non_causal", True))
         self.layer_shapes = shapes_of(trunk)
         self.take_ends(checkpoint, target, ends)
         self._take_pairs(checkpoint, target, fields)
@@ -86,6 +89,12 @@ class BlockHead(FeatureHead):
         self._last_norm = self.norm.weight.float()
         return self.fused is not None
 
+    def fuse_on_device(self, max_position: int) -> bool:
+        self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
+        if self.on_device is not None:
+            self.hidden_norm = DeviceNorm(self.hidden_norm)
+        return self.on_device is not None
+
     def project(self, taps: Sequence[Tensor]) -> Tensor:
         kind = self.hidden_norm.weight.dtype  # not of fc, whose weight is computed at each access if quantized
         features: Tensor = self.hidden_norm(self.fc(torch.cat([tap.to(kind) for tap in taps], dim=-1)))
@@ -106,6 +115,10 @@ class BlockHead(FeatureHead):
         if self.fused is not None:
             decoded = self.fused(batch, embedded.to(torch.float32, copy=True), windowed=causal)
             return norm(decoded, self._last_norm, float(self._config.rms_norm_eps)).to(kind)
+        if self.on_device is not None:
+            hidden = embedded.to(kind)
+            added = self.on_device(batch, hidden, windowed=causal)
+            return add_norm(hidden, added, self.norm.weight, float(self._config.rms_norm_eps))
         hidden = embedded.to(kind).unsqueeze(0)
         rotation = self.rotary(hidden, batch.positions.unsqueeze(0))
         for layer in self.layers:
@@ -122,6 +135,9 @@ class BlockHead(FeatureHead):
     def _read(self, batch: ForwardBatch, features: Tensor) -> Tensor:
         if self.fused is not None:
             self.fused.read(batch, features.float().contiguous())
+            return features.new_empty(0, 0)
+        if self.on_device is not None:
+            self.on_device.read(batch, features)
             return features.new_empty(0, 0)
         rotation = self.rotary(features.unsqueeze(0), batch.positions.unsqueeze(0))
         for i, layer in enumerate(self.layers):
