@@ -68,6 +68,8 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
     if config is None:
         if file := choose_gguf(found, None):
             return f"it has no config.json, but GGUF files; name one of them, such as {file}"
+        if "config.json" in found:
+            return "config.json is damaged; fetch the model again"
         return "it has no config.json; it is not a Hugging Face model folder"
     settings = quantization_settings(config)
     if settings is not None and settings.get("quant_method") not in READ_METHODS:

@@ -82,7 +82,10 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer back ends raise bare Exception
-        raise ModelError(f"tokenizer of {folder} cannot be used: {first_line(error)}") from error
+        raise ModelError(
+            f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or name another "
+            "tokenizer"
+        ) from error
 
 
 def token_ids(folder: Path, *, with_added_tokens: bool) -> dict[str, int] | None:
