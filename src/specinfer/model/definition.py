@@ -83,8 +83,8 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer back ends raise bare Exception
         raise ModelError(
-            f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or name another "
-            "tokenizer"
+            f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or name "
+            "another tokenizer"
         ) from error
 
 
