@@ -151,7 +151,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(
         run(engine, requests)
         told.append(dict(trees))
         trees.clear()
-        tables.append(engine.drafter.calibration.by_rank("small").tolist())
+        tables.append(engine.drafter.calibration.state("small"))
     assert told[0] == told[1]
     assert sum(map(len, told[0].values())) > 50
     assert tables[1] == pytest.approx(tables[0], rel=1e-4)
@@ -163,7 +163,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(
 def test_tokens_are_drawn_as_in_ordinary_steps(
     kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
-    told = []
+    told, tables = [], []
     for has_device_executor in (False, True):
         tree = TreeBudget.expansion((3, 2, 1))
         engine = make_device_engine(*pairs[kind], tree, verification=rule, has_device_executor=has_device_executor)
@@ -173,7 +173,9 @@ def test_tokens_are_drawn_as_in_ordinary_steps(
         run(engine, requests)
         told.append((dict(trees), [(request.output_ids, request.uniforms.state) for request in requests]))
         trees.clear()
+        tables.append(engine.drafter.calibration.state("small sampled"))
     assert told[0] == told[1]
+    assert tables[1] == pytest.approx(tables[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "jetspec"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import save_tiny_block, save_tiny_head
+from heads import save_eagle3, save_tiny_block, save_tiny_head
 from on_device import load_device_head
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
@@ -38,6 +38,7 @@ from specinfer.model import device_decoder
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
+from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
@@ -57,7 +58,7 @@ VIEWS = {
 # then for each level. Some have the layers of transformers. Each further head takes some more to merge its tree.
 HEADS = {"EAGLE-3, as PyTorch has it": (53, 76), "EAGLE-3": (53, 18), "EAGLE": (57, 18), "MTP": (57, 20)}
 PER_MORE_HEADS = 6
-BLOCKS = {"DFlash, as PyTorch has it": (240, 2), "DFlash": (80, 2), "DSpark": (80, 12)}
+BLOCKS = {"DFlash, as PyTorch has it": (240, 2), "DFlash": (80, 2), "DSpark": (80, 12), "P-EAGLE": (87, 2)}
 
 
 class Kernels:
@@ -282,6 +283,8 @@ def head_on_meta(folder: Path, target: Path, *, is_fused: bool = False) -> tuple
     token_map = None if head.token_map is None else head.token_map.to(META)
     for one in (loaded, head):
         one.model.to(META)
+    if isinstance(head.model, Eagle3Head) and head.model.mask_hidden is not None:
+        head.model.mask_hidden = head.model.mask_hidden.to(META)
     return loaded, replace(head, token_map=token_map, device=META)
 
 
@@ -364,6 +367,8 @@ def test_kernels_are_given_what_they_read_by_heads(
     is_fused, folder = "PyTorch" not in kind, tmp_path / "head"
     if kind == "MTP":
         save_mtp(folder, "mimo")
+    elif kind == "P-EAGLE":
+        save_eagle3(folder, "speculators", eagle_aux_hidden_state_layer_ids=[0, 1, 2], parallel=True, mask_token_id=90)
     elif kind in BLOCKS:
         save_tiny_block(folder, kind.partition(",")[0].lower())
     else:
@@ -383,10 +388,11 @@ def test_kernels_are_given_what_they_read_by_heads(
     per_draft, per_level = (HEADS | BLOCKS)[kind]
     assert counts[0] <= num_models * (per_draft + 3 * per_level) + PER_MORE_HEADS * (num_models - 1)
     if is_fused:
-        layers, passes = len(loaded.layer_shapes), (1 if kind in BLOCKS else 3) * num_models
+        layers, passes = len(loaded.layer_shapes), {"P-EAGLE": 2, "DFlash": 1, "DSpark": 1}.get(kind, 3) * num_models
         assert kernels.calls["gate"] == passes * len(head.layer_shapes) + layers
-        assert kernels.calls["rotate_and_store"] == kernels.calls["gate"] + (2 * passes if kind in BLOCKS else 0)
-        norms = {"EAGLE": 1, "EAGLE-3": 4, "MTP": 5, "DFlash": 6, "DSpark": 6}[kind]  # of a level or block
+        num_read = 2 * passes if kind in ("DFlash", "DSpark") else 0  # of two layers
+        assert kernels.calls["rotate_and_store"] == kernels.calls["gate"] + num_read
+        norms = {"EAGLE": 1, "EAGLE-3": 4, "P-EAGLE": 4, "MTP": 5, "DFlash": 6, "DSpark": 6}[kind]  # of a pass
         assert kernels.calls["add_norm"] == passes * norms + 2 * layers + 1
 
 
