@@ -195,6 +195,8 @@ def draft_cases() -> Iterator[Case]:
         logits, whole = _empty(requests * nodes, vocab, dtype=dtype), candidates(8 * nodes)
         call = partial(add_candidates, logits, frontier(nodes), 0, 8, sampling, table, limits, whole)
         yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}", call
+        predicted = partial(call, accepted=_empty(requests * nodes, dtype=_FULL))
+        yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}, predicted", predicted
     for nodes, width in ((1, 4), (16, 2)):
         of_nodes = (_empty(requests * nodes, SUPPORT, dtype=_FULL), long(requests * nodes, SUPPORT))
         noise = (long(requests), long(requests), _empty(requests, dtype=_FULL))
