@@ -3,8 +3,6 @@
 // The steps are those of small_model.py, draft_sampling.py and expansion.py for tokens that are chosen, or drawn without
 // replacement. A level takes the nodes of all trees together: embedding, layers, norm and head, then each node's candidates, then growth.
 
-#include <numeric>
-
 template <class T>
 static T *hold(std::vector<T> &room, int64_t size) {
     if ((int64_t)room.size() < size) room.resize((size_t)(size + size / 2));
@@ -23,9 +21,10 @@ struct Parent {  // a node whose children are chosen
 
 struct DraftRoom {  // kept from call to call
     std::vector<Parent> parents;
-    std::vector<int64_t> trees, nodes, guesses, candidates, pieces, keys, ids;
-    std::vector<double> probs, confidence, reach;
-    std::vector<const double *> lines;
+    std::vector<int64_t> trees, nodes, candidates, pieces, keys, ids;
+    std::vector<double> probs;
+    std::vector<Growing> growing;
+    std::vector<Guess> open;
     std::vector<uint8_t> ancestry, visible;
     std::vector<float> hidden, inputs, normed, scratch, logits, values, sure;
 };
@@ -37,16 +36,10 @@ struct Drafting {
     DraftRoom &room;
     Growth g = {};
     Pieces pieces = {};
-    int64_t *starts, *widths, *last_bins;   // as in Growth, which has them to read
-    double *min_path_prob;
-    const double **tables;
-    int64_t *frontiers, *none;              // [trees][2] nodes of each one's last level; zeros
-    int64_t *levels, *key_starts;           // [trees] levels so far; place of the first key
+    int64_t *key_starts;  // [trees] place of the first key
     int64_t *piece_numbers[6], *slots, *key_positions, most_rows = 0;
 
-    int64_t first(int64_t tree) const { return frontiers[2 * tree]; }
-    int64_t end(int64_t tree) const { return frontiers[2 * tree + 1]; }
-    bool grows(int64_t tree) const { return first(tree) < end(tree); }
+    const Growing &at(int64_t tree) const { return g.trees[tree]; }
     int64_t known(int64_t tree) const { return d->trees[tree].num_prefix + d->trees[tree].num_new; }
 
     Drafting(Draft *draft, DraftRoom &memory, int num_threads) : d(draft), threads(num_threads), room(memory) {
@@ -55,7 +48,7 @@ struct Drafting {
         for (int64_t i = 0; i < count; i++) {
             const DraftTree &tree = d->trees[i];
             nodes += tree.max_nodes + 1;
-            guesses += tree.widths ? tree.max_nodes : (tree.max_nodes + 1) * d->breadth;
+            guesses += most_guesses(tree);
             keys += tree.num_prefix + tree.num_new + tree.max_nodes;
             breadth = tree.max_nodes + 1 > breadth ? tree.max_nodes + 1 : breadth;
             most_rows = most_rows + (tree.num_new > tree.max_nodes ? tree.num_new : tree.max_nodes);
@@ -65,46 +58,39 @@ struct Drafting {
         slots = place, key_positions = place + keys;
         place = hold(room.pieces, 6 * count);
         for (int64_t i = 0; i < 6; i++) piece_numbers[i] = place + i * count;
-        int64_t node = 0, key = 0;
+        int64_t node = 0, guess = 0, key = 0;
         for (int64_t i = 0; i < count; i++) {
             const DraftTree &tree = d->trees[i];
-            begin_tree(i, node, key);
+            begin_tree(i, node, guess, key);
             node += tree.max_nodes + 1;
+            guess += most_guesses(tree);
             key += known(i) + tree.max_nodes;
         }
     }
 
-    void place_growth(int64_t count, int64_t nodes, int64_t guesses, int64_t breadth) {
-        int64_t *place = hold(room.trees, 11 * count);
-        int64_t **of_trees[] = {&g.sizes, &g.num_left, &levels, &key_starts, &starts, &widths, &last_bins};
-        for (int64_t **one : of_trees) *one = place, place += count;
-        frontiers = place, none = place + 2 * count;
-        memset(none, 0, (size_t)(2 * count) * sizeof(int64_t));
-        g.trees = count, g.tokens = d->tokens, g.parents = d->parents, g.depths = hold(room.nodes, nodes);
-        g.path_prob = hold(room.probs, nodes + count), min_path_prob = g.path_prob + nodes;
-        g.ancestry_columns = breadth;
-        g.ancestry = hold(room.ancestry, nodes * breadth);
-        place = hold(room.guesses, 10 * guesses);
-        int64_t **of_guesses[] = {&g.guess_tree, &g.guess_node, &g.guess_token, &g.guess_level, &g.guess_row,
-                                  &g.guess_rank, &g.guess_bin, &g.guess_child, &g.open, &g.taken};
-        for (int64_t **one : of_guesses) *one = place, place += guesses;
-        g.guess_confidence = hold(room.confidence, 2 * guesses), g.guess_path_prob = g.guess_confidence + guesses;
-        g.edges = d->edges, g.edges_count = d->bins - 1, g.bins = d->bins;
-        g.middles = d->middles, g.middles_count = d->middles_count, g.ranks = d->ranks;
-        const double **lines = hold(room.lines, 3 * count);
-        for (int64_t i = 0; i < count; i++) lines[i] = d->trees[i].heights, lines[count + i] = d->trees[i].slopes;
-        g.heights = lines, g.slopes = lines + count, tables = lines + 2 * count;
-        g.starts = starts, g.widths = widths, g.last_bins = last_bins, g.min_path_prob = min_path_prob, g.tables = tables;
+    // That a tree can be offered; a fixed expansion is offered what it takes.
+    int64_t most_guesses(const DraftTree &tree) const {
+        return tree.widths ? tree.max_nodes : (tree.max_nodes + 1) * d->breadth;
     }
 
-    void begin_tree(int64_t i, int64_t node, int64_t key) {
+    void place_growth(int64_t count, int64_t nodes, int64_t guesses, int64_t breadth) {
+        g.count = count, g.trees = hold(room.growing, count), key_starts = hold(room.trees, count);
+        g.tokens = d->tokens, g.parents = d->parents, g.depths = hold(room.nodes, nodes);
+        g.path_prob = hold(room.probs, nodes), g.confidence = d->confidence;
+        g.ancestry_columns = breadth;
+        g.ancestry = hold(room.ancestry, nodes * breadth);
+        g.open = hold(room.open, guesses);
+        g.edges = d->edges, g.bins = d->bins, g.breadth = d->breadth;
+        g.middles = d->middles, g.middles_count = d->middles_count, g.ranks = d->ranks;
+    }
+
+    void begin_tree(int64_t i, int64_t node, int64_t guess, int64_t key) {
         const DraftTree &tree = d->trees[i];
-        const int64_t root = known(i) - 1;
-        starts[i] = node;
-        g.sizes[i] = 1, g.num_left[i] = tree.max_nodes, levels[i] = 0, key_starts[i] = key;
-        frontiers[2 * i] = 0, frontiers[2 * i + 1] = 1;
+        const int64_t root = known(i) - 1, best = tree.max_nodes < d->breadth ? tree.max_nodes : d->breadth;
+        g.trees[i] = {node, guess, tree.widths, tree.heights, tree.slopes, tree.by_rank, tree.min_path_prob, tree.min_gain,
+                      tree.max_depth, tree.max_nodes, 1, 0, 0, 1, tree.widths ? tree.widths[0] : best, 0};
+        key_starts[i] = key;
         g.tokens[node] = tree.tokens[tree.num_new - 1], g.parents[node] = -1, g.depths[node] = 0, g.path_prob[node] = 1.0;
-        min_path_prob[i] = tree.min_path_prob;
         memset(g.ancestry + node * g.ancestry_columns, 0, (size_t)g.ancestry_columns);
         g.ancestry[node * g.ancestry_columns] = 1;
         memcpy(slots + key, tree.prefix, (size_t)tree.num_prefix * sizeof(int64_t));
@@ -115,28 +101,28 @@ struct Drafting {
     // The known tokens to read or, later, the nodes of the frontiers; returns the number of rows.
     int64_t place_rows(bool reads) {
         int64_t count = 0, row = 0, seen = 0, most_seen = 0;
-        for (int64_t i = 0; i < g.trees; i++) {
-            const int64_t rows = reads ? d->trees[i].num_new : end(i) - first(i);
-            most_seen += rows * (reads ? rows : end(i));
+        for (int64_t i = 0; i < g.count; i++) {
+            const int64_t rows = reads ? d->trees[i].num_new : at(i).end - at(i).first;
+            most_seen += rows * (reads ? rows : at(i).end);
         }
         int64_t *ids = hold(room.ids, 3 * most_rows), *positions = ids + most_rows, *new_slots = positions + most_rows;
         uint8_t *visible = hold(room.visible, most_seen);
-        for (int64_t i = 0; i < g.trees; i++) {
+        for (int64_t i = 0; i < g.count; i++) {
             const DraftTree &tree = d->trees[i];
-            if (!grows(i)) continue;
-            const int64_t rows = reads ? tree.num_new : end(i) - first(i), rest = reads ? rows : end(i) - 1;
+            if (at(i).first == at(i).end) continue;
+            const int64_t rows = reads ? tree.num_new : at(i).end - at(i).first, rest = reads ? rows : at(i).end - 1;
             const int64_t prefix = reads ? tree.num_prefix : known(i);
             const int64_t numbers[] = {row, rows, prefix, rest, key_starts[i], seen};
             for (int64_t k = 0; k < 6; k++) piece_numbers[k][count] = numbers[k];
             for (int64_t r = 0; r < rows; r++, row++, seen += rest) {
-                const int64_t at = starts[i] + first(i) + r, key = key_starts[i] + prefix + (reads ? r : rest - rows + r);
-                if (!reads) key_positions[key] = known(i) - 1 + g.depths[at];
-                ids[row] = reads ? tree.tokens[r] : g.tokens[at];
+                const int64_t node = at(i).start + at(i).first + r, key = key_starts[i] + prefix + (reads ? r : rest - rows + r);
+                if (!reads) key_positions[key] = known(i) - 1 + g.depths[node];
+                ids[row] = reads ? tree.tokens[r] : g.tokens[node];
                 positions[row] = key_positions[key], new_slots[row] = slots[key];
                 if (reads)
                     for (int64_t k = 0; k < rest; k++) visible[seen + k] = k <= r;
                 else
-                    memcpy(visible + seen, g.ancestry + at * g.ancestry_columns + 1, (size_t)rest);
+                    memcpy(visible + seen, g.ancestry + node * g.ancestry_columns + 1, (size_t)rest);
             }
             count++;
         }
@@ -225,7 +211,7 @@ struct Drafting {
         const bool is_drawn = tree.choice == DRAWN;
         if (is_drawn && !note_probs(of.node, size, values, ids)) return;
         if (tree.choice != BEST) {
-            const uint64_t key = noise_key(tree.seed, is_drawn ? tree.first_draw + of.node - starts[of.tree] : of.position);
+            const uint64_t key = noise_key(tree.seed, is_drawn ? tree.first_draw + of.node - at(of.tree).start : of.position);
             float *noise = values + size;
             native->noise_of(&key, ids, noise, 1, size);
             for (int64_t k = 0; k < size; k++) values[k] += noise[k];
@@ -276,20 +262,16 @@ struct Drafting {
 
     void make_candidates(int64_t rows) {
         int64_t most = 0;
-        for (int64_t i = 0; i < g.trees; i++) {
-            const DraftTree &tree = d->trees[i];
-            const int64_t most_best = g.num_left[i] < d->breadth ? g.num_left[i] : d->breadth;
-            widths[i] = !grows(i) ? 0 : tree.widths ? tree.widths[levels[i]] : most_best;
-            most = widths[i] > most ? widths[i] : most;
-        }
+        for (int64_t i = 0; i < g.count; i++)
+            if (at(i).first < at(i).end && at(i).width > most) most = at(i).width;
         const int64_t wanted = d->support > most ? d->support : most, size = wanted < d->columns ? wanted : d->columns;
         const int64_t width = most < size ? most : size, blocks = d->columns / 64 + 1;
         int64_t *tokens = hold(room.candidates, rows * (width + 2 * size)), *ids = tokens + rows * width;
         float *values = hold(room.values, rows * (2 * size + blocks)), *sure = hold(room.sure, rows * width);
         Parent *parents = hold(room.parents, rows);
         int64_t row = 0;
-        for (int64_t i = 0; i < g.trees; i++)
-            for (int64_t node = starts[i] + first(i); node < starts[i] + end(i); node++, row++)
+        for (int64_t i = 0; i < g.count; i++)
+            for (int64_t node = at(i).start + at(i).first; node < at(i).start + at(i).end; node++, row++)
                 parents[row] = {i, node, known(i) + g.depths[node]};
         const float *logits = hold_aligned(room.logits, rows * d->head->stride);
         in_parallel(rows, 1, rows * d->columns > 1 << 15 ? threads : 1, [&](int64_t r) {
@@ -297,83 +279,20 @@ struct Drafting {
             choose_children(parents[r], logits + r * d->head->stride, size, width, mine, ids + r * 2 * size,
                             mine + 2 * size, tokens + r * width, sure + r * width);
         });
-        g.candidates = tokens, g.confidence = sure, g.columns = width;
-    }
-
-    // Expected nodes of a subtree down to so many bins below its root, [levels][bins], as SubtreeSize has them.
-    const double *reach_of(int64_t tree, int64_t num_levels, double *reach) const {
-        std::vector<double> counts((size_t)((num_levels + 1) * g.bins));
-        counts[0] = 1.0;
-        for (int64_t level = 1; level <= num_levels; level++) {
-            double *now = &counts[(size_t)(level * g.bins)];
-            const double *before = now - g.bins;
-            now[0] = 1.0;
-            for (int64_t rank = 0; rank < g.ranks; rank++) {
-                const int64_t step = bin_of(&g, d->trees[tree].by_rank[rank]);
-                if (step < g.bins - 1)
-                    for (int64_t bin = step; bin < g.bins; bin++) now[bin] += before[bin - step];
-            }
-        }
-        std::partial_sum(counts.end() - g.bins, counts.end(), reach);
-        return reach;
-    }
-
-    void grow_level(const int64_t *of) {
-        g.frontiers = of;
-        grow(&g);
-        for (int64_t i = 0; i < g.num_taken; i++) {
-            const int64_t number = g.taken[i];
-            d->confidence[starts[g.guess_tree[number]] + g.guess_child[number]] = g.guess_confidence[number];
-        }
-    }
-
-    // As TreeBatch.extend.
-    void extend(int64_t rows) {
-        make_candidates(rows);
-        double *reach = hold(room.reach, g.trees * g.bins);
-        double min_gain = INFINITY, gain = 0.0;
-        std::vector<uint8_t> best_first((size_t)g.trees), growing((size_t)g.trees);
-        for (int64_t i = 0; i < g.trees; i++) {
-            const DraftTree &tree = d->trees[i];
-            growing[(size_t)i] = grows(i);
-            best_first[(size_t)i] = grows(i) && !tree.widths;
-            tables[i] = nullptr, last_bins[i] = g.bins;
-            if (best_first[(size_t)i]) tables[i] = reach_of(i, tree.max_depth - levels[i] - 1, reach + i * g.bins);
-        }
-        grow_level(frontiers);
-        for (int64_t i = 0; i < g.trees; i++) {
-            if (!growing[(size_t)i]) continue;
-            const DraftTree &tree = d->trees[i];
-            levels[i]++;
-            const bool goes_on = g.num_left[i] > 0 && levels[i] < tree.max_depth;
-            frontiers[2 * i] = goes_on ? end(i) : g.sizes[i], frontiers[2 * i + 1] = g.sizes[i];
-            if (!best_first[(size_t)i]) continue;
-            double sum = 0.0;
-            for (int64_t node = first(i); node < end(i); node++) sum += g.path_prob[starts[i] + node];
-            gain += tree.by_rank[0] * sum;
-            min_gain = tree.min_gain < min_gain ? tree.min_gain : min_gain;
-        }
-        bool any_ended = false;
-        for (int64_t i = 0; i < g.trees; i++) {
-            if (best_first[(size_t)i] && min_gain > 0 && gain < min_gain) frontiers[2 * i] = end(i);
-            const bool ended = best_first[(size_t)i] && !grows(i) && g.num_left[i] > 0;
-            any_ended |= ended;
-            tables[i] = nullptr, last_bins[i] = ended ? g.bins : -1;
-        }
-        if (any_ended) grow_level(none);  // what is left of the budget, from the open guesses
+        g.candidates = tokens, g.sure = sure, g.columns = width;
     }
 
     void run() {
-        for (int64_t i = 0; i < g.trees; i++) d->trees[i].num_computed = 0;
+        for (int64_t i = 0; i < g.count; i++) d->trees[i].num_computed = 0;
         for (int64_t rows = score(true);; rows = score(false)) {
-            extend(rows);
-            g.level++;
+            make_candidates(rows);
+            grow(&g);
             bool any_grows = false;
-            for (int64_t i = 0; i < g.trees; i++)
-                if (grows(i)) any_grows = true, d->trees[i].num_computed = end(i) - 1;
+            for (int64_t i = 0; i < g.count; i++)
+                if (at(i).first < at(i).end) any_grows = true, d->trees[i].num_computed = at(i).end - 1;
             if (!any_grows) break;
         }
-        for (int64_t i = 0; i < g.trees; i++) d->trees[i].size = g.sizes[i];
+        for (int64_t i = 0; i < g.count; i++) d->trees[i].size = at(i).size;
     }
 };
 

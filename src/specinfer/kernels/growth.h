@@ -1,12 +1,16 @@
-// One level of the growth of several trees: the guesses below their frontiers, and which of them become nodes.
+// The growth of several trees by a level: which guesses below their frontiers become nodes, and which nodes are next.
 //
-// The steps are those of expansion.py, to the bit: products and sums are rounded one by one.
+// The steps are those of expansion.py, to the bit: products and sums are rounded one by one. Guesses are ordered by
+// the bins of their path probabilities, so that few have to be compared.
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
+static_assert(sizeof(Guess) == 40, "as in growth.py");
+
 static int64_t bin_of(const Growth *g, double path_prob) {  // how many of the falling edges it does not exceed
-    int64_t low = 0, high = g->edges_count;
+    int64_t low = 0, high = g->bins - 1;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
         (path_prob <= g->edges[middle] ? low : high) = path_prob <= g->edges[middle] ? middle + 1 : middle;
@@ -15,121 +19,183 @@ static int64_t bin_of(const Growth *g, double path_prob) {  // how many of the f
 }
 
 // As Calibration.acceptance_prob; 1 in a fixed expansion.
-static double acceptance_prob(const Growth *g, int64_t tree, int64_t rank, double confidence) {
-    if (!g->heights[tree]) return 1.0;
-    int64_t line = 0;
-    while (line < g->middles_count && g->middles[line] < confidence) line++;
-    line += (rank < g->ranks ? rank : g->ranks - 1) * (g->middles_count + 1);
-    const volatile double product = g->slopes[tree][line] * confidence;  // not fused with the sum
-    return g->heights[tree][line] + product;
+static double acceptance_prob(const Growth *g, const Growing &tree, int64_t rank, double confidence) {
+    if (!tree.heights) return 1.0;
+    int64_t line = (rank < g->ranks ? rank : g->ranks - 1) * (g->middles_count + 1);
+    for (int64_t k = 0; k < g->middles_count; k++) line += g->middles[k] < confidence;
+    const volatile double product = tree.slopes[line] * confidence;  // not fused with the sum
+    return tree.heights[line] + product;
 }
 
-// Add the guesses that could be taken. Rows of the candidates are the nodes of the frontiers, tree by tree.
-static void offer(Growth *g) {
-    int64_t row = 0;
-    for (int64_t tree = 0; tree < g->trees; tree++) {
-        const int64_t width = g->widths[tree] < g->columns ? g->widths[tree] : g->columns;
-        for (int64_t node = g->frontiers[2 * tree]; node < g->frontiers[2 * tree + 1]; node++, row++) {
-            const double above = g->path_prob[g->starts[tree] + node];
-            double least = INFINITY;
-            for (int64_t rank = 0; rank < width; rank++) {
-                const float confidence = g->confidence[row * g->columns + rank];
-                const double prob = acceptance_prob(g, tree, rank, confidence), path_prob = (least = prob < least ? prob : least) * above;
-                const int64_t token = g->candidates[row * g->columns + rank];
-                if (token < 0 || !(path_prob >= g->min_path_prob[tree])) continue;
-                const int64_t number = g->size++;
-                g->guess_tree[number] = tree;
-                g->guess_node[number] = node;
-                g->guess_token[number] = token;
-                g->guess_level[number] = g->level;
-                g->guess_row[number] = row;
-                g->guess_rank[number] = rank;
-                g->guess_bin[number] = bin_of(g, path_prob);
-                g->guess_confidence[number] = confidence;
-                g->guess_path_prob[number] = path_prob;
-                g->open[g->num_open++] = number;
-            }
+// The open guesses of a tree by bin.
+struct Counts {
+    const Growth *g;
+    std::vector<int64_t> of;
+    std::vector<double> expected;
+    int64_t num_left = 0, last = 0, up_to = 0;  // guesses up to the last bin fill the tree: none of a later one is taken
+
+    explicit Counts(const Growth *growth) : g(growth), of((size_t)g->bins), expected((size_t)g->bins) {}
+
+    void begin(const Growing &tree) {
+        std::fill(of.begin(), of.end(), 0);
+        num_left = tree.num_left, last = g->bins - 1, up_to = 0;
+        for (int64_t i = 0; i < tree.num_open; i++) add(g->open[tree.open_start + i].bin);
+    }
+
+    void add(int64_t bin) {
+        of[(size_t)bin]++;
+        up_to += bin <= last;
+        while (last > 0 && up_to - of[(size_t)last] >= num_left) up_to -= of[(size_t)last--];
+    }
+
+    bool can_take(double path_prob) const { return last == g->bins - 1 || path_prob > g->edges[last]; }
+
+    // The last bin up to which everything present and expected fits: `reach` [bins] nodes in so many bins below a guess.
+    int64_t floor(const double *reach) {
+        std::fill(expected.begin(), expected.end(), 0.0);  // whole numbers: exact in any order
+        int64_t first = last + 1, fitting = -1;
+        for (int64_t bin = last; bin >= 0; bin--) {
+            const double count = (double)of[(size_t)bin];
+            if (count == 0.0) continue;
+            first = bin;
+            for (int64_t floor = bin; floor <= last; floor++) expected[(size_t)floor] += count * reach[floor - bin];
+        }
+        while (fitting < last && expected[(size_t)fitting + 1] <= (double)num_left) fitting++;  // they rise
+        return fitting > first ? fitting : first;
+    }
+};
+
+// Add the guesses below the frontier of a tree that could be taken. `row`: of its first node among the candidates.
+static void offer(Growth *g, Growing &tree, int64_t row, Counts &counts) {
+    const int64_t width = tree.width < g->columns ? tree.width : g->columns;
+    for (int64_t node = tree.first; node < tree.end; node++, row++) {
+        const double above = g->path_prob[tree.start + node];
+        double least = INFINITY;
+        for (int64_t rank = 0; rank < width; rank++) {
+            const float confidence = g->sure[row * g->columns + rank];
+            const double prob = acceptance_prob(g, tree, rank, confidence);
+            const double path_prob = (least = prob < least ? prob : least) * above;
+            if (!(path_prob >= tree.min_path_prob) || !counts.can_take(path_prob)) break;  // nor is a later one better
+            const int64_t token = g->candidates[row * g->columns + rank], bin = bin_of(g, path_prob);
+            if (token < 0) continue;
+            g->open[tree.open_start + tree.num_open++] = {path_prob,       token,        confidence,    (int32_t)node,
+                                                          (int32_t)g->level, (int32_t)row, (int32_t)rank, (int32_t)bin};
+            counts.add(bin);
         }
     }
 }
 
-// The last bin of a tree up to which everything present and expected fits; `counts` of its open guesses by bin.
-static int64_t floor_of(const Growth *g, int64_t tree, const int64_t *counts) {
-    std::vector<double> expected((size_t)g->bins);  // whole numbers: exact in any order
-    for (int64_t bin = 0; bin < g->bins; bin++)
-        if (counts[bin])
-            for (int64_t floor = bin; floor < g->bins; floor++)  // above it nothing is
-                expected[(size_t)floor] += (double)counts[bin] * g->tables[tree][floor - bin];
-    int64_t fitting = -1, first = 0;
-    while (fitting + 1 < g->bins && expected[(size_t)fitting + 1] <= (double)g->num_left[tree]) fitting++;  // they rise
-    while (first < g->bins && !counts[first]) first++;
-    if (first == g->bins) first = 0;
-    return fitting > first ? fitting : first;
-}
-
-struct Place {  // of a wanted guess among the open ones
-    double path_prob;
-    int64_t place;
-};
-
-// Leave of the wanted guesses of a tree as many as fit, the best ones; of equal ones the first.
-static void keep_best(std::vector<Place> &places, int64_t num_left, std::vector<uint8_t> &wanted) {
-    if ((int64_t)places.size() <= num_left) return;
-    const auto end = places.begin() + num_left;
-    std::nth_element(places.begin(), end, places.end(), [](const Place &a, const Place &b) {
-        return a.path_prob > b.path_prob || (a.path_prob == b.path_prob && a.place < b.place);
-    });
-    for (auto one = end; one != places.end(); one++) wanted[(size_t)one->place] = 0;
-}
-
-// Which of the open guesses are above the floor of their tree, and fit.
-static std::vector<uint8_t> select(const Growth *g) {
-    std::vector<int64_t> counts((size_t)(g->trees * g->bins)), last((size_t)g->trees);
-    for (int64_t i = 0; i < g->num_open; i++)
-        counts[(size_t)(g->guess_tree[g->open[i]] * g->bins + g->guess_bin[g->open[i]])]++;
-    for (int64_t tree = 0; tree < g->trees; tree++)
-        last[(size_t)tree] = g->tables[tree] ? floor_of(g, tree, &counts[(size_t)(tree * g->bins)]) : g->last_bins[tree];
-    std::vector<uint8_t> wanted((size_t)g->num_open);
-    std::vector<std::vector<Place>> places((size_t)g->trees);
-    for (int64_t i = 0; i < g->num_open; i++) {
-        const int64_t number = g->open[i], tree = g->guess_tree[number];
-        if (g->guess_bin[number] > last[(size_t)tree]) continue;
-        wanted[(size_t)i] = 1;
-        places[(size_t)tree].push_back({g->guess_path_prob[number], i});
-    }
-    for (int64_t tree = 0; tree < g->trees; tree++) keep_best(places[(size_t)tree], g->num_left[tree], wanted);
-    return wanted;
-}
-
-static void append(Growth *g, int64_t number) {
-    const int64_t tree = g->guess_tree[number], start = g->starts[tree], node = g->sizes[tree]++;
-    const int64_t at = start + node, above = start + g->guess_node[number];
-    g->num_left[tree]--;
-    g->guess_child[number] = node;
-    g->tokens[at] = g->guess_token[number];
-    g->parents[at] = g->guess_node[number];
-    g->path_prob[at] = g->guess_path_prob[number];
+static void append(Growth *g, Growing &tree, const Guess &guess) {
+    const int64_t node = tree.size++, at = tree.start + node, above = tree.start + guess.node;
+    tree.num_left--;
+    g->tokens[at] = guess.token;
+    g->parents[at] = guess.node;
+    g->path_prob[at] = guess.path_prob;
+    g->confidence[at] = guess.confidence;
     g->depths[at] = g->depths[above] + 1;
+    if (g->sources) {
+        const int64_t source[] = {guess.level, guess.row, guess.rank};
+        memcpy(g->sources + 3 * at, source, sizeof source);
+    }
     memcpy(g->ancestry + at * g->ancestry_columns, g->ancestry + above * g->ancestry_columns, (size_t)g->ancestry_columns);
     g->ancestry[at * g->ancestry_columns + node] = 1;
 }
 
-static void grow(Growth *g) {
-    offer(g);
-    const std::vector<uint8_t> wanted = select(g);
-    std::vector<int64_t> ends((size_t)g->trees + 1);  // of each tree's guesses among those taken
-    for (int64_t i = 0; i < g->num_open; i++)
-        if (wanted[(size_t)i]) ends[(size_t)g->guess_tree[g->open[i]] + 1]++;
-    for (size_t tree = 0; tree < (size_t)g->trees; tree++) ends[tree + 1] += ends[tree];
-    g->num_taken = ends.back();
-    int64_t left = 0;
-    for (int64_t i = 0; i < g->num_open; i++) {
-        const int64_t number = g->open[i];
-        if (wanted[(size_t)i])
-            g->taken[ends[(size_t)g->guess_tree[number]]++] = number;
-        else
-            g->open[left++] = number;
+// Open guesses of a bin, but for its `spare` worst ones; of equal ones the first are better.
+static std::vector<uint8_t> best_of(const Guess *open, int64_t num_open, int64_t bin, int64_t spare) {
+    std::vector<uint8_t> is_best((size_t)num_open);
+    std::vector<int64_t> places;
+    for (int64_t i = 0; i < num_open; i++)
+        if (open[i].bin == bin) places.push_back(i);
+    const auto end = places.end() - spare;
+    std::nth_element(places.begin(), end, places.end(), [&](int64_t a, int64_t b) {
+        return open[a].path_prob > open[b].path_prob || (open[a].path_prob == open[b].path_prob && a < b);
+    });
+    for (auto place = places.begin(); place != end; place++) is_best[(size_t)*place] = 1;
+    return is_best;
+}
+
+// Make nodes of the open guesses up to a bin: all, or of too many only the best ones.
+static void take(Growth *g, Growing &tree, Counts &counts, int64_t bin) {
+    Guess *open = g->open + tree.open_start;
+    const int64_t last = bin < counts.last ? bin : counts.last;
+    int64_t spare = -tree.num_left, left = 0;
+    for (int64_t k = 0; k <= last; k++) spare += counts.of[(size_t)k];
+    std::vector<uint8_t> is_best;
+    if (spare > 0) is_best = best_of(open, tree.num_open, last, spare);
+    for (int64_t i = 0; i < tree.num_open; i++) {
+        const Guess guess = open[i];
+        if (guess.bin < last || (guess.bin == last && (spare <= 0 || is_best[(size_t)i])))
+            append(g, tree, guess);
+        else if (guess.bin <= counts.last)
+            open[left++] = guess;
     }
-    g->num_open = left;
-    for (int64_t i = 0; i < g->num_taken; i++) append(g, g->taken[i]);
+    tree.num_open = left;
+}
+
+// Expected nodes of a subtree down to so many bins below its root, [bins], as SubtreeSize has them.
+static const double *reach_of(const Growth *g, const double *by_rank, int64_t num_levels) {
+    struct Known {
+        std::vector<int64_t> steps;
+        std::vector<double> counts, reach;  // [levels][bins]
+    };
+    static thread_local std::vector<Known> known;
+    const size_t bins = (size_t)g->bins;
+    std::vector<int64_t> steps;
+    for (int64_t rank = 0; rank < g->ranks; rank++) steps.push_back(bin_of(g, by_rank[rank]));
+    auto one = std::find_if(known.begin(), known.end(), [&](const Known &other) { return other.steps == steps; });
+    if (one == known.end()) {
+        if (known.size() >= 32) known.clear();  // probabilities drift slowly
+        one = known.insert(known.end(), {steps, {}, {}});
+    }
+    for (size_t level = one->reach.size() / bins; level <= (size_t)num_levels; level++) {
+        one->counts.resize((level + 1) * bins);
+        one->reach.resize((level + 1) * bins);
+        double *now = &one->counts[level * bins];
+        now[0] = 1.0;
+        for (const int64_t step : steps)
+            if (level && step < g->bins - 1)
+                for (int64_t bin = step; bin < g->bins; bin++) now[bin] += now[bin - step - g->bins];
+        std::partial_sum(now, now + bins, &one->reach[level * bins]);
+    }
+    return &one->reach[(size_t)num_levels * bins];
+}
+
+// Finish a level: its nodes become the frontier, unless no node may be added below them.
+static void advance(const Growth *g, Growing &tree) {
+    tree.levels++;
+    const bool goes_on = tree.num_left > 0 && tree.levels < tree.max_depth;
+    tree.first = goes_on ? tree.end : tree.size, tree.end = tree.size;
+    tree.width = tree.num_left < g->breadth ? tree.num_left : g->breadth;
+    if (goes_on && tree.fixed) tree.width = tree.fixed[tree.levels];
+}
+
+// As TreeBatch.extend.
+static void grow(Growth *g) {
+    double min_gain = INFINITY, gain = 0.0;
+    std::vector<Growing *> best_first;
+    Counts counts(g);
+    int64_t row = 0;
+    for (Growing *tree = g->trees; tree < g->trees + g->count; tree++) {
+        if (tree->first == tree->end) continue;
+        counts.begin(*tree);
+        offer(g, *tree, row, counts);
+        row += tree->end - tree->first;
+        const int64_t to_come = tree->max_depth - tree->levels - 1;
+        take(g, *tree, counts, tree->fixed ? g->bins : counts.floor(reach_of(g, tree->by_rank, to_come)));
+        advance(g, *tree);
+        if (tree->fixed) continue;
+        best_first.push_back(tree);
+        double sum = 0.0;
+        for (int64_t node = tree->first; node < tree->end; node++) sum += g->path_prob[tree->start + node];
+        gain += tree->by_rank[0] * sum;
+        min_gain = tree->min_gain < min_gain ? tree->min_gain : min_gain;
+    }
+    for (Growing *tree : best_first) {
+        if (min_gain > 0 && gain < min_gain) tree->first = tree->end;
+        if (tree->first < tree->end || !tree->num_left) continue;
+        counts.begin(*tree);
+        take(g, *tree, counts, g->bins);  // what is left of the budget, from the open guesses
+    }
+    g->level++;
 }

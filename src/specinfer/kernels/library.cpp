@@ -178,6 +178,7 @@ static void decode_all(const void *const *places, int64_t count, const Pieces *p
 #include "layer_inputs.h"
 #include "draft.h"
 #include "merge.h"
+#include "tried.h"
 
 extern "C" {
 PUBLIC int specinfer_layout(void) { return LAYOUT; }
@@ -297,6 +298,7 @@ PUBLIC void specinfer_recur(const Recurrence *layer, const Scan *scan, float *mi
 }
 
 PUBLIC void specinfer_grow(Growth *growth) { grow(growth); }
+PUBLIC void specinfer_count_tried(const Tried *tokens) { count_tried(tokens); }
 PUBLIC void specinfer_merge(Merge *trees) { merge(trees); }
 PUBLIC void specinfer_draft(Draft *one, int threads) { draft(one, threads); }
 

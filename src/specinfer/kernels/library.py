@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy.typing as npt
 import torch
 
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 30  # version of structures and functions, as in types.h
+_LAYOUT = 31  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
+_bytes_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -64,12 +66,27 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_recur.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_grow.argtypes = [pointer]
         loaded.specinfer_merge.argtypes = [pointer]
+        loaded.specinfer_count_tried.argtypes = [pointer]
         loaded.specinfer_draft.argtypes = [pointer, number]
         loaded.specinfer_see.argtypes = [pointer, size, size, size, pointer, pointer]
     except (OSError, AttributeError) as error:
         logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
         return None
     return loaded
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Return the address of a contiguous array; `ctypes.data` takes several times as long."""
+    try:
+        return ctypes.addressof(_bytes_of(array))
+    except TypeError:  # it is read-only
+        return array.ctypes.data
+
+
+def addresses(arrays: Iterable[npt.NDArray[Any] | None]) -> list[int]:
+    """Return the address of each array, or 0 for None; that of an array named several times is looked up once."""
+    known = dict[int, int]()
+    return [0 if one is None else known.get(id(one)) or known.setdefault(id(one), address(one)) for one in arrays]
 
 
 def compute_alone() -> None:

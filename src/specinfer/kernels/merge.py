@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from specinfer.core.draws import CHOSEN, POOL, DistributionPool, Draws, Floats, Ints
 from specinfer.core.tree import TokenTree, TreeArrays
-from specinfer.kernels.growth import addresses
-from specinfer.kernels.library import library
+from specinfer.kernels.library import address, addresses, library
 
 _RESULTS = ("tokens", "parents", "depths", "ranks")
 
@@ -87,14 +86,14 @@ def merge_trees(groups: Sequence[Sequence[TokenTree]], rules: MergeRules) -> lis
     alone = np.empty(sizes[1])
     inputs: list[npt.NDArray[Any]] = [
         first_tree, first_node, first_draw, tokens, parents, draw_nodes, makers.sources, confidence,
-        *(addresses([pair[i] for pair in rules.lines]) for i in range(2)),
+        *(np.array(addresses([pair[i] for pair in rules.lines]), dtype=np.int64) for i in range(2)),
         rules.middles, np.array(rules.capacities, dtype=np.int64), np.array(rules.min_path_prob, dtype=np.float64),
-        *(addresses([pair[i] for pair in rules.rivals]) for i in range(2)),
+        *(np.array(addresses([pair[i] for pair in rules.rivals]), dtype=np.int64) for i in range(2)),
     ]  # fmt: skip
-    at = [array.ctypes.data for array in inputs]
+    at = [address(array) for array in inputs]
     call = _Merge(
         len(groups), *at[:10], len(rules.lines), at[10], len(rules.middles), rules.ranks, *at[11:],
-        *(row.ctypes.data for row in (*bounds, *of_nodes, alone, *of_draws)),
+        *(address(row) for row in (*bounds, *of_nodes, alone, *of_draws)),
     )  # fmt: skip
     loaded.specinfer_merge(ctypes.addressof(call))
     columns = _Columns(makers.names, confidence, *_numbers(draws))
@@ -137,6 +136,8 @@ def _makers(
 
 def _numbers(draws: Sequence[Draws]) -> tuple[Ints | None, tuple[DistributionPool, ...]]:
     """Return the numbers of all distributions, and the pools that they are in."""
+    if all(one.numbers is None for one in draws):
+        return None, ()
     pools: dict[int, tuple[int, DistributionPool]] = {}
     columns = []
     for one in draws:
@@ -146,7 +147,7 @@ def _numbers(draws: Sequence[Draws]) -> tuple[Ints | None, tuple[DistributionPoo
         place = np.array([pools.setdefault(id(pool), (len(pools), pool))[0] for pool in one.pools])
         moved = place[one.numbers >> POOL] << POOL | one.numbers & (1 << POOL) - 1
         columns.append(np.where(one.numbers >= 0, moved, CHOSEN))
-    return (np.concatenate(columns) if pools else None), tuple(pool for _, pool in pools.values())
+    return np.concatenate(columns), tuple(pool for _, pool in pools.values())
 
 
 def _merged(

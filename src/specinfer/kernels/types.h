@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 30;
+static const int LAYOUT = 31;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -172,34 +172,58 @@ struct Merge {  // of the trees of several drafters, for each request; as in mer
     int64_t *result_draw_nodes, *result_draws;                 // [draws] node and number of each draw that is kept
 };
 
-struct Growth {  // of several trees by one level; as in growth.py
+struct TriedTree {  // a verified tree, and its drafted tokens; as in tried.py
+    const int64_t *parents;                 // [size]
+    const int64_t *nodes, *makers, *ranks;  // [count] or null
+    const double *confidence;               // [count]
+    int64_t size, count;
+    int64_t path, path_size, names;  // places of its accepted nodes, and of its drafters, among those of all trees
+};
+
+struct Tried {  // counts of drafted tokens; as in tried.py
     int64_t trees;
+    const TriedTree *of;
+    const int64_t *paths, *sources;
+    const double *edges;
+    double *counts;  // [num_sources][2][ranks][num_edges + 1] tried, and accepted
+    int64_t num_sources, num_edges, ranks;
+};
+
+struct Growing {  // a tree while it grows; as in growth.py
+    int64_t start, open_start;                 // places of its root among all nodes, and of its first open guess
+    const int64_t *fixed;                      // [max_depth] children of each node by level, or null: best first
+    const double *heights, *slopes, *by_rank;  // of the calibration, best first: lines by rank and confidence; [ranks]
+    double min_path_prob, min_gain;
+    int64_t max_depth, num_left;       // levels, and nodes that may still be added
+    int64_t size, levels;              // nodes and levels so far
+    int64_t first, end, width;         // its frontier, and the most children of a node there
+    int64_t num_open;
+};
+
+struct Guess {  // that may still become a node; room for it is as in growth.py
+    double path_prob;
+    int64_t token;
+    float confidence;
+    int32_t node, level, row, rank, bin;  // node: below which it is; row and rank among the level's candidates
+};
+
+struct Growth {  // of several trees, level by level; as in growth.py
+    int64_t count;
+    Growing *trees;
     // Their nodes, tree by tree.
-    const int64_t *starts;                // [trees] place of each root
-    int64_t *sizes, *num_left;            // [trees] nodes there are, and that may be added
     int64_t *tokens, *parents, *depths;   // [nodes]
-    double *path_prob;                    // [nodes]
+    double *path_prob, *confidence;       // [nodes]
+    int64_t *sources;                     // [nodes][3] level, row and rank of the candidate that became the node, or null
     uint8_t *ancestry;                    // [nodes][ancestry_columns]
     int64_t ancestry_columns;
-    // The guesses so far, by number.
-    int64_t *guess_tree, *guess_node, *guess_token, *guess_level, *guess_row, *guess_rank, *guess_bin, *guess_child;
-    double *guess_confidence, *guess_path_prob;
-    int64_t size;
-    int64_t *open, num_open, *taken, num_taken;  // numbers of those that may be taken, and that now are
-    // How they are ranked.
-    const double *edges;                    // [edges_count] falling: greatest path probability of each bin but the first
-    int64_t edges_count, bins;
-    const double *middles;                  // [middles_count] where the lines below meet
-    int64_t middles_count, ranks;
-    const double *const *heights, *const *slopes;  // [trees] of lines by rank and confidence; null: fixed expansion
-    const double *min_path_prob;                   // [trees]
+    Guess *open;                          // tree by tree
+    // How guesses are ranked.
+    const double *edges;    // [bins - 1] falling: greatest path probability of each bin but the first
+    const double *middles;  // [middles_count] where the lines meet
+    int64_t bins, middles_count, ranks, breadth;  // breadth: most children of a node, best first
     // The level.
-    const int64_t *frontiers;          // [trees][2] first node and end of each frontier
-    const int64_t *widths;             // [trees] most candidates of a node
-    const double *const *tables;       // [trees] [bins] expected nodes in so many bins; null: all up to the last bin are wanted
-    const int64_t *last_bins;          // [trees]
     const int64_t *candidates;         // [nodes of the frontiers][columns]
-    const float *confidence;           // as candidates
+    const float *sure;                 // the confidence in each
     int64_t columns, level;
 };
 

@@ -275,10 +275,10 @@ def test_tokens_that_cannot_be_emitted_are_no_candidates(way: str, temperature: 
 
 @pytest.mark.parametrize(("place", "was_drawn"), [(-1, False), (0, True), (3, True)])
 def test_one_drawn_candidate_is_enough_for_distributions(place: int, was_drawn: bool) -> None:
-    nothing = np.zeros((1, 0))
+    support = np.arange(4)[None]
     places = np.array([[-1, place]])
     tokens = np.array([[5, 6]])
-    drawn = Candidates(tokens, tokens.astype(np.float32), nothing.astype(np.int64), nothing, places)
+    drawn = Candidates(tokens, tokens.astype(np.float32), support, support / 6, places)
     assert drawn.has_distributions == was_drawn
 
 

@@ -33,7 +33,7 @@ class Known(Calibration):
 
     def __init__(self, by_rank: npt.NDArray[np.float64] = BY_RANK) -> None:
         super().__init__()
-        self._by_rank = by_rank
+        self._by_rank = np.concatenate([by_rank, np.zeros(RANKS - len(by_rank))])
 
     def lines(self, source: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         num_lines = RANKS * (len(MIDDLE) + 1)

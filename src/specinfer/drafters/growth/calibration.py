@@ -5,8 +5,6 @@ probabilities of different drafters do not compare in merged trees. So each draf
 its drafted tokens at a node and by its confidence. The calibrated probability is the accepted share of those tried.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +13,10 @@ import numpy.typing as npt
 from specinfer.core.draws import Floats, Ints
 from specinfer.core.lookups import is_self
 from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree, TreeArrays
+from specinfer.core.tree import TokenTree
+from specinfer.kernels.tried import Verified, count_tried
 from specinfer.verify import Acceptance
 
-Bools = npt.NDArray[np.bool_]
 RANKS = 8  # the last rank stands for all later ones
 # Upper bounds of the confidence buckets.
 _EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96, 0.99])
@@ -36,7 +34,7 @@ _POWERS = np.geomspace(0.01, 100.0, 81)  # that are tried in a fit
 _FIT_WEIGHT = 0.3  # of the power before, in tries at each confidence
 _GROWN, _LAST_FIT = 1.5, 1000.0  # factor of the tries of first tokens between fits, and tries at the last one
 _MEMORY = 4000.0  # tries after which a cell is halved, so that it follows a change of text
-_MAX_VERIFIED, _MAX_NOTED = 64, 512
+_MAX_OBSERVED, _MAX_NOTED = 64, 512
 
 
 class _Table:
@@ -54,13 +52,16 @@ class _Table:
         self._kept_at = _PRIOR_WEIGHT * (_SELF_FIRST_RANK if is_self else _FIRST_RANK) * 0.3 ** np.arange(RANKS)
         # Tries of first tokens at the next fit. Others than the target itself have passes enough for counts to suffice.
         self._next_fit = _GROWN * _PRIOR_WEIGHT if is_self else np.inf
-        self._noted: list[tuple[Ints, Floats, Bools]] = []
+        self._noted = np.zeros((2, *prior.shape))  # tokens tried and accepted that are not counted yet
+        self._num_noted = 0  # times that such tokens were noted
         self._lines: tuple[Floats, Floats] | None = None
+        self._by_rank: Floats | None = None
 
-    def note(self, ranks: Ints, confidence: Floats, kept: Bools) -> None:
-        """Note tokens of these ranks and confidences, and which of them were accepted."""
-        self._noted.append((ranks, confidence, kept))
-        if len(self._noted) >= _MAX_NOTED:
+    def note(self, counts: Floats) -> None:
+        """Note tokens that were tried, and accepted, [2, ranks, buckets]."""
+        self._noted += counts
+        self._num_noted += 1
+        if self._num_noted >= _MAX_NOTED:
             self._count()
 
     def lines(self) -> tuple[Floats, Floats]:
@@ -79,7 +80,9 @@ class _Table:
 
     def by_rank(self) -> Floats:
         self._count()
-        return np.asarray(self._kept_at / self._tried_at)
+        if self._by_rank is None:
+            self._by_rank = self._kept_at / self._tried_at
+        return self._by_rank
 
     def state(self) -> Floats:
         """Return all counts, [numbers]."""
@@ -88,8 +91,9 @@ class _Table:
 
     def restore(self, state: Floats) -> None:
         """Set the counts to those of `state` of another table."""
-        self._noted.clear()
-        self._lines = None
+        self._noted[...] = 0.0
+        self._num_noted = 0
+        self._lines = self._by_rank = None
         ends = np.cumsum([part.size for part in self._parts()])
         for part, numbers in zip(self._parts(), np.split(state, ends[:-1]), strict=True):
             part[...] = numbers.reshape(part.shape)
@@ -100,23 +104,21 @@ class _Table:
         return [self._tried, self._kept, self._tried_at, self._kept_at, self._power]
 
     def _count(self) -> None:
-        if not self._noted:
+        if not self._num_noted:
             return
-        self._lines = None
-        ranks, confidence, kept = (np.concatenate(column) for column in zip(*self._noted, strict=True))
-        self._noted.clear()
-        ranks = np.minimum(ranks, RANKS - 1)
-        cells = ranks * len(MIDDLE) + np.searchsorted(_EDGES, confidence)
-        for tried, good, cell in (
-            (self._tried.reshape(-1), self._kept.reshape(-1), cells),
-            (self._tried_at, self._kept_at, ranks),
+        self._lines = self._by_rank = None
+        for tried, good, noted in (
+            (self._tried, self._kept, self._noted),
+            (self._tried_at, self._kept_at, self._noted.sum(axis=-1)),
         ):
-            tried += np.bincount(cell, minlength=len(tried))
-            good += np.bincount(cell[kept], minlength=len(tried))
+            tried += noted[0]
+            good += noted[1]
             if tried.max() >= _MEMORY:
                 old = tried >= _MEMORY
                 tried[old] *= 0.5
                 good[old] *= 0.5
+        self._noted[...] = 0.0
+        self._num_noted = 0
         if self._next_fit <= self._tried_at[0] < _LAST_FIT:
             self._fit()
 
@@ -165,11 +167,11 @@ class Calibration:
     def __init__(self, trust: float = 0.6) -> None:
         self._trust = trust
         self._tables: dict[str, _Table] = {}
-        self._verified: list[_Verified] = []  # trees whose tokens are not counted yet
+        self._observed: list[Observed] = []  # trees whose tokens are not counted yet
 
     def _table(self, source: str) -> _Table:
-        if self._verified:
-            self._count_verified()
+        if self._observed:
+            self._count_observed()
         return self._table_of(source)
 
     def _table_of(self, source: str) -> _Table:
@@ -204,71 +206,39 @@ class Calibration:
         self._table(source).restore(state)
 
     def count(self, source: str, rank: int, confidence: float, *, kept: bool) -> None:
-        self._table(source).note(np.array([rank]), np.array([confidence]), np.array([kept]))
-
-    def count_all(self, source: str, ranks: Ints, confidence: Floats, kept: Bools) -> None:
-        """Count several tokens of one source, as `count` does each."""
-        self._table(source).note(ranks, confidence, kept)
+        counts = np.zeros((2, RANKS, len(MIDDLE)))
+        counts[:, min(rank, RANKS - 1), np.searchsorted(_EDGES, confidence)] = 1.0, kept
+        self._table(source).note(counts)
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         """Count the drafted tokens at each node that the target reached, when the counts are read next."""
         if tree.num_guessed:
-            arrays = tree.arrays
-            names = [source(name, request) for name in arrays.draws.names]
-            self._verified.append(_Verified(arrays, acceptance.path, names))
-            if len(self._verified) >= _MAX_VERIFIED:
-                self._count_verified()
+            parents, (nodes, makers, confidence, drafters, *_) = tree.arrays.parents, tree.arrays.draws
+            names = [source(name, request) for name in drafters]
+            self.observe_tokens(Observed(names, Verified(parents, acceptance.path, (), confidence, nodes, makers)))
 
-    def _count_verified(self) -> None:
-        verified, self._verified = self._verified, []
-        walked = Walked([one.arrays for one in verified], [one.path for one in verified])
-        draws = [one.arrays.draws for one in verified]
+    def observe_tokens(self, observed: "Observed") -> None:
+        """Count the tokens of a verified tree at each node that the target reached, when the counts are read next."""
+        self._observed.append(observed)
+        if len(self._observed) >= _MAX_OBSERVED:
+            self._count_observed()
+
+    def _count_observed(self) -> None:
+        observed, self._observed = self._observed, []
         numbers: dict[str, int] = {}
-        table, first_names = list[int](), list[int]()
-        for one in verified:
-            first_names.append(len(table))
-            table += [numbers.setdefault(name, len(numbers)) for name in one.names]
-        counts = [len(one.nodes) for one in draws]
-        nodes = np.concatenate([one.nodes for one in draws]) + np.repeat(walked.starts, counts)
-        makers = np.concatenate([one.makers for one in draws]) + np.repeat(np.array(first_names), counts)
-        confidence = np.concatenate([one.confidence for one in draws])
-        reached = walked.is_reached[walked.parents[nodes]].nonzero()[0]
-        sources, nodes = np.array(table)[makers[reached]], nodes[reached]
-        # The rank of each token among those of its drafter at the same node.
-        ranks = places_by_key(walked.parents[nodes] * len(numbers) + sources)
-        confidence, kept = confidence[reached], walked.is_reached[nodes]
-        for name, number in numbers.items():
-            of = sources == number if len(numbers) > 1 else slice(None)
-            self._table_of(name).note(ranks[of], confidence[of], kept[of])
+        trees = [
+            tree._replace(sources=[numbers.setdefault(name, len(numbers)) for name in names])
+            for names, tree in observed
+        ]
+        for name, counts in zip(numbers, count_tried(trees, len(numbers), _EDGES, RANKS), strict=True):
+            self._table_of(name).note(counts)
 
 
-class _Verified(NamedTuple):
-    """A tree, its accepted path, and the source of each of its drafters."""
+class Observed(NamedTuple):
+    """A verified tree, and the source of each of its drafters by name, in place of the numbers."""
 
-    arrays: TreeArrays
-    path: tuple[int, ...]
     names: list[str]
-
-
-class Walked:
-    """The nodes of several verified trees in common arrays.
-
-    Attributes:
-        starts: [trees] place of each root.
-        parents: [nodes] place of the parent; a root's own.
-        is_reached: [nodes] whether the target accepted it, or it is a root.
-    """
-
-    def __init__(self, trees: Sequence[TreeArrays], paths: Sequence[Sequence[int]]) -> None:
-        sizes = [len(tree.tokens) for tree in trees]
-        starts = list(accumulate(sizes, initial=0))
-        self.starts = np.array(starts[:-1])
-        self.parents = np.concatenate([tree.parents for tree in trees]) + np.repeat(self.starts, sizes)
-        self.parents[self.starts] = self.starts
-        self.is_reached = np.zeros(starts[-1], dtype=np.bool_)
-        self.is_reached[starts[:-1]] = True
-        at = [start + node for start, path in zip(starts, paths, strict=False) for node in path]
-        self.is_reached[at] = True
+    tree: Verified
 
 
 def places(owners: Ints) -> Ints:

@@ -58,7 +58,7 @@ class Candidates:
     @cached_property
     def has_distributions(self) -> bool:
         """True if any candidate was drawn."""
-        return bool((self.places >= 0).any())
+        return self.support.shape[1] > 0 and bool((self.places >= 0).any())
 
     @cached_property
     def whole(self) -> npt.NDArray[np.float64] | None:

@@ -1,12 +1,15 @@
 """The nodes of several growing trees, in common arrays: a level takes a few operations for all trees."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.draws import Floats
+from specinfer.core.tree import TreeBudget
+from specinfer.kernels.growth import END, FIRST, LEVELS, MAX_DEPTH, NUM_LEFT, SIZE, START, WIDTH, NodeArrays
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -15,47 +18,67 @@ Bools = npt.NDArray[np.bool_]
 class Nodes:
     """The nodes of all trees. Each tree has a range of the arrays and numbers its nodes from its root, 0.
 
-    Only `append` and native code change the arrays; `of` returns views that cannot be written.
-
     Args:
         roots: The root token of each tree.
-        capacities: The largest number of nodes of each tree, with the root.
+        budgets: The budget of each tree.
+        widths: The most children of each root.
     """
 
-    def __init__(self, roots: Sequence[int], capacities: Sequence[int]) -> None:
-        ends = np.cumsum([0, *capacities])
-        self._starts, self._ends = ends[:-1], ends[1:]
-        self.sizes = np.ones(len(roots), dtype=np.int64)  # [trees]
-        self.num_left = np.asarray(capacities, dtype=np.int64) - 1  # [trees] nodes that may still be added
-        self._tokens, self._parents, self._depths = np.zeros((3, ends[-1]), dtype=np.int64)
-        self._path_prob = np.ones(ends[-1])
-        self._ancestry = np.zeros((ends[-1], max(capacities, default=1)), dtype=np.bool_)
-        self._tokens[self._starts], self._parents[self._starts], self._ancestry[self._starts, 0] = roots, -1, True
+    def __init__(self, roots: Sequence[int], budgets: Sequence[TreeBudget], widths: Sequence[int]) -> None:
+        capacities = [budget.max_nodes + 1 for budget in budgets]
+        self.starts = list(accumulate(capacities, initial=0))
+        self.trees = np.zeros((len(roots), 16), dtype=np.int64)  # numbers of each tree, see kernels/growth.py
+        self.trees[:, [START, MAX_DEPTH, NUM_LEFT, SIZE, END, WIDTH]] = [
+            (start, budget.max_depth, budget.max_nodes, 1, 1, width)
+            for start, budget, width in zip(self.starts, budgets, widths, strict=False)
+        ]
+        count, first = self.starts[-1], self.starts[:-1]
+        tokens, parents, depths = np.empty((3, count), dtype=np.int64)
+        path_prob, confidence = np.empty((2, count))
+        ancestry = np.empty((count, max(capacities, default=1)), dtype=np.bool_)
+        tokens[first], parents[first], depths[first], path_prob[first] = roots, -1, 0, 1.0
+        ancestry[first] = False
+        ancestry[first, 0] = True
+        sources = np.empty((count, 3), dtype=np.int64)
+        self.arrays = NodeArrays(tokens, parents, depths, path_prob, confidence, sources, ancestry)
 
-    def of(self, tree: int) -> tuple[Ints, Ints, Ints, Floats, Bools]:
-        """Return the tokens, parents, depths and path probabilities, [capacity] each, and the ancestry of a tree."""
-        part = slice(self._starts[tree], self._ends[tree])
-        views = self._tokens[part], self._parents[part], self._depths[part], self._path_prob[part], self._ancestry[part]
-        for view in views:
-            view.flags.writeable = False
-        return views
+    @property
+    def sizes(self) -> Ints:
+        """Return the number of nodes of each tree, [trees]."""
+        return self.trees[:, SIZE]
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return all arrays by name, which native code writes to in place of `append`."""
-        names = ("starts", "tokens", "parents", "depths", "path_prob", "ancestry")
-        return {name: getattr(self, f"_{name}") for name in names} | {"sizes": self.sizes, "num_left": self.num_left}
+    @property
+    def num_left(self) -> Ints:
+        """Return the number of nodes that may still be added to each tree, [trees]."""
+        return self.trees[:, NUM_LEFT]
+
+    @property
+    def frontiers(self) -> list[list[int]]:
+        """Return the first node and the end of each tree's frontier, and the most children of a node there."""
+        frontiers: list[list[int]] = self.trees[:, FIRST : WIDTH + 1].tolist()
+        return frontiers
+
+    def num_levels(self, tree: int) -> int:
+        """Return the number of levels of a tree so far."""
+        return int(self.trees[tree, LEVELS])
+
+    def of(self, column: npt.NDArray[Any], tree: int) -> npt.NDArray[Any]:
+        """Return a tree's part of a column of `arrays`; it cannot be written."""
+        view = column[self.starts[tree] : self.starts[tree + 1]]
+        view.flags.writeable = False
+        return view
 
     def path_prob(self, trees: Ints, nodes: Ints) -> Floats:
         """Return the path probabilities of these nodes of these trees."""
-        return np.asarray(self._path_prob[self._starts[trees] + nodes])
+        return np.asarray(self.arrays.path_prob[self.trees[trees, START] + nodes])
 
     def append(self, trees: Ints, nodes: Ints, parents: Ints, tokens: Ints, path_prob: Floats) -> None:
         """Add nodes, numbered in the order in which each tree gets them."""
-        starts = self._starts[trees]
+        starts, arrays = self.trees[trees, START], self.arrays
         at, above = starts + nodes, starts + parents
-        self._tokens[at], self._parents[at], self._path_prob[at] = tokens, parents, path_prob
-        self._depths[at], self._ancestry[at] = self._depths[above] + 1, self._ancestry[above]
-        self._ancestry[at, nodes] = True
-        counts = np.bincount(trees, minlength=len(self.sizes))
-        self.sizes += counts
-        self.num_left -= counts
+        arrays.tokens[at], arrays.parents[at], arrays.path_prob[at] = tokens, parents, path_prob
+        arrays.depths[at], arrays.ancestry[at] = arrays.depths[above] + 1, arrays.ancestry[above]
+        arrays.ancestry[at, nodes] = True
+        counts = np.bincount(trees, minlength=len(self.trees))
+        self.trees[:, SIZE] += counts
+        self.trees[:, NUM_LEFT] -= counts

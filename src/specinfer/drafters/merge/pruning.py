@@ -12,13 +12,13 @@ import numpy as np
 from specinfer.core.draws import Floats, Ints
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, Walked, places, places_by_key, source
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, Observed, places, places_by_key, source
 from specinfer.kernels import library
 from specinfer.kernels.merge import MergeRules, merge_trees
+from specinfer.kernels.tried import Verified
 from specinfer.verify import Acceptance
 
 _ALL = "all"  # the source of guesses when all drafters are taken together
-_MAX_VERIFIED = 64
 
 
 class _Kept(NamedTuple):
@@ -26,15 +26,6 @@ class _Kept(NamedTuple):
 
     ranks: Ints
     alone: Floats
-
-
-class _Verified(NamedTuple):
-    """A pruned tree, its accepted path, and its source."""
-
-    tree: TokenTree
-    path: tuple[int, ...]
-    kept: _Kept
-    source: str
 
 
 class Pruning:
@@ -49,7 +40,6 @@ class Pruning:
         self._calibration = calibration
         self._rivals = Calibration(trust=1.0)
         self._seen: dict[str, _Kept] = {}
-        self._verified: list[_Verified] = []  # trees that are not counted yet
 
     def merge(
         self,
@@ -80,7 +70,6 @@ class Pruning:
         budgets: Sequence[TreeBudget],
         is_pruned: Sequence[bool],
     ) -> list[TokenTree]:
-        self._count_verified()
         numbers: dict[str, int] = {}
         sources = [
             {name: numbers.setdefault(source(name, request), len(numbers)) for name in _names(trees)}
@@ -105,7 +94,6 @@ class Pruning:
         self, requests: Sequence[Request], trees: Sequence[TokenTree], budgets: Sequence[TreeBudget]
     ) -> list[TokenTree]:
         """Return the trees within their budgets; they must not contain drawn nodes, which may not be dropped."""
-        self._count_verified()
         sizes = np.asarray([len(tree) for tree in trees])
         ends: Ints = sizes.cumsum()
         starts: Ints = ends - sizes
@@ -173,19 +161,8 @@ class Pruning:
         kept = self._seen.pop(request.request_id, None)
         if kept is None or len(kept.ranks) != len(tree):
             return
-        self._verified.append(_Verified(tree, acceptance.path, kept, source(_ALL, request)))
-        if len(self._verified) >= _MAX_VERIFIED:
-            self._count_verified()
-
-    def _count_verified(self) -> None:
-        verified, self._verified = self._verified, []
-        for name in dict.fromkeys(one.source for one in verified):
-            of = [one for one in verified if one.source == name]
-            walked = Walked([one.tree.arrays for one in of], [one.path for one in of])
-            is_met = walked.is_reached[walked.parents]
-            is_met[walked.starts] = False
-            ranks, alone = (np.concatenate([one.kept[i] for one in of])[is_met] for i in range(2))
-            self._rivals.count_all(name, ranks, alone, walked.is_reached[is_met])
+        one = Verified(tree.arrays.parents, acceptance.path, (), kept.alone, ranks=kept.ranks)
+        self._rivals.observe_tokens(Observed([source(_ALL, request)], one))
 
     def forget(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
