@@ -200,6 +200,7 @@ class _Step:
         looked_up = torch.randint(config.vocab_size, (config.num_requests, self._budget.max_depth), generator=source)
         self._looked_up: list[list[int]] = looked_up.tolist()
         self._target = torch.randn((config.num_requests, config.nodes + 1, config.vocab_size), generator=source)
+        self._likely = self._target.logsumexp(dim=-1) + float(np.log(_AGREEMENT / (1 - _AGREEMENT)))
         self._calibration = Calibration()
         self._drafters = [_Scripted(_MODEL, self._grow), _Scripted(_LOOKUP, self._look_up)]
         self._merged = MergedDrafter(self._drafters, self._calibration, may_choose=chosen)
@@ -253,8 +254,7 @@ class _Step:
     def _agreeing(self, trees: Sequence[TokenTree]) -> list[Tensor]:
         """Return target logits of each tree, [nodes, vocab]: random, but often in favor of a node's first child."""
         logits = [rows[: len(tree)] for rows, tree in zip(self._target.clone(), trees, strict=True)]
-        for rows, tree in zip(logits, trees, strict=True):
-            likely = rows.logsumexp(dim=-1) + float(np.log(_AGREEMENT / (1 - _AGREEMENT)))
+        for rows, tree, likely in zip(logits, trees, self._likely, strict=True):
             agrees = (torch.rand(len(tree), generator=self._source) < self._share_agreed).tolist()
             for node, children in enumerate(tree.children):
                 if children and agrees[node]:

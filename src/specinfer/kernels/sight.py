@@ -3,11 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.draws import Ints
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.library import library
+from specinfer.kernels.library import address, library
 
 
-def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.bool_], list[int]]:
+def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.bool_], Ints]:
     """Return the mask of chain and drafted nodes, [tokens, tokens], and the positions of these tokens.
 
     A token sees the chain up to itself, its ancestors and itself. The tree's root is the last token of the chain.
@@ -21,16 +22,15 @@ def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.b
     if loaded is None:
         return plain_sight(visible, num_chain, tree, start)
     parents, positions = tree.arrays.parents, np.empty(num_new, dtype=np.int64)
-    addresses = (visible.ctypes.data, positions.ctypes.data)
-    loaded.specinfer_see(parents.ctypes.data, len(parents), num_chain, start, *addresses)
-    return visible, positions.tolist()
+    loaded.specinfer_see(address(parents), len(parents), num_chain, start, address(visible), address(positions))
+    return visible, positions
 
 
 def plain_sight(
     visible: npt.NDArray[np.bool_], num_chain: int, tree: TokenTree, start: int
-) -> tuple[npt.NDArray[np.bool_], list[int]]:
+) -> tuple[npt.NDArray[np.bool_], Ints]:
     """Return the same without native code; `visible` is filled with zeros before."""
     root = start + num_chain - 1
     visible[:, :num_chain] = np.tri(len(visible), num_chain, dtype=np.bool_)
     visible[num_chain - 1 :, num_chain - 1 :] = tree.ancestry()
-    return visible, [*range(start, root), *(root + depth for depth in tree.depths)]
+    return visible, np.concatenate([np.arange(start, root), root + tree.arrays.depths])

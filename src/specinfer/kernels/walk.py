@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.choice import choose_token
-from specinfer.kernels.library import call
+from specinfer.kernels.library import address, call
 
 _UNKNOWN = -3  # as in walk.h
 
@@ -54,7 +54,7 @@ def walk_trees(
         np.array(temperatures, dtype=np.float32),
         *(chosen, path, lengths, following),
     ]
-    walks = _Walks(count, rows[0].shape[1], *(array.ctypes.data for array in arrays))
+    walks = _Walks(count, rows[0].shape[1], *map(address, arrays))
     while True:
         call("specinfer_walk", ctypes.addressof(walks))
         undecided = (following == _UNKNOWN).nonzero()[0].tolist()
@@ -67,5 +67,4 @@ def walk_trees(
         if not undecided:
             break
     ends = zip(first, lengths.tolist(), following.tolist(), strict=False)
-    nodes = path.tolist()
-    return [(tuple(nodes[start : start + length]), token) for start, length, token in ends]
+    return [(tuple(path[start : start + length].tolist()), token) for start, length, token in ends]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specinfer.core.draws import Ints
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
 from specinfer.kernels.kv_types import KVScales
@@ -55,8 +56,8 @@ class Piece:
     tree, from previous passes; and the new tokens. `visible` covers the last two.
     """
 
-    tokens: Sequence[int]
-    positions: Sequence[int]
+    tokens: Sequence[int] | Ints
+    positions: Sequence[int] | Ints
     prefix_slots: Slots  # [prefix] slots of the tokens at positions 0, 1, ..., or `prefix_positions`
     slots: Slots  # [new]
     visible: npt.NDArray[np.bool_]  # [new, earlier + new]
@@ -81,7 +82,8 @@ class Piece:
             places = range(start, start + num_chain)
             return cls(chain, places, prefix_slots, slots, visible, 0, num_known=num_chain)
         visible, positions = sight(num_chain, tree, start)
-        tokens = [*chain, *tree.tokens[1:]]
+        nodes = tree.arrays.tokens  # from the chain's last token on
+        tokens = nodes if num_chain == 1 else np.concatenate([np.array(chain[:-1], dtype=np.int64), nodes])
         return cls(tokens, positions, prefix_slots, slots, visible, len(tree), num_known=num_chain)
 
 
@@ -188,9 +190,9 @@ class ForwardBatch:
 
 
 def _key_positions(piece: Piece) -> npt.NDArray[np.int64]:
-    rest = [*piece.earlier_positions, *piece.positions]
     prefix = np.arange(len(piece.prefix_slots)) if piece.prefix_positions is None else piece.prefix_positions
-    return np.concatenate([prefix, np.asarray(rest, dtype=np.int64)])
+    parts = [np.asarray(part, dtype=np.int64) for part in (prefix, piece.earlier_positions, piece.positions)]
+    return np.concatenate(parts)
 
 
 def pack(
@@ -199,7 +201,6 @@ def pack(
     """Pack pieces one after the other; logits come back in the same order."""
     ends = accumulate(len(piece.tokens) for piece in pieces)
     logit_rows = [np.arange(end - piece.num_logits, end) for piece, end in zip(pieces, ends, strict=True)]
-
     features = [piece.features for piece in pieces if piece.features is not None]
 
     def tensor(values: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> Tensor:

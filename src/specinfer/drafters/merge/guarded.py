@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import NoReturn, cast
 
 import numpy as np
@@ -80,14 +79,15 @@ class GuardedDrafter:
         """Return whether trees have the roots of their requests, and are within their budgets and the vocabulary."""
         if any(tree.num_guessed > budget.max_nodes for tree, budget in zip(trees, budgets, strict=True)):
             return False
-        arrays, sizes = [tree.arrays for tree in trees], [len(tree) for tree in trees]
-        tokens = np.concatenate([one.tokens for one in arrays])
-        roots = tokens[[0, *accumulate(sizes[:-1])]].tolist()
-        if roots != [span.request.token_ids[-1] for span in spans]:
+        if any(tree.arrays.tokens[0] != span.request.token_ids[-1] for tree, span in zip(trees, spans, strict=True)):
             return False
+        arrays = [tree.arrays for tree in trees]
+        tokens, depths = (np.concatenate([one[i] for one in arrays]) for i in (0, 2))
         is_known = tokens.min() >= 0 and (self._vocab_size is None or tokens.max() < self._vocab_size)
-        depths = np.concatenate([one.depths for one in arrays])
-        return bool(is_known) and bool((depths <= np.repeat([one.max_depth for one in budgets], sizes)).all())
+        limits = [one.max_depth for one in budgets]
+        if depths.max() > min(limits):
+            return bool(is_known) and bool((depths <= np.repeat(limits, [len(tree) for tree in trees])).all())
+        return bool(is_known)
 
     def score(self, selection: Selection, requests: Sequence[Request]) -> None:
         """Pass its losses to the selection; a failure costs its scores."""
