@@ -122,5 +122,5 @@ class BlockPass:
 
 
 def _repeated(values: Tensor, count: int) -> Tensor:
-    """Return each of [requests, size] as often, [requests * count, size]; a view for one."""
+    """Return each row of [requests, size] `count` times, [requests * count, size]; a view for one."""
     return values.unsqueeze(1).expand(-1, count, -1).flatten(0, 1)
