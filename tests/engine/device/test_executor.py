@@ -529,11 +529,10 @@ def test_families(family: str, model_folder: Folder) -> None:
 
 
 @BOTH
-def test_the_ends_of_requests(pair: Pair) -> None:
+def test_the_ends_of_requests(pair: Pair, plain: list[list[int]]) -> None:
     """Stop tokens inside accepted paths, limits of tokens and of the context; nobody is told anything twice."""
-    free = run(make_device_engine(pair[0], has_device_executor=False), _requests())
     for stop in range(3, 9):
-        params = [replace(one, stop_token_ids=[tokens[stop]]) for one, tokens in zip(PARAMS, free, strict=True)]
+        params = [replace(one, stop_token_ids=[tokens[stop]]) for one, tokens in zip(PARAMS, plain, strict=True)]
 
         def requests(params: Sequence[SamplingParams] = params) -> list[Request]:
             return [
@@ -552,19 +551,20 @@ def test_the_ends_of_requests(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
-def test_outputs_do_not_end_before_their_fewest_tokens(tree: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_do_not_end_before_their_fewest_tokens(
+    tree: str, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ends are held back inside paths, too, and only so long; requests with many are served when they may end."""
-    free = run(make_device_engine(pair[0], has_device_executor=False), _requests())
     params = [
         replace(one, stop_token_ids=tokens[2:9:3], min_tokens=fewest)
-        for one, tokens, fewest in zip(PARAMS, free, (5, 1, 8, 3, 6), strict=True)
+        for one, tokens, fewest in zip(PARAMS, plain, (5, 1, 8, 3, 6), strict=True)
     ]
     params[3] = replace(params[3], stop_token_ids=[*range(0, 96, 4)], min_tokens=7)
 
     def requests() -> list[Request]:
         return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
 
-    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
     found, small = requests(), pair[1] if TREES[tree] else None
     joined, write = list[tuple[str, int]](), DeviceRows.write
 
@@ -574,7 +574,7 @@ def test_outputs_do_not_end_before_their_fewest_tokens(tree: str, pair: Pair, mo
 
     monkeypatch.setattr(DeviceRows, "write", written)
     engine = make_device_engine(pair[0], small, TREES[tree])
-    assert run(engine, found) == plain
+    assert run(engine, found) == wanted
     assert [request.finish_reason for request in found].count(FinishReason.STOP) == 4
     assert dict(joined)["0"] < 5
     assert dict(joined)["2"] < 8

@@ -41,13 +41,17 @@ def _requests() -> list[Request]:
     return repeating_requests(PARAMS)
 
 
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    return run(make_device_engine(pair[0], has_device_executor=False), _requests())
+
+
 @pytest.mark.parametrize("tree", TREES)
-def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair) -> None:
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair, plain: list[list[int]]) -> None:
     engine = make_device_engine(*pair, TREES[tree], lookups=["suffix", "ngram"])
     requests = _requests()
     served = run_on_device(engine, requests)
-    assert [request.output_ids for request in requests] == wanted
+    assert [request.output_ids for request in requests] == plain
     assert served == set(requests)
     origins = {origin for request in requests for origin in request.origins}
     assert {"suffix", "ngram"} & origins
@@ -60,9 +64,10 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair) -> None:
 
 @pytest.mark.parametrize("has_model", [False, True])
 @pytest.mark.parametrize("tree", TREES)
-def test_lookups_draft_alone_where_no_model_is_asked(tree: str, has_model: bool, pair: Pair) -> None:
+def test_lookups_draft_alone_where_no_model_is_asked(
+    tree: str, has_model: bool, pair: Pair, plain: list[list[int]]
+) -> None:
     """The tokens are those of plain decoding, and the trees those of ordinary steps."""
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
     budget, counts, tables = replace(TREES[tree], drafters=frozenset({"suffix"})), [], []
     for has_device_executor in (False, True):
         engine = make_device_engine(
@@ -73,7 +78,7 @@ def test_lookups_draft_alone_where_no_model_is_asked(tree: str, has_model: bool,
         if not has_device_executor:
             run(engine, requests)
         assert served == set(requests)
-        assert [request.output_ids for request in requests] == wanted
+        assert [request.output_ids for request in requests] == plain
         assert {origin for request in requests for origin in request.origins} == {"suffix", None}
         assert engine.target.cache.is_balanced()
         counts.append([request.speculation.as_dict() for request in requests])
@@ -97,11 +102,10 @@ class Turns(FixedPolicy):
         return [self.BUDGETS[self._num_steps % 3]] * len(spans)
 
 
-def test_a_model_reads_what_steps_of_lookups_alone_emitted(pair: Pair) -> None:
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+def test_a_model_reads_what_steps_of_lookups_alone_emitted(pair: Pair, plain: list[list[int]]) -> None:
     engine, requests = make_device_engine(*pair, Turns(), lookups=["suffix"]), _requests()
     assert run_on_device(engine, requests) == set(requests)
-    assert [request.output_ids for request in requests] == wanted
+    assert [request.output_ids for request in requests] == plain
     assert {"small", "suffix"} <= {origin for request in requests for origin in request.origins}
     assert engine.target.cache.is_balanced()
 
@@ -148,10 +152,9 @@ def test_fixed_trees_are_those_of_ordinary_steps(pair: Pair) -> None:
     assert tables[0] == tables[1]
 
 
-def test_a_drafter_reads_what_lookups_proposed(pair: Pair) -> None:
+def test_a_drafter_reads_what_lookups_proposed(pair: Pair, plain: list[list[int]]) -> None:
     """Of long accepted paths it has computed nothing; it goes on after them."""
-    prediction = run(make_device_engine(pair[0], has_device_executor=False), _requests()[:1])[0]
-    request = _requests()[0]
+    prediction, request = plain[0], _requests()[0]
     request.prediction_ids = tuple(prediction)
     engine = make_device_engine(*pair, TREES["best-first"], lookups=["ngram"])
     assert run(engine, [request]) == [prediction]

@@ -71,6 +71,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     }
 
 
+@pytest.fixture(scope="module")
+def plain(pairs: dict[str, Pair]) -> dict[str, list[list[int]]]:
+    """Return the tokens of plain decoding by the target of each kind."""
+    targets = {id(target): target for target, _ in pairs.values()}
+    found = {
+        key: run(make_device_engine(target, has_device_executor=False), _requests()) for key, target in targets.items()
+    }
+    return {kind: found[id(target)] for kind, (target, _) in pairs.items()}
+
+
 @pytest.fixture(scope="module", params=["EAGLE-3", "DSpark"])
 def cycle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Pair:
     """Return a target, and a head that is always right: an error of pairing, position or level is a wrong token."""
@@ -125,13 +135,11 @@ def _check_left(engine: Engine) -> None:
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_those_of_plain_decoding(
-    kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair]
+    kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], plain: dict[str, list[list[int]]]
 ) -> None:
-    target, head = pairs[kind]
-    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
-    engine, requests = make_device_engine(target, head, TREES[tree], lookups=lookups), _requests()
+    engine, requests = make_device_engine(*pairs[kind], TREES[tree], lookups=lookups), _requests()
     assert run_on_device(engine, requests) == set(requests)
-    assert [request.output_ids for request in requests] == wanted
+    assert [request.output_ids for request in requests] == plain[kind]
     _check_left(engine)
 
 
@@ -179,16 +187,17 @@ def test_tokens_are_drawn_as_in_ordinary_steps(
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "jetspec"])
-def test_a_head_drafts_beside_a_small_model(kind: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]) -> None:
+def test_a_head_drafts_beside_a_small_model(
+    kind: str, pairs: dict[str, Pair], plain: dict[str, list[list[int]]], trees: dict[str, list[Any]]
+) -> None:
     """In both orders, since the last one has the trees of both; also where it has fewer levels."""
     target, head = pairs[kind]
-    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
     for drafters in ([head, target], [target, head]):
         told = []
         for has_device_executor in (False, True):
             engine = make_device_engine(target, drafters, TREES["3,2,1"], has_device_executor=has_device_executor)
             requests = _requests()
-            assert run(engine, requests) == wanted
+            assert run(engine, requests) == plain[kind]
             told.append(dict(trees))
             trees.clear()
         assert told[0] == told[1]
@@ -317,10 +326,8 @@ def test_at_the_end_of_the_context(
         trees.clear()
 
 
-def test_policies_that_ask_now_and_then(pairs: dict[str, Pair]) -> None:
-    target, head = pairs["reduced vocabulary"]
-    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
-    engine, requests = make_device_engine(target, head, Turning((3, 0, 1, 0, 0, 2))), _requests()
-    assert run(engine, requests) == wanted
+def test_policies_that_ask_now_and_then(pairs: dict[str, Pair], plain: dict[str, list[list[int]]]) -> None:
+    engine, requests = make_device_engine(*pairs["reduced vocabulary"], Turning((3, 0, 1, 0, 0, 2))), _requests()
+    assert run(engine, requests) == plain["reduced vocabulary"]
     assert sum(one.speculation.num_draft_tokens for one in requests) > 20
     _check_left(engine)
