@@ -175,14 +175,17 @@ static void grow(Growth *g) {
     double min_gain = INFINITY, gain = 0.0;
     std::vector<Growing *> best_first;
     Counts counts(g);
-    int64_t row = 0;
+    const double *by_rank = nullptr, *reach = nullptr;
+    int64_t row = 0, num_levels = 0;
     for (Growing *tree = g->trees; tree < g->trees + g->count; tree++) {
         if (tree->first == tree->end) continue;
         counts.begin(*tree);
         offer(g, *tree, row, counts);
         row += tree->end - tree->first;
         const int64_t to_come = tree->max_depth - tree->levels - 1;
-        take(g, *tree, counts, tree->fixed ? g->bins : counts.floor(reach_of(g, tree->by_rank, to_come)));
+        if (!tree->fixed && (tree->by_rank != by_rank || to_come != num_levels))  // mostly that of the tree before
+            reach = reach_of(g, by_rank = tree->by_rank, num_levels = to_come);
+        take(g, *tree, counts, tree->fixed ? g->bins : counts.floor(reach));
         advance(g, *tree);
         if (tree->fixed) continue;
         best_first.push_back(tree);

@@ -24,11 +24,12 @@ class BudgetSplit:
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         self._parts.clear()
-        kept = set(acceptance.path)
         makers: dict[int, set[str]] = {}
-        draws = tree.arrays.draws
-        for node, maker in zip(draws.nodes.tolist(), draws.makers.tolist(), strict=True):
-            if node in kept:
+        if acceptance.path:
+            draws, is_kept = tree.arrays.draws, np.zeros(len(tree), dtype=np.bool_)
+            is_kept[list(acceptance.path)] = True
+            of = is_kept[draws.nodes]
+            for node, maker in zip(draws.nodes[of].tolist(), draws.makers[of].tolist(), strict=True):
                 makers.setdefault(node, set()).add(draws.names[maker])
         for name in self._kept:
             self._kept[name] = max(self._kept[name] * self._MEMORY, self._LEAST_KEPT)
