@@ -38,6 +38,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "dspark, reduced vocabulary": {"layout": "speculators", "sample_from_anchor": False, "draft_ids": range(2, 90, 3)},
 }
 P_EAGLE = {"P-EAGLE": 4, "P-EAGLE of one": 1}
+# What heads read of a target with so few layers, in each format.
+EAGLE_READS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+BLOCK_READS = {"target_layer_ids": [0, 2], "aux_hidden_state_layer_ids": [1, 3]}
 KINDS += [*BLOCKS, *P_EAGLE]
 TREES = {
     "1,1,1": TreeBudget.expansion((1, 1, 1), num_drafters=3),
@@ -56,16 +59,24 @@ CYCLE = SamplingParams(temperature=0.0, max_tokens=43)
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("heads")
-    target = load_plain(save_model(folder / "target", num_hidden_layers=8))
+    target = load_plain(save_model(folder / "target", num_hidden_layers=4))
     save_mtp(folder / "mtp", "mimo")
     own, draft_ids = load_plain(folder / "mtp"), range(2, 90, 3)
-    blocks = {kind: save_block(folder / kind, kind.partition(",")[0], **BLOCKS[kind]) for kind in BLOCKS}
+    blocks = {kind: save_block(folder / kind, kind.partition(",")[0], **BLOCKS[kind], **BLOCK_READS) for kind in BLOCKS}
     for kind, size in P_EAGLE.items():
-        blocks[kind] = save_eagle3(folder / kind, parallel=True, mask_token_id=90, num_speculative_tokens=size)
+        blocks[kind] = save_eagle3(
+            folder / kind, parallel=True, mask_token_id=90, num_speculative_tokens=size, **EAGLE_READS
+        )  # fmt: skip
     return {
         **{kind: (target, load_device_head(path, target)) for kind, path in blocks.items()},
-        "EAGLE-3": (target, load_head(save_eagle3(folder / "whole"), target)),  # with the modules of transformers
-        "reduced vocabulary": (target, load_device_head(save_eagle3(folder / "part", draft_ids=draft_ids), target)),
+        "EAGLE-3": (
+            target,
+            load_head(save_eagle3(folder / "whole", **EAGLE_READS), target),
+        ),  # with the modules of transformers
+        "reduced vocabulary": (
+            target,
+            load_device_head(save_eagle3(folder / "part", draft_ids=draft_ids, **EAGLE_READS), target),
+        ),
         "EAGLE": (target, load_device_head(save_eagle(folder / "first"), target)),
         "MTP": (own, load_device_head(folder / "mtp", own)),
     }
