@@ -122,5 +122,5 @@ class BlockPass:
 
 
 def _repeated(values: Tensor, count: int) -> Tensor:
-    """Return each row of [requests, size] `count` times, [requests * count, size]; a view for one."""
-    return values.unsqueeze(1).expand(-1, count, -1).flatten(0, 1)
+    """Return each row of [requests, size] `count` times, [requests * count, size], each in memory of its own."""
+    return values if count == 1 else values.repeat_interleave(count, dim=0)
