@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from full_disk import limited_files
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine.engine import Engine
@@ -309,6 +310,18 @@ def test_an_output_is_not_written_over(model: str, tmp_path: Path) -> None:
     for more in ((), ("--resume",)):
         assert "Is a directory" in invoke("-i", str(source), "-o", str(tmp_path), model, *more, code=2).stderr
         assert "is the input file" in invoke("-i", str(source), "-o", str(source), model, *more, code=2).stderr
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(model: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(completion(str(i), model=model) for i in range(4)))
+    words = ("-i", str(source), "-o", str(output), model, "--drafter", "none")
+    with limited_files(1500):
+        told = invoke(*words, code=2).stderr
+    assert f"-o: {output} cannot be written: File too large; free some space, and go on with --resume" in told
+    assert output.stat().st_size <= 1500
+    invoke(*words, "--resume")
+    assert [json.loads(line)["custom_id"] for line in output.read_text().splitlines()] == ["0", "1", "2", "3"]
 
 
 def test_an_engine_that_fails_ends_the_run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

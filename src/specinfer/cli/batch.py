@@ -62,7 +62,7 @@ def run_batch(
         quiet_libraries(debug=debug)
         llm = load(args, screen)
         kept = files.pop_all()
-    with kept, _progress(screen.err, total) as advance:
+    with _naming(output_file), kept, _progress(screen.err, total) as advance:
         names = tuple(served_model_name or [without_revision(args.model)])
         concurrency = max_concurrency or 2 * llm.max_num_seqs
         try:
@@ -154,6 +154,19 @@ def _open_output(name: str, files: contextlib.ExitStack, *, resume: bool) -> tup
         return files.enter_context(path.open("ab")), skipped_ids
     except OSError as error:
         raise UsageError(f"output_file: {name} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _naming(output_file: str) -> Iterator[None]:
+    """Turn a full disk, and other errors of writing, into a UsageError that names the output file."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"output_file: {output_file} cannot be written: {error.strerror}; free some space, and go on with --resume"
+        ) from error
 
 
 @contextlib.contextmanager
