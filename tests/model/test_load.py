@@ -285,6 +285,17 @@ def test_layers_the_config_does_not_know_of(folder: Path) -> None:
         _load(folder)
 
 
+def test_scales_of_weights_the_config_does_not_know_of(folder: Path) -> None:
+    """Codes would be taken for weights."""
+    weights = load_file(folder / WEIGHTS)
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[f"{name}_scale"] = weights[name].abs().amax(dim=1) / 127
+    weights[name] = (weights[name] / weights[f"{name}_scale"].unsqueeze(1)).round().to(torch.int8)
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"no place for 1 weights, {name}_scale"):
+        _load(folder)
+
+
 @pytest.mark.parametrize("eos", [5000, -1, [3, 5000]])
 def test_end_tokens_outside_the_vocabulary_are_never_met(folder: Path, eos: object) -> None:
     _edit(folder, eos_token_id=eos)

@@ -26,7 +26,7 @@ from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards, has_safetensors
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
-_LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight$")
+_LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight(.?\w*scale\w*)?$")  # scales belong to codes
 _NO_POSITIONS = 2**20  # tokens of a request at most, where recurrent layers alone do not limit them
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
