@@ -239,6 +239,10 @@ def test_the_example_of_the_module_is_true(best_of_a: float, tree: set[Path]) ->
     assert levels == 2, "only a is taken at the first"
 
 
+def test_a_batch_without_trees_wants_no_candidates() -> None:
+    assert not TreeBatch([], Known()).wanted()
+
+
 def test_the_arrays_of_a_growing_tree_cannot_be_written() -> None:
     growing_tree = GrowingTree(make_request("0", [7]), TreeBudget(3, 3), "x")
     TreeBatch([growing_tree], Known())

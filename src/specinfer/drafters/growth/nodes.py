@@ -28,10 +28,12 @@ class Nodes:
         capacities = [budget.max_nodes + 1 for budget in budgets]
         self.starts = list(accumulate(capacities, initial=0))
         self.trees = np.zeros((len(roots), 16), dtype=np.int64)  # numbers of each tree, see kernels/growth.py
-        self.trees[:, [START, MAX_DEPTH, NUM_LEFT, SIZE, END, WIDTH]] = [
+        numbers = [
             (start, budget.max_depth, budget.max_nodes, 1, 1, width)
             for start, budget, width in zip(self.starts, budgets, widths, strict=False)
         ]
+        columns = [START, MAX_DEPTH, NUM_LEFT, SIZE, END, WIDTH]
+        self.trees[:, columns] = np.array(numbers, dtype=np.int64).reshape(-1, len(columns))  # also without trees
         count, first = self.starts[-1], self.starts[:-1]
         tokens, parents, depths = np.empty((3, count), dtype=np.int64)
         path_prob, confidence = np.empty((2, count))
