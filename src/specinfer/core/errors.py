@@ -4,6 +4,7 @@ Each message names the field and the remedy.
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -88,3 +89,8 @@ def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return message[:300] or type(error).__name__
+
+
+def file_error(error: Exception) -> str:
+    """Return why a file cannot be written or read: the system's reason, or the first line of a library's message."""
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else first_line(error)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from specinfer.core.errors import first_line
+from specinfer.core.errors import file_error
 from specinfer.reporting.plots import check_plot
 
 R = TypeVar("R")
@@ -56,9 +56,8 @@ def naming(option: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else first_line(error)
         raise ValueError(
-            f"{option}: {path} cannot be written ({reason}); free some space, or name another place"
+            f"{option}: {path} cannot be written ({file_error(error)}); free some space, or name another place"
         ) from error
 
 

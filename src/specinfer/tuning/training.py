@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from specinfer.core.atomic_file import write_atomically
-from specinfer.core.errors import first_line
+from specinfer.core.errors import file_error
 from specinfer.core.noise import derive_seed
 from specinfer.learning.distillation import draft_logits_of, restrict, training_loss
 from specinfer.learning.training_examples import Batch, DamagedError, TrainingExample, collate
@@ -44,10 +44,9 @@ def reporting_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else first_line(error)
         raise TrainingError(
-            f"{folder} cannot be written or read ({reason}); free some space or repair it, and start again: what was "
-            "saved is as it was"
+            f"{folder} cannot be written or read ({file_error(error)}); free some space or repair it, and start again: "
+            "what was saved is as it was"
         ) from error
 
 
