@@ -64,6 +64,16 @@ static INLINE void turn_block(const Attention *layer, const int64_t *places, uin
     turn(words, depth, turned);
 }
 
+// What a row does not see of a block's scores becomes -infinity; most: the largest so far, lane by lane.
+static INLINE void hide_unseen(float *scores, uint32_t mask, Floats &most) {
+    for (int64_t i = 0; mask != ~0u && i < BLOCK; i++)
+        if (!(mask >> i & 1)) scores[i] = -INFINITY;
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
+        const Floats some = read<Floats>(scores + i);
+        most = select(some > most, some, most);
+    }
+}
+
 static INLINE float largest_of(Floats numbers) {
     float most = numbers[0];
     for (int64_t i = 1; i < LANES; i++) most = numbers[i] > most ? numbers[i] : most;
@@ -170,8 +180,8 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
     }
     memset(room.block, 0, sizeof(room.block));
     for (int64_t b = 0; b < blocks; b++) {
-        uint32_t masks[FEW_ROWS], all;
-        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks, &all);
+        uint32_t masks[FEW_ROWS];
+        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks);
         if (!any) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
@@ -180,14 +190,7 @@ static void attend_keys(const Attention *layer, const Pieces *pieces, const Item
         with_product(layer, [&](auto product) ALWAYS {
             score_block<decltype(product)>(room, rows, depth, layer->scale, here, length);
         });
-        for (int64_t r = 0; r < rows; r++, here += length) {
-            for (int64_t i = 0; all != ~0u && i < BLOCK; i++)
-                if (!(masks[r / item.heads] >> i & 1)) here[i] = -INFINITY;
-            for (int64_t i = 0; i < BLOCK; i += LANES) {
-                const Floats some = read<Floats>(here + i);
-                room.most[r] = select(some > room.most[r], some, room.most[r]);
-            }
-        }
+        for (int64_t r = 0; r < rows; r++) hide_unseen(here + r * length, masks[r / item.heads], room.most[r]);
     }
     memset(room.sums, 0, sizeof(room.sums));
     memset(room.block, 0, sizeof(room.block));

@@ -87,11 +87,15 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
     place_queries<WIDE>(layer, pieces, item, queries, stride, room.rows);
     memset(room.block, 0, sizeof(room.block));
     for (int64_t b = 0; b < blocks; b++) {
-        uint32_t masks[MOST_VECTORS * LANES], all;
-        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks, &all);
+        uint32_t masks[MOST_VECTORS * LANES], all = ~0u;
+        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks);
         if (!any) continue;
         Ints bits[MOST_VECTORS] = {};
-        for (int64_t r = 0; r < rows; r++) bits[r / LANES][r % LANES] = (int32_t)masks[r / item.heads];
+        for (int64_t r = 0; r < rows; r++) {
+            const uint32_t mask = masks[r / item.heads];
+            bits[r / LANES][r % LANES] = (int32_t)mask;
+            all &= mask;
+        }
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
         fetch_keys<WIDE>(layer, places, any, room.block);

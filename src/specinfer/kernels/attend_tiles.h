@@ -138,8 +138,8 @@ static void score_part(TilesRoom<WIDE> &room, const Attention *layer, const Piec
     int64_t places[BLOCK];
     for (int64_t r = 0; r < rows; r++) room.most[r] = Floats{} - INFINITY;
     for (int64_t b = 0; b < keys.blocks(); b++) {
-        uint32_t masks[MOST_TILE_ROWS], all;
-        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks, &all);
+        uint32_t masks[MOST_TILE_ROWS];
+        const uint32_t any = any_sees[b] = seen_by(layer, pieces, item, keys, b, masks);
         if (!any) continue;
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
@@ -148,14 +148,7 @@ static void score_part(TilesRoom<WIDE> &room, const Attention *layer, const Piec
         float *here = scores + b * rows * BLOCK;
         score_tiles<WIDE, TWO>(room.queries, rows, room.turned, here);
         asm volatile("" ::: "memory");
-        for (int64_t r = 0; r < rows; r++, here += BLOCK) {
-            for (int64_t i = 0; all != ~0u && i < BLOCK; i++)
-                if (!(masks[r / item.heads] >> i & 1)) here[i] = -INFINITY;
-            for (int64_t i = 0; i < BLOCK; i += LANES) {
-                const Floats some = read<Floats>(here + i);
-                room.most[r] = select(some > room.most[r], some, room.most[r]);
-            }
-        }
+        for (int64_t r = 0; r < rows; r++) hide_unseen(here + r * BLOCK, masks[r / item.heads], room.most[r]);
     }
 }
 

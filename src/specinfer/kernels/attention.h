@@ -54,15 +54,13 @@ static INLINE uint32_t seen(const Attention *layer, const Pieces *pieces, const 
     return bits;
 }
 
-// What any token of an item sees of block `b`. masks: [tokens] what each sees; all: what all see.
+// What any token of an item sees of block `b`. masks: [tokens] what each sees.
 static INLINE uint32_t seen_by(const Attention *layer, const Pieces *pieces, const Item &item, const Keys &keys, int64_t b,
-                               uint32_t *masks, uint32_t *all) {
+                               uint32_t *masks) {
     uint32_t any = 0;
-    *all = ~0u;
     for (int64_t t = 0; t < item.to - item.from; t++) {
         masks[t] = seen(layer, pieces, item, keys, item.from + t, b * BLOCK);
         any |= masks[t];
-        *all &= masks[t];
     }
     return any;
 }
