@@ -177,7 +177,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt and yield its output as it grows, as `SamplingParams.output_kind` says.
+        """Complete one prompt and yield the outputs of `SamplingParams.output_kind` as it grows.
 
         Leaving the loop early ends the request. The arguments and errors are those of `submit`. If the request fails
         while it runs, the last output has `error` set and no `outputs`, and a `RuntimeWarning` is emitted.

@@ -88,18 +88,20 @@ class Generation:
         return self.take()
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs as they grow, as `SamplingParams.output_kind` says. Leaving early ends the requests."""
+        """Yield the outputs of `SamplingParams.output_kind` as they grow. Leaving early ends the requests."""
         first, grown = self.requests[0], dict[int, TextChunk]()
         kind = first.params.output_kind
         try:
             while self.has_more:
                 new = {chunk.index: chunk for chunk in await self._next()}
+                if kind is RequestOutputKind.FINAL_ONLY and self.has_more:
+                    continue
                 grown |= {i: TextChunk.joined([grown[i], chunk]) if i in grown else chunk for i, chunk in new.items()}
                 shown = new if kind is RequestOutputKind.DELTA else grown
                 parts = [CompletionOutput.of_chunk(shown[i], grown[i].logprob) for i in sorted(shown)]
                 if not self.has_more:
                     yield self._last(parts if kind is RequestOutputKind.DELTA else None)
-                elif parts and kind is not RequestOutputKind.FINAL_ONLY:
+                elif parts:
                     yield RequestOutput.growing(self.request_id, self.job.prompt, first, parts)
         finally:
             self.close()
