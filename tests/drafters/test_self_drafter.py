@@ -14,6 +14,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.self_drafter import SelfDrafter
+from specinfer.policy.cost_model import Curve
 from tiny import random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -112,6 +113,18 @@ def test_a_copy_takes_no_memory_of_the_cache(target: Path) -> None:
         with llm_of(target, drafter, kv_cache_memory_bytes=500_000) as llm:
             sizes.append(llm.target.cache.num_slots)
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("drafters", [("self:int4",), ("self:sparse", "ngram")])
+def test_a_copy_reads_no_prompt_so_a_long_one_costs_it_nothing(drafters: tuple[str, ...], target: Path) -> None:
+    with llm_of(target, *drafters, tree="auto") as llm:
+        policy: Any = llm.engine.policy
+        costs = policy._default.costs
+        assert costs.read_token == 0.0
+        costs.draft_level = Curve([1], [1e-9])  # so that it drafts, and that takes longer than expected
+        llm.generate([{"prompt_token_ids": list(range(1, 60))}] * 2, GREEDY, use_tqdm=False)
+        assert any(step.num_guessed for step in llm.engine.metrics.recent)
+        assert costs.read_token == 0.0
 
 
 @pytest.mark.parametrize("verification", ["coupled", "target-only"])

@@ -92,6 +92,7 @@ class AssistantDrafter(FeatureDrafter):
     """A drafter that grows trees of an assistant's next tokens; arguments as for `SmallModelDrafter`."""
 
     runner: AssistantRunner
+    reads_prompts = False
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, AssistantRunner)

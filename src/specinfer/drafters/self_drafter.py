@@ -128,6 +128,7 @@ class SelfDrafter(SmallModelDrafter):
     runner: SelfRunner
     _cache: BorrowedCache
     reads_target = True
+    reads_prompts = False
     keeps_drafts = False
 
     def _make_cache(self, runner: ModelRunner) -> BorrowedCache:

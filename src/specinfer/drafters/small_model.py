@@ -50,6 +50,7 @@ class SmallModelDrafter:
 
     is_remote = False
     reads_target = False  # True if it drafts only what the target has read
+    reads_prompts = True  # False if it attends to what the target has stored
     keeps_drafts = True  # what was computed for accepted drafts stays valid
     max_depth = MAX_TREE_NODES
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.merge.merged import reads_prompts
 from specinfer.engine.drafting import asks_model, fit, is_sound
 from specinfer.engine.emission import reads_prompt
 from specinfer.engine.ending import Endings
@@ -251,7 +252,7 @@ class HostExecutor:
             request = spans[i].request
             if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
                 request.drafter_knows = True
-                num_read += len(request.token_ids) - request.num_cached
+                num_read += len(request.token_ids) - request.num_cached if reads_prompts(self._drafter) else 0
             if is_sound(tree, spans[i], budget, self.target.loaded.vocab_size):
                 trees[i] = tree
         return trees, num_read, num_budgeted

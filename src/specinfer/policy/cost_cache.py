@@ -21,7 +21,7 @@ from specinfer.core.cpus import usable_cpus
 from specinfer.core.places import cache_folder
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.merge.merged import MergedDrafter, parts_of
+from specinfer.drafters.merge.merged import MergedDrafter, parts_of, reads_prompts
 from specinfer.model.device import device_name
 from specinfer.model.runner import TargetRunner
 from specinfer.policy.cost_measurement import SIZES, measure_costs, still_apply
@@ -84,6 +84,7 @@ def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
         "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts_of(drafter)]
         if drafter
         else [],
+        **({} if drafter is None or reads_prompts(drafter) else {"reads_prompts": False}),
         **({"num_asked": selection.num_asked} if selection else {}),
         **_streaming(target),
         # With a small cache the larger sizes are not measured.

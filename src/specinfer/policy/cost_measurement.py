@@ -17,7 +17,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.merge.merged import parts_of
+from specinfer.drafters.merge.merged import parts_of, reads_prompts
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS
@@ -259,7 +259,8 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
         later = (chain - one_level) / (_DRAFT_LEVELS - 1)
         start = max(one_level - later, 0.0) if later > 0 else 0.0
         levels = Curve(timed.sizes[1:].tolist(), ((timed.seconds[1:] - start) / _DRAFT_LEVELS).tolist())
-        return levels, max(first - chain, 0.0) / _PROMPT, start
+        reading = max(first - chain, 0.0) / _PROMPT if reads_prompts(drafter) else 0.0
+        return levels, reading, start
     finally:
         drafter.forget(_PROBE)
         target.cache.free(_PROBE)

@@ -25,6 +25,11 @@ def parts_of(drafter: Drafter) -> Sequence[Drafter]:
     return drafter.drafters if isinstance(drafter, MergedDrafter) else (drafter,)
 
 
+def reads_prompts(drafter: Drafter) -> bool:
+    """Return whether a drafter, or one that a merged one asks, computes prompts before it drafts; lookups do not."""
+    return any(getattr(part, "reads_prompts", False) for part in parts_of(drafter))
+
+
 class MergedDrafter:
     """A drafter that unites the trees of its drafters by token path.
 

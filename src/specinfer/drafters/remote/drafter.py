@@ -97,6 +97,7 @@ class RemoteDrafter:
     """
 
     is_remote = True
+    reads_prompts = True
 
     def __init__(self, model: RemoteModel, name: str, draft_sampling: str, calibration: Calibration) -> None:
         self._model, self.name, self._calibration = model, name, calibration
