@@ -108,6 +108,7 @@ def test_a_perfect_head_is_accepted_at_every_level(tree: str, kind: str, tmp_pat
     assert all(dict(one.metrics.speculative_decoding)["mean_acceptance_length"] > 6.8 for one in outputs)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("drafter", ["small model", "head"])
 def test_one_event_a_step_is_waited_for(
     drafter: str, model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,12 +84,12 @@ def test_replayed_logits_are_those_of_other_attention(dtype: torch.dtype, model_
 def test_passes_with_the_codes_of_routed_experts_are_captured(
     family: str, quantization: str, model_folder: Callable[..., Path]
 ) -> None:
-    loaded = load_model(model_folder(family), torch.bfloat16, CUDA, quantization)
+    loaded = load_model(model_folder(family), torch.float32, CUDA, quantization)  # so that no route is a close choice
     assert any(isinstance(module, RoutedExperts) for module in loaded.model.modules())
     captured, eager = (ModelRunner(loaded, 600, graphs=graphs) for graphs in (Graphs(CUDA), None))
     captured.prepare()
     for prompt in random_prompts([1, 30, 90]):
-        torch.testing.assert_close(_pass(captured, prompt), _pass(eager, prompt), rtol=0.05, atol=0.1)
+        torch.testing.assert_close(_pass(captured, prompt), _pass(eager, prompt), rtol=1e-3, atol=1e-3)
     assert captured.why_not_captured is None
     assert captured.graphs is not None
     assert captured.graphs.num_captured
@@ -108,6 +108,7 @@ def test_a_captured_pass_allocates_nothing(model_folder: Callable[..., Path]) ->
     assert counts[1:] == [counts[1]] * 7
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_captured_pass_waits_for_nothing(model_folder: Callable[..., Path]) -> None:
     runner = ModelRunner(load_model(model_folder("llama"), torch.float32, CUDA), 600, graphs=Graphs(CUDA))
     runner.prepare()
