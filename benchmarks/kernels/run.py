@@ -239,8 +239,12 @@ class _Subject:
 
 
 def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:
-    """Return a runner whose slots hold random keys and values, since uninitialized memory may hold NaN."""
+    """Return a runner whose slots hold random keys and values, since uninitialized memory may hold NaN.
+
+    Usual sizes of passes are captured, as engines do at load.
+    """
     runner = ModelRunner(loaded, num_slots, graphs=make_graphs(loaded.device))  # with the graphs that engines use
     for pool in (*runner.tensors.keys, *runner.tensors.values):
         pool.normal_()
+    runner.prepare()
     return runner
