@@ -30,24 +30,39 @@ from specinfer.tuning.initial_weights import build, export, parse_initial_weight
 from specinfer.tuning.training import learning_rate_for, make_optimizers
 
 
-def loss_of(found: Tensor | HeadLogits, probs: Tensor, mass: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, and of the first level the mean overlap and the part of equal best tokens."""
+def loss_of(
+    found: Tensor | HeadLogits, probs: Tensor, mass: Tensor, *, is_recorded: bool
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss, and of the first level the mean overlap and the part of equal best tokens, if asked for."""
     if isinstance(found, Tensor):
         outputs = torch.arange(len(found), device=found.device)
         found = HeadLogits(found, outputs, torch.zeros_like(outputs), None)
-    p = probs[found.outputs]
-    log_q = found.logits.float().log_softmax(-1)
-    overlap = torch.minimum(p, log_q.exp()).sum(-1)
+    first, seen = found.levels == 0, {}
+    if is_recorded:  # before the loss, which overwrites the logits
+        with torch.no_grad():
+            same = probs[found.outputs[first]].argmax(-1) == found.logits[first].argmax(-1)
+            seen["equal"] = float((same * mass[found.outputs[first]]).mean())
     weights = LEVEL_SHARE**found.levels * mass[found.outputs]
-    divergence = (torch.xlogy(p, p) - p * log_q).sum(-1)
-    loss = ((divergence + 1 - overlap) * weights).sum() / weights.sum()
+    weights = weights / weights.sum()
+    loss, overlap = rejection_loss(found.logits, probs, found.outputs, weights)
     if found.accepted is not None:
-        confidence = binary_cross_entropy(found.accepted.float(), overlap.detach().clamp(0, 1), reduction="none")
-        loss = loss + (confidence * weights).sum() / weights.sum()
-    first = found.levels == 0
-    with torch.no_grad():
-        equal = (p[first].argmax(-1) == log_q[first].argmax(-1)).float() * mass[found.outputs[first]]
-        return loss, (overlap[first] * mass[found.outputs[first]]).mean(), equal.mean()
+        confidence = binary_cross_entropy(found.accepted.float(), overlap.clamp(0, 1), reduction="none")
+        loss = loss + (confidence * weights).sum()
+    if is_recorded:
+        seen["overlap"] = float((overlap[first] * mass[found.outputs[first]]).mean())
+    return loss, seen
+
+
+def rejection_loss(logits: Tensor, probs: Tensor, outputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of KL(p || q) + 1 - sum(min(p, q)), and the [rows] overlaps sum(min(p, q))."""
+    if logits.device.type == "cuda":
+        from demo_pair.gpu_rows import rejection_loss_on_gpu  # needs Triton
+
+        return rejection_loss_on_gpu(logits, probs, outputs, weights)
+    p, log_q = probs[outputs], logits.log_softmax(-1)
+    overlap = torch.minimum(p, log_q.exp()).sum(-1)
+    divergence = (torch.xlogy(p, p) - p * log_q).sum(-1)
+    return ((divergence + 1 - overlap) * weights).sum(), overlap.detach()
 
 
 @torch.no_grad()
@@ -108,7 +123,8 @@ def train(options: argparse.Namespace) -> None:
         before = rounded(matrices) if matrices and part > options.rounding else None
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             found = drafter(batch)
-        loss, overlap, equal = loss_of(found, probs, mass)
+        is_recorded = (step + 1) % 100 == 0 or step == 4
+        loss, seen = loss_of(found, probs, mass, is_recorded=is_recorded)
         loss.backward()
         if before is not None:
             restore(matrices, before)
@@ -117,11 +133,10 @@ def train(options: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step, tokens = step + 1, tokens + sum(texts.lengths[i] for i in rows)
-        if step % 100 == 0 or step == 5:
-            record.append(
-                {"step": step, "tokens": tokens, "seconds": round(time.monotonic() - began_training, 1), "rate": rate,
-                 "loss": round(float(loss), 4), "overlap": round(float(overlap), 4), "equal": round(float(equal), 4)}
-            )  # fmt: skip
+        if is_recorded:
+            seen |= {"loss": float(loss.detach()), "seconds": time.monotonic() - began_training}
+            rounded_off = {name: round(one, 4) for name, one in seen.items()}
+            record.append({"step": step, "tokens": tokens, "rate": rate} | rounded_off)
             print(json.dumps(record[-1]), file=sys.stderr, flush=True)
     if matrices:
         rounded(matrices)
@@ -140,8 +155,8 @@ def evaluated(drafter: Any, texts: Texts, device: str) -> dict[str, float]:
         batch, probs, mass = texts.batch(rows)
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             found = drafter(batch)
-        _, overlap, equal = loss_of(found, probs, mass)
-        sums += np.array([float(overlap), float(equal), 1.0]) * [len(probs), len(probs), len(probs)]
+        _, seen = loss_of(found, probs, mass, is_recorded=True)
+        sums += len(probs) * np.array([seen["overlap"], seen["equal"], 1.0])
     drafter.train()
     return {"held-out overlap": round(sums[0] / sums[2], 4), "held-out equal": round(sums[1] / sums[2], 4)}
 
@@ -167,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="that the whole stage may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=65_536, help="prompts, or user turns that the model is asked for")
+    parser.add_argument("--answers", type=int, default=1, help="texts that are written after each prompt")
     parser.add_argument(
         "--corpus", type=Path, help="tokens of the code target's training files, .npy; default: these files"
     )

@@ -1,16 +1,23 @@
-"""Texts for training, written with a cache of fixed size."""
+"""Texts for training on a GPU, and the loss there."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from demo_pair import gpu_rows
 from demo_pair.static_generation import StaticGenerator
+from interpreter import interpreted
+from train_drafters import rejection_loss
+
+
+def _model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 90}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 def test_rows_of_different_lengths_get_the_tokens_of_transformers() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 90}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model = _model()
     prompts = [torch.randint(90, (length,)).tolist() for length in (1, 7, 40)]
     generator = StaticGenerator(model)
     found = generator.generate(prompts, [0.0] * 3, 40, None)
@@ -21,3 +28,29 @@ def test_rows_of_different_lengths_get_the_tokens_of_transformers() -> None:
         assert said == wanted[0, len(prompt) :].tolist()
     stop = found[2][5]
     assert generator.generate(prompts, [0.0] * 3, 40, stop)[2] == found[2][: found[2].index(stop) + 1]
+
+
+@interpreted
+def test_attention_of_one_token_a_row_writes_the_same_texts() -> None:
+    model = _model()
+    prompts = [torch.randint(90, (length,)).tolist() for length in (1, 7, 40)]
+    plain, fast = StaticGenerator(model), StaticGenerator(model)
+    assert plain.attend_one is None
+    fast.attend_one = gpu_rows.attend_one
+    assert fast.generate(prompts, [0.0] * 3, 40, None) == plain.generate(prompts, [0.0] * 3, 40, None)
+
+
+@interpreted
+def test_loss_and_gradient_on_a_device_are_those_of_autograd() -> None:
+    torch.manual_seed(0)
+    probs = (torch.randn(3, 5000) * 4).softmax(-1)
+    outputs, weights = torch.tensor([0, 1, 2, 0, 1, 2, 2]), torch.rand(7)
+    logits = torch.randn(7, 5000, requires_grad=True)
+    wanted, wanted_overlaps = rejection_loss(logits, probs, outputs, weights)
+    (3 * wanted).backward()
+    again = logits.detach().clone().requires_grad_()
+    found, overlaps = gpu_rows.rejection_loss_on_gpu(again.mul(1.0), probs, outputs, weights)
+    (3 * found).backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(overlaps, wanted_overlaps)
+    torch.testing.assert_close(again.grad, logits.grad)

@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING
-from specinfer.demo.chat_model import PACKED_HEADS
+from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING, OUTPUT_HEAD
+from specinfer.demo.chat_model import CHAT, PACKED_HEADS
 from specinfer.demo.pair import CHECKSUMS, GROUP_SCALES, ROW_SCALE, WEIGHTS, digest, save
 from specinfer.kernels.quantization import quantize
 from specinfer.kernels.quantized_weight import GROUP_SIZES
 
 _TIED = "lm_head.weight"
+_COMPACT = ("tokenizer.json", "token_map.json")  # written on one line, which takes less than half of the bytes
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "token_map.json")
 
 
@@ -58,7 +59,12 @@ def pack(
     save(tensors, target_folder / WEIGHTS)
     copied = [name for name in _COPIED if name not in without and (source_folder / name).is_file()]
     for name in copied:
-        shutil.copyfile(source_folder / name, target_folder / name)
+        if name in _COMPACT:
+            found = json.loads((source_folder / name).read_text(encoding="utf-8"))
+            text = json.dumps(found, separators=(",", ":"), ensure_ascii=False)
+            (target_folder / name).write_text(text + "\n", encoding="utf-8")
+        else:
+            shutil.copyfile(source_folder / name, target_folder / name)
     if settings:
         (target_folder / "config.json").write_text(json.dumps(config | settings, indent=2, sort_keys=True) + "\n")
     sums = {name: digest(target_folder / name) for name in (WEIGHTS, *copied)}
@@ -74,5 +80,7 @@ def pack_chat_drafter(folder: Path) -> None:
 
 def pack_head(folder: Path, name: str, bits: Literal[8, 4] = 4) -> None:
     """Embed a head that `specinfer tune` has made for the code target (demo-*) or the chat model (demo-chat-*)."""
-    # Computed in the precision of the embedded weights. The tensor t2d is for trainers only.
-    pack(folder, PACKED_HEADS / name, without=("t2d",), bits=bits, drafter_quantization=f"int{bits}")
+    # The tensor t2d is for trainers only. The chat model's heads are trained with its own output head, frozen.
+    without = ("t2d", OUTPUT_HEAD) if name.startswith(CHAT) else ("t2d",)
+    # Computed in the precision of the embedded weights.
+    pack(folder, PACKED_HEADS / name, without=without, bits=bits, drafter_quantization=f"int{bits}")

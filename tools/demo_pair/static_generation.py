@@ -4,7 +4,7 @@ On a GPU a step of many rows takes hardly longer than one of few, so this writes
 faster than an engine that serves requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ class StaticGenerator:
             getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         )
         self.keys = int(self.config.num_key_value_heads)
+        self.attend_one: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
+        if self.device.type == "cuda":
+            from demo_pair.gpu_rows import attend_one  # needs Triton
+
+            self.attend_one = attend_one
         self.merged = [
             (
                 torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]),
@@ -83,11 +88,12 @@ class StaticGenerator:
         hidden = self.model.embed_tokens(tokens)
         cos, sin = self.model.rotary_emb(hidden, positions)
         cos, sin = cos[:, :, None], sin[:, :, None]
-        limit = -(-(start + count) // _BLOCK) * _BLOCK
-        places = torch.arange(limit, device=self.device)
-        hides = (places > ends[:, None]) | (places < first[:, None, None])
+        limit, hides = -(-(start + count) // _BLOCK) * _BLOCK, None
+        if count > 1 or self.attend_one is None:
+            places = torch.arange(limit, device=self.device)
+            hides = (places > ends[:, None]) | (places < first[:, None, None])
         for i, layer in enumerate(self.model.layers):
-            qkv = functional.linear(layer.input_layernorm(hidden), self.merged[i][0])
+            qkv = functional.linear(_normed(layer.input_layernorm, hidden), self.merged[i][0])
             qkv = qkv.view(rows, count, -1, self.dim)
             turned = qkv[:, :, : -self.keys]
             half = self.dim // 2
@@ -95,8 +101,15 @@ class StaticGenerator:
             query, key = turned[:, :, : -self.keys], turned[:, :, -self.keys :]
             cache[i, 0, :, :, start : start + count] = key.transpose(1, 2)
             cache[i, 1, :, :, start : start + count] = qkv[:, :, -self.keys :].transpose(1, 2)
-            hidden = hidden + layer.self_attn.o_proj(self._attend(query, cache[i, :, :, :, :limit], hides))
-            gate, up = functional.linear(layer.post_attention_layernorm(hidden), self.merged[i][1]).chunk(2, -1)
+            if hides is None:
+                assert self.attend_one is not None
+                attended = self.attend_one(query[:, 0], cache[i], first, start + 1)[:, None]
+            else:
+                attended = self._attend(query, cache[i, :, :, :, :limit], hides)
+            hidden = hidden + layer.self_attn.o_proj(attended)
+            gate, up = functional.linear(_normed(layer.post_attention_layernorm, hidden), self.merged[i][1]).chunk(
+                2, -1
+            )
             hidden = hidden + layer.mlp.down_proj(nn.functional.silu(gate) * up)
         last: Tensor = self.model.norm(hidden[:, -1])
         return last
@@ -112,3 +125,7 @@ class StaticGenerator:
         out = scores.softmax(-1).to(query.dtype).flatten(2, 3) @ cache[1]
         joined: Tensor = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).reshape(rows, count, -1)
         return joined
+
+
+def _normed(norm: Any, hidden: Tensor) -> Tensor:
+    return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -18,7 +18,7 @@ from specinfer.model.definition import load_plain, load_tokenizer
 from specinfer.setup.model_names import find_target
 
 TARGETS = ("demo", "demo-chat")
-_ROWS = {"demo": 4096, "demo-chat": 2048}  # of text generated at once
+_ROWS, _CACHE_TOKENS = 4096, 1_500_000  # of texts that are written at once
 _PROMPT, _NEW = 64, {"demo": 192, "demo-chat": 256}
 _TEMPERATURES = {"demo": (0.0, 1.0), "demo-chat": (0.0, 0.7, 1.0)}
 _HELD_OUT = 512
@@ -66,6 +66,16 @@ def chat_prompts(generator: StaticGenerator, folder: Path, count: int, seed: int
     return [prompt for prompt in prompts if len(prompt) + _NEW["demo-chat"] <= _LONGEST]
 
 
+def groups_of(prompts: list[list[int]], num_new: int) -> list[list[list[int]]]:
+    """Return prompts of about the same length together, as many as the cache can hold."""
+    rest, groups = sorted(prompts, key=len, reverse=True), []
+    while rest:
+        count = max(1, min(_ROWS, _CACHE_TOKENS // (len(rest[0]) + num_new)))
+        groups.append(rest[:count])
+        rest = rest[count:]
+    return groups
+
+
 def write_texts(options: argparse.Namespace) -> None:
     """Generate texts and write their tokens, lengths and lengths of prompts."""
     name, began = options.target, time.monotonic()
@@ -77,8 +87,7 @@ def write_texts(options: argparse.Namespace) -> None:
         prompts = chat_prompts(generator, folder, options.num, options.seed)
         stop = int(load_tokenizer(folder).eos_token_id)
     print(f"{len(prompts)} prompts after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    held_out, rest = prompts[:_HELD_OUT], sorted(prompts[_HELD_OUT:], key=len)
-    groups = [held_out] + [rest[start : start + _ROWS[name]] for start in range(0, len(rest), _ROWS[name])]
+    groups = [prompts[:_HELD_OUT], *groups_of(prompts[_HELD_OUT:] * options.answers, _NEW[name])]
     texts: list[list[int]] = []
     sizes: list[int] = []
     temperatures = _TEMPERATURES[name]

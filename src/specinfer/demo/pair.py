@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
-from specinfer.demo.chat_model import CHAT_HEADS, OTHERS, PACKED_HEADS
+from specinfer.demo.chat_model import OTHERS, PACKED_HEADS
 from specinfer.kernels.quantization import dequantize
 from specinfer.kernels.quantized_weight import QuantizedWeight
 
@@ -126,14 +126,13 @@ def demo_folders() -> DemoPair:
 
 
 def head_folder(name: str) -> Path:
-    """Return an embedded drafter that reads hidden states, one of `HEAD_NAMES`, as an ordinary folder in the cache.
+    """Return an embedded head of the code target as an ordinary folder in the cache.
 
     Raises:
         ModelError: An embedded file is damaged, or the cache cannot be written.
     """
     sums = verify(PACKED_HEADS / name)
-    dtype = torch.bfloat16 if name in CHAT_HEADS else torch.float32
-    return unpacked(PACKED_HEADS / name, f"demo-{digest_of(sums)}/{name}", sums, dtype)
+    return unpacked(PACKED_HEADS / name, f"demo-{digest_of(sums)}/{name}", sums)
 
 
 def verify_all() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from specinfer.core.errors import ModelError
 from specinfer.demo import chat_drafter, chat_model
-from specinfer.demo.chat_model import CHAT, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
+from specinfer.demo.chat_model import CHAT, CHAT_HEADS, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
 from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS
@@ -45,11 +45,14 @@ def find_drafter(name: str) -> Path:
     """
     if name in DRAFTER_NAMES:
         return demo_folders().drafters[name]
-    if name in HEAD_NAMES:
+    if name in CHAT_HEADS:
+        folder = chat_drafter.chat_head_folder(name)
+    elif name in HEAD_NAMES:
         return head_folder(name)
-    if name != CHAT:
+    elif name == CHAT:
+        folder = chat_drafter.chat_drafter_folder()
+    else:
         return find_folder(name)
-    folder = chat_drafter.chat_drafter_folder()
     if folder is None:
         raise ModelError(MISSING)
     return folder
