@@ -620,6 +620,36 @@ def test_a_size_is_captured_once_its_launches_have_taken_as_long(
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+class _WarmingUp(Graphs):
+    """As on a GPU, a program runs before it is captured; other captures have taken some time."""
+
+    def captured(self, program: Program) -> Program:
+        program()
+        program()
+        self.num_captured += 1
+        return program
+
+
+def test_captures_amid_decoding_change_no_prefix(loaded_of: Loaded) -> None:
+    """Two requests take turns in the first row of the table, each with passes of two sizes."""
+    graphs = _WarmingUp(CPU)
+    graphs.times.append(1e-9)
+    loaded = loaded_of("llama")
+    found = []
+    for runner in (_runner(loaded, graphs), ModelRunner(loaded, NUM_SLOTS)):
+        logits = []
+        for tokens in random_prompts([1, 2] * 8):
+            name = "ab"[len(logits) // 2 % 2]
+            prefix, slots = runner.cache.slots(name), runner.cache.reserve(name, len(tokens))
+            logits.append(runner.forward([Piece.of_span(tokens, TokenTree.root(tokens[-1]), prefix, slots)]).clone())
+            runner.cache.commit(name, range(len(tokens)))
+        for name in "ab":
+            runner.cache.free(name)
+        found.append(torch.cat(logits))
+    assert graphs.num_captured
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fault", ["wrong", "breaks"])
 def test_a_model_that_does_not_agree_is_run_as_it_is(
     fault: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -115,9 +115,7 @@ class Buffers:
 
     def fill(self, pieces: Sequence[Piece], lora_indices: Sequence[int] = (), scan: Scan | None = None) -> None:
         """Fill the buffers with these pieces, one after the other; `lora_indices` are the slots of their adapters."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the previous pass reads the same memory
-        self._sent.numpy()[:] = self._idle
+        self._make_idle()
         host = self._host
         start = num_rows = 0
         for i, piece in enumerate(pieces):
@@ -142,6 +140,19 @@ class Buffers:
                 host[f"{_SCAN}{name}"][: len(values)] = values
             host[f"{_SCAN}starts"][len(pieces) :] = scan.num_tokens
         self._note_updates(pieces)
+        self._send()
+
+    def empty(self) -> None:
+        """Fill the buffers with padding alone: a pass then changes neither the slot table nor any key or value."""
+        self._make_idle()
+        self._send()
+
+    def _make_idle(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy of the previous pass reads the same memory
+        self._sent.numpy()[:] = self._idle
+
+    def _send(self) -> None:
         self._bytes.copy_(self._sent, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

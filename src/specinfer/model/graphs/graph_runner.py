@@ -177,6 +177,7 @@ class GraphRunner:
         return ready.replay is None and self._is_capturable and lost >= self._graphs.median_seconds
 
     def _capture(self, ready: _Pass) -> None:
+        ready.buffers.empty()  # a capture runs the program, and what its last pass wrote may belong to others by now
         try:
             ready.replay = self._graphs.captured(ready.program)
         except (CaptureError, torch.OutOfMemoryError) as error:
