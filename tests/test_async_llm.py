@@ -472,7 +472,7 @@ def test_an_observer_of_steps_that_fails_harms_nobody(llm: LLM, caplog: pytest.L
 
     async def use(engine: AsyncLLM) -> list[Any]:
         outputs = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in PROMPTS))
-        engine.check_health()
+        await engine.check_health()
         return outputs
 
     outputs = serve(llm, use)
@@ -494,12 +494,12 @@ def test_an_engine_that_fails_as_a_whole_ends_every_stream(llm: LLM, monkeypatch
     async def use(engine: AsyncLLM) -> None:
         generations = [await engine.submit(prompt, LONG) for prompt in PROMPTS]
         await _until(lambda: engine.num_running > 0)
-        engine.check_health()
+        await engine.check_health()
         monkeypatch.setattr(llm.engine.scheduler, "schedule", broken)
         outputs = await asyncio.gather(*(generation.finish() for generation in generations))
         assert all(output.error is not None and not output.outputs for output in outputs)
         with pytest.raises(EngineDeadError):
-            engine.check_health()
+            await engine.check_health()
         with pytest.raises(EngineDeadError):
             await engine.submit("the", GREEDY)
         assert engine.num_live == 0
@@ -568,10 +568,10 @@ def test_a_step_that_hangs_shows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         generation = await engine.submit("the", GREEDY)
         await asyncio.sleep(0.2)
         with pytest.raises(EngineDeadError, match="going on"):
-            engine.check_health()
+            await engine.check_health()
         release.set()
         await generation.finish()
-        engine.check_health()
+        await engine.check_health()
 
     serve(llm, use, QueueLimits(max_step_seconds=0.1))
 

@@ -277,8 +277,12 @@ class AsyncLLM:
         """True if a step takes longer than `QueueLimits.max_step_seconds`."""
         return self._thread.step_seconds > self.limits.max_step_seconds
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine failed or hangs."""
+        self.check_working()
+
+    def check_working(self) -> None:
+        """Raise `EngineDeadError` if the engine failed or hangs, where nothing can be awaited."""
         self._check_alive()
         if self.is_hung:
             raise EngineDeadError(f"one step has been going on for {self._thread.step_seconds:.0f} seconds")

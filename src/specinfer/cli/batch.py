@@ -107,7 +107,7 @@ async def _serve(
                 response = await client.post(url, json=body)
                 if response.status_code >= 500:
                     try:
-                        engine.check_health()
+                        await engine.check_health()
                     except EngineDeadError as error:
                         raise ServerGoneError(str(error)) from error
                 try:

@@ -47,7 +47,7 @@ def _model(request: Request, state: ServerState, name: str) -> dict[str, Any]:
 async def health(request: Request) -> JSONResponse:
     """Report whether the engine works, also during shutdown, and the compute path of each model."""
     engine = state_of(request).engine
-    engine.check_health()
+    await engine.check_health()
     target, *drafters = engine.llm.compute_paths.values()  # model names are left out, as this needs no key
     return JSONResponse(
         {
@@ -70,7 +70,7 @@ async def ready(request: Request) -> JSONResponse:
 @router.post("/ping")
 async def ping(request: Request) -> JSONResponse:
     """Report health like /health, under the path that SageMaker uses."""
-    state_of(request).engine.check_health()
+    await state_of(request).engine.check_health()
     return JSONResponse({"status": "ok"})
 
 

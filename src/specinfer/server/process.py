@@ -154,7 +154,7 @@ class _Process:
         """Report to the watchdog of systemd, twice within its limit, while the engine is well."""
         seconds = watchdog_seconds()
         while seconds is not None:
-            engine.check_health()
+            await engine.check_health()
             self._notify("WATCHDOG=1")
             await asyncio.sleep(seconds)
 

@@ -106,7 +106,7 @@ class ServerState:
         engine = self.engine
         if not self.takes_work:
             raise shutting_down()
-        engine.check_health()
+        engine.check_working()
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class EngineReplica:
     async def load(self) -> dict[str, int]:
         """Return the numbers of all, running and waiting outputs."""
         engine = self._engine
-        engine.check_health()
+        await engine.check_health()
         return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
 
     async def scrape(self) -> tuple[str, str]:
@@ -92,7 +92,7 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine failed or hangs; Ray Serve then replaces the replica."""
         await self._start()
-        self._engine.check_health()
+        await self._engine.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what scaling uses besides the number of requests: recent seconds to first token, 90th percentile."""
