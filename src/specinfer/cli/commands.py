@@ -20,7 +20,7 @@ import typer
 from specinfer.cli.as_typed import as_typed, name_of
 from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted, warn_renamed
-from specinfer.core.errors import ModelError, RequestError
+from specinfer.core.errors import ModelError, RequestError, file_error
 from specinfer.core.flags import settings_of
 from specinfer.core.vllm_names import ENGINE
 from specinfer.engine_args import EngineArgs
@@ -72,7 +72,10 @@ class Program(Group):
             _print_error(str(error), debug=debug)
         except Exception as error:
             hint = "" if debug else " (--debug shows where)"
-            _print_error(f"{type(error).__name__}: {error}{hint}", debug=debug)
+            what = f"{type(error).__name__}: {error}{hint}"
+            if isinstance(error, OSError) and _drop_unwritten():
+                what = f"standard output cannot be written: {file_error(error)}"
+            _print_error(what, debug=debug)
             code = 1
         _drop_unwritten()
         sys.exit(code)
@@ -109,12 +112,17 @@ def _type_error(error: Any) -> str | None:
     return None
 
 
-def _drop_unwritten() -> None:
-    """Discard text that cannot be written; it would raise again, with a traceback, at interpreter exit."""
+def _drop_unwritten() -> bool:
+    """Discard text that cannot be written, and return whether there was some.
+
+    It would raise again, with a traceback, at interpreter exit.
+    """
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def add_command(
