@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -57,6 +58,21 @@ def test_arguments_are_values_that_can_be_sent() -> None:
     assert pickle.loads(pickle.dumps(args)) == args
     assert EngineArgs(**json.loads(json.dumps(args.as_dict()))) == args
     assert dataclasses.replace(args, seed=3).engine_config.seed == 3
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    args = EngineArgs(
+        "m", max_num_seqs=np.int64(4), gpu_memory_utilization=np.float32(0.5), enforce_eager=np.bool_(True)
+    )
+    assert json.loads(json.dumps(args.as_dict()))["max_num_seqs"] == 4
+
+
+@pytest.mark.parametrize("value", ["", "  ", 5, True, [], b"m", "a\0b"])
+@pytest.mark.parametrize("field", ["model", "tokenizer", "speculation_policy", "step_log", "adapt_dir"])
+def test_what_is_no_path_is_refused_by_name(field: str, value: Any) -> None:
+    given = {"model": "m", "adapt_drafters": True} | {field: value}
+    with pytest.raises(ValueError, match=f"^{field}"):
+        EngineArgs(**given)
 
 
 def test_sizes_are_numbers_or_text() -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,10 +76,15 @@ WAYS: list[Callable[[str, list[int]], Any]] = [
     lambda text, ids: tuple(ids),
     lambda text, ids: {"prompt": text},
     lambda text, ids: {"prompt_token_ids": ids},
+    lambda text, ids: np.array(ids),
+    lambda text, ids: {"prompt_token_ids": torch.tensor(ids)},
+    lambda text, ids: list(np.array(ids)),
 ]
 
 
-@pytest.mark.parametrize("wrap", WAYS, ids=["text", "list", "tuple", "prompt", "prompt_token_ids"])
+@pytest.mark.parametrize(
+    "wrap", WAYS, ids=["text", "list", "tuple", "prompt", "prompt_token_ids", "numpy", "tensor", "numbers"]
+)
 def test_ways_to_give_a_prompt(llm: LLM, wrap: Callable[[str, list[int]], Any]) -> None:
     tokenizer = make_tokenizer()
     given = [wrap(text, tokenizer.encode(text)) for text in PROMPTS]
@@ -531,6 +537,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[1, None]], "prompt: "),
     ([[1, "2"]], "prompt: "),
     ([1.5], NO_LIST),
+    ({"prompt_token_ids": [1, "2"]}, "prompt: a token id must be a whole number, not '2'"),
     ([None], NO_LIST),
     ({"prompt_token_ids": None}, NO_LIST),
     ({"prompt_token_ids": "12"}, NO_LIST),
@@ -691,7 +698,7 @@ def test_small_pools_serve_many(folder: Path, small: Path, plain: LLM) -> None:
 
 
 def test_no_model_at_all() -> None:
-    for name in ("/no/such/folder", "nobody/nothing", ""):
+    for name in ("/no/such/folder", "nobody/nothing"):
         with pytest.raises(ModelError, match=r"^model: "):
             LLM(name, device="cpu")
 

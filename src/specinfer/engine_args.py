@@ -24,6 +24,7 @@ from specinfer.core.config import (
     check_device,
     parse_drafters,
 )
+from specinfer.core.errors import check_path
 from specinfer.core.flags import Flag, check_choices, setting, settings_of
 from specinfer.core.lookups import reserved_names
 from specinfer.core.lora import LoRAConfig
@@ -37,6 +38,7 @@ from specinfer.hub.locate import at_revision
 
 P = ParamSpec("P")
 _MODEL, _RANKS, _SPECULATION = "Model", "Ranks", "Speculation"
+_PATHS = ("model", "tokenizer", "offload_folder", "cluster_cert", "speculation_policy", "step_log", "adapt_dir")
 _MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 
 
@@ -212,6 +214,9 @@ class EngineArgs:
         if repr(self.dtype).startswith("torch."):  # a torch.dtype, as for vLLM and transformers
             object.__setattr__(self, "dtype", repr(self.dtype).removeprefix("torch."))
         check_choices(self)
+        for name in _PATHS:
+            if (path := getattr(self, name)) is not None or name == "model":
+                check_path(name, path)
         self._name_revisions()
         # Each of them checks its fields.
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config, self.lora_config

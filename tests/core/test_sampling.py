@@ -6,7 +6,9 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
 from specinfer.core.slo import SLO
@@ -51,6 +53,19 @@ REFUSED: dict[str, list[Any]] = {
         *({"json": '{"a":' * 100_000}, {"json": '{"const": ' + "9" * 5000 + "}"}, {"regex": "\ud800"}),
     ],
 }
+
+
+def test_numbers_of_numpy_and_tensors_are_pythons() -> None:
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), top_k=torch.tensor(3), ignore_eos=np.bool_(True),
+        stop_token_ids=np.array([1, 2]), logit_bias={np.int32(3): np.float64(1.5)}, slo=SLO(ttft=np.float32(5)),
+    )  # fmt: skip
+    plain = SamplingParams(
+        n=2, temperature=0.5, top_k=3, ignore_eos=True, stop_token_ids=[1, 2], logit_bias={3: 1.5}, slo=SLO(ttft=5.0)
+    )
+    assert repr(params) == repr(plain)
+    with pytest.raises(ValueError, match=r"^top_k must be at least -1, not -2"):
+        SamplingParams(top_k=np.int64(-2))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.errors import check_float, check_int
+from specinfer.core.errors import check_float, check_int, check_path
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.sizes import parse_size
 from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
@@ -110,8 +110,8 @@ class OffloadConfig:
             )
         if self.memory_budget is not None:
             parse_size("memory_budget", self.memory_budget)
-        if self.offload_folder is not None and not str(self.offload_folder):
-            raise ValueError("offload_folder: an empty name; name a folder, or leave it out")
+        if self.offload_folder is not None:
+            check_path("offload_folder", self.offload_folder)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -175,10 +175,8 @@ class SpeculativeConfig:
         least, most = self.ngram_sizes
         check_int("prompt_lookup_min", least, 1, _MAX_NGRAM)
         check_int("prompt_lookup_max", most, least, _MAX_NGRAM)
-        if self.speculation_policy == "":
-            raise ValueError(
-                "speculation_policy: an empty name; name a file made by specinfer tune --policy, or leave it out"
-            )
+        if self.speculation_policy is not None:
+            check_path("speculation_policy", self.speculation_policy)
         check_verification(self.verification)
         allowed = DRAFT_SAMPLINGS.get(self.verification, (AUTO,))
         if self.draft_sampling == AUTO:

@@ -52,7 +52,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         ValueError: It is not; the message names the field and its range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, not {value!r}")
+        raise ValueError(f"{name} must be a whole number, not {value!r:.60}")
     if value < low or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {span}, not {value}")
@@ -65,10 +65,29 @@ def check_float(name: str, value: object, low: float, high: float, *, low_open: 
         ValueError: It is not; the message names the field and its range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
+        raise ValueError(f"{name} must be a finite number, not {value!r:.60}")
     if value < low or value > high or (low_open and value == low):
         allowed = f"above {low:g} and at most {high:g}" if low_open else f"from {low:g} to {high:g}"
         raise ValueError(f"{name} must be {allowed}, not {value:g}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Check that a value can be the name of a file, a folder or a model.
+
+    Raises:
+        ValueError: It cannot; the message names the field.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{name} must be a name or a path, not {value!r:.60}")
+    if not str(value).strip():
+        raise ValueError(f"{name}: an empty name; give a name or a path")
+    if "\0" in str(value):
+        raise ValueError(f"{name}: {str(value)!r:.60} has the character U+0000, which no path has")
+
+
+def as_python(value: Any) -> Any:
+    """Return a number of NumPy, or a tensor of one number, as Python's; anything else stays as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
@@ -80,8 +99,8 @@ def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
     if values is None:
         return ()
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a list, not {values!r}")
-    return tuple(values)
+        raise ValueError(f"{name} must be a list, not {values!r:.60}")
+    return tuple(map(as_python, values))
 
 
 def first_line(error: Exception) -> str:

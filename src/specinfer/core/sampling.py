@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
-from specinfer.core.errors import as_tuple, check_float, check_int
+from specinfer.core.errors import as_python, as_tuple, check_float, check_int
 from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree_shape import parse_tree
@@ -40,7 +40,7 @@ def _accepts_vllm_names(kind: type[T]) -> type[T]:
 
     @functools.wraps(make)
     def init(self: Any, **given: Any) -> None:
-        given = without_vllm_names(given, SAMPLING, ())
+        given = without_vllm_names({name: as_python(value) for name, value in given.items()}, SAMPLING, ())
         check_arguments(kind.__name__, given, known)
         make(self, **given)
 
@@ -171,6 +171,7 @@ class SamplingParams:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token, value in (self.logit_bias or {}).items():
+            token, value = as_python(token), as_python(value)
             if isinstance(token, str) and len(token) < 20 and token.isascii() and token.isdecimal():
                 token = int(token)  # JSON keys are strings
             check_int("logit_bias: a token id", token, 0, None)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from specinfer.core.errors import as_python
+
 _NAMES = ("ttft", "tpot")
 
 
@@ -24,7 +26,7 @@ class SLO:
     tpot: float | None = None
 
     def __post_init__(self) -> None:
-        targets = {name: getattr(self, name) for name in _NAMES}
+        targets = {name: as_python(getattr(self, name)) for name in _NAMES}
         if all(target is None for target in targets.values()):
             raise ValueError("slo: states no target; give ttft, tpot or both, or leave slo out")
         for name, target in targets.items():
@@ -33,6 +35,7 @@ class SLO:
             is_number = isinstance(target, int | float) and not isinstance(target, bool)
             if not (is_number and 0 < target < math.inf):
                 raise ValueError(f"slo: {name} must be milliseconds above 0, not {target!r:.60}")
+            object.__setattr__(self, name, target)
 
     @classmethod
     def of(cls, given: "SLO | Mapping[str, Any] | str | None") -> Self | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
+from specinfer.core.errors import as_python
 from specinfer.core.flags import current_names
 from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
 from specinfer.core.tree_shape import MAX_TREE_NODES
@@ -214,7 +215,7 @@ def engine_arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: An argument cannot be used; the message names it.
     """
     ours = {each.name: each.default for each in fields(kind)}
-    arguments = dict(given)
+    arguments = {name: as_python(value) for name, value in given.items()}
     config = arguments.pop("speculative_config", None) or {}
     if not isinstance(config, Mapping):
         raise ValueError(f"speculative_config: give a dict such as {{'method': 'ngram'}}, not {config!r:.60}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import RequestError, as_python
 from specinfer.core.lora import LoRARequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import counted
@@ -50,10 +50,10 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):  # whose items are whole numbers
         raise RequestError(f"prompts: give text, token ids, or a list of them, not {type(prompts).__name__}")
-    items = list(prompts)
+    items = [as_python(item) for item in prompts]
     if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items
 
 
 def one_params(given: Any) -> SamplingParams:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specinfer.core.errors import ContextLengthError, RequestError
+from specinfer.core.errors import ContextLengthError, RequestError, as_python
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
@@ -286,6 +286,10 @@ class PromptReader:
         return self._ids(given)
 
     def _ids(self, given: Any) -> list[int]:
-        if isinstance(given, (list, tuple, range)) and all(type(i) is int for i in given):
-            return list(given)
-        raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
+        given = given.tolist() if hasattr(given, "tolist") else given  # of NumPy, or a tensor
+        if not isinstance(given, (list, tuple, range)):
+            raise RequestError(f"prompt: give text or a list of token ids, not {type(given).__name__}")
+        ids = [i if type(i) is int else as_python(i) for i in given]
+        if wrong := [i for i in ids if type(i) is not int]:
+            raise RequestError(f"prompt: a token id must be a whole number, not {wrong[0]!r:.60}")
+        return ids
