@@ -122,6 +122,7 @@ def test_passes_of_mtp_layers_follow_the_formulas(is_normed: bool, tmp_path: Pat
     _near(rows[: len(CHAIN)], stored)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_dtype", [None, *FLOAT8], ids=str)
 @pytest.mark.parametrize("kind", [*EAGLE3, *OTHERS])
 def test_trees_are_what_the_modules_compute(

@@ -58,7 +58,8 @@ def _piece(runner: ModelRunner, name: str, chain: Sequence[int], tree: TokenTree
     return Piece.of_span(chain, tree, runner.cache.slots(name), slots)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FUSED, *GEMMA_4, *HYBRIDS])
+# Native layers of the slow ones are compared with chains and with transformers in test_native_families.
+@pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), *GEMMA_4, *HYBRIDS])
 def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     """Two requests in one pass, one of them long enough to leave every sliding window."""
     runner, model = runner_of(family), make_model(family)
@@ -102,7 +103,7 @@ def test_a_node_that_continues_another_branch_is_noticed(
 
 
 @native
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FUSED, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), *HYBRIDS])
 def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family.split("-")[0] in layer_families.FAMILIES)
 

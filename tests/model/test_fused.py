@@ -30,7 +30,7 @@ pytestmark = native
 WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "qwen3_5_text", "bamba", "lfm2"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -166,6 +166,7 @@ def expected(case: AttentionCase, **features: Any) -> Tensor:
 
 
 @interpreted
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_attention_is_that_over_the_widened_numbers(dtype: torch.dtype, name: str) -> None:

@@ -22,7 +22,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.planning.weight_bytes import BYTES, mean_bytes
 from specinfer.policy.offload_choice import layer_weights
 from thread_group import WHOLE, Ranks, make_shards
-from tiny import VOCAB, logits, make_engine, make_model, make_request, random_prompts, resized, run, save_model
+from tiny import VOCAB, logits, make_engine, make_model, make_request, quick, random_prompts, resized, run, save_model
 
 CPU = torch.device("cpu")
 # Gates apart from values or beside them, biases, other gates, no gates, and each kind of router.
@@ -65,7 +65,14 @@ def _rounded(folder: Path, quantization: str, *, experts: bool) -> Any:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", BITS)
-@pytest.mark.parametrize("family", [*FUSED, *MODULES])
+@pytest.mark.parametrize(
+    "family",
+    quick(
+        [*FUSED, *MODULES],
+        *("mixtral", "qwen2_moe-mixed", "glm4_moe-grouped", "granitemoe", "ernie4_5_moe", "nemotron_h"),
+        *("gemma4_text-moe", "gpt_oss", "phimoe", "kimi_linear"),
+    ),
+)
 def test_experts_compute_with_rounded_weights(family: str, quantization: str, model_folder: Folders) -> None:
     """Near the definition with the rounded numbers, and the same with native kernels as without."""
     folder, tokens = model_folder(family), random_prompts([24], seed=3)[0]

@@ -44,7 +44,7 @@ def prompts_of(folder: Path) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-QUICK = ("float32", "int4")  # one with weights as they are, one with rounded ones
+QUICK = ("float32", "bfloat16")  # one with weights as numbers, one with the codes of the file
 PRECISIONS = [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in COSTS]
 
 

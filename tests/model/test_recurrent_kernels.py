@@ -23,7 +23,7 @@ from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.runner import ModelRunner
-from tiny import HYBRIDS, VOCAB, make_engine, make_model, make_request, random_prompts, run
+from tiny import HYBRIDS, VOCAB, make_engine, make_model, make_request, quick, random_prompts, run
 
 pytest.importorskip("triton")
 from interpreter import interpreted
@@ -102,9 +102,14 @@ def _on_device(*tensors: Tensor | None) -> None:
     assert all(one is None or (one.is_meta and one.is_contiguous()) for one in tensors)
 
 
+_TREES_OF = ("lfm2", "qwen3_5_text", "bamba", "mamba", "bailing_hybrid", "recurrent_gemma")
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_kept", [3, 16])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bamba", "mamba", "bailing_hybrid", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "family", quick(_TREES_OF, "lfm2", "qwen3_5_text", "bamba", "mamba", "recurrent_gemma")
+)  # the others' recurrences are in test_recurrence_kernels, and take seconds here
 def test_trees_over_kernels_give_the_tokens_of_plain_decoding(
     family: str, num_kept: int, runner_of: Runners, launched: Launches
 ) -> None:

@@ -16,6 +16,7 @@ from specinfer.core.config import OffloadConfig
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks
+from tiny import quick
 
 pytestmark = native
 CPU = torch.device("cpu")
@@ -72,9 +73,11 @@ MODELS = {
 
 # 48 inputs of each rank, which are decoded; what is stored of tokens in bfloat16 differs by a step, and states with it.
 DIFFER = {"Q4_0 and F16", "Qwen3.5"}
+# One of each kind of layers and codes.
+QUICK = ("Q4_K_M", "Q8_0, tied", "Q4_0 and F16", "experts", "gpt-oss", "Qwen3.5", "W4A16")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=quick(MODELS, *QUICK))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MODELS[request.param](tmp_path_factory.mktemp("model"))
 

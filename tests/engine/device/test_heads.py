@@ -24,7 +24,7 @@ from specinfer.model.definition import load_tokenizer
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
-from tiny import make_request, paths_of, random_prompts, run, save_model
+from tiny import make_request, paths_of, quick, random_prompts, run, save_model
 
 Pair = tuple[LoadedModel, LoadedModel]
 KINDS = ["EAGLE-3", "reduced vocabulary", "EAGLE", "MTP"]
@@ -141,9 +141,9 @@ def _check_left(engine: Engine) -> None:
 # -------------------------------------------------------------------------------------------- tokens
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", quick(TREES, "best-first"))  # below, fixed trees have the tokens of ordinary steps
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_those_of_plain_decoding(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], plain: dict[str, list[list[int]]]
@@ -154,9 +154,9 @@ def test_the_tokens_are_those_of_plain_decoding(
     _check_left(engine)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("lookups", [(), ("suffix",)])
-@pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("lookups", [("suffix",), ()])
+@pytest.mark.parametrize("tree", ["3,2,1", "1,1,1"])  # the first with most kinds
 @pytest.mark.parametrize("kind", KINDS)
 def test_fixed_trees_are_those_of_ordinary_steps(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], trees: dict[str, list[Any]]
@@ -299,7 +299,7 @@ def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(name: str, tre
     tokenizer = load_tokenizer(target.folder)
     prompts = [tokenizer.encode(text) for text in heldout_prompts(4)]
     # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.
-    params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=64) for i in range(4)]
+    params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=32) for i in range(4)]
     rates = []
     for has_device_executor in (False, True):
         engine = make_device_engine(target, head, tree, has_device_executor=has_device_executor)

@@ -48,7 +48,20 @@ from specinfer.model.recurrent.layers import kept_states, num_taps
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import assembly
-from tiny import FAMILIES, HYBRIDS, VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, run, trees
+from tiny import (
+    FAMILIES,
+    HYBRIDS,
+    KINDS_OF_HYBRIDS,
+    VOCAB,
+    make_engine,
+    make_model,
+    make_request,
+    paths_of,
+    quick,
+    random_prompts,
+    run,
+    trees,
+)
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 220
@@ -236,7 +249,7 @@ def test_only_what_is_new_is_written_to_the_table() -> None:
 # ------------------------------------------------------------------------------------------ whole models
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *quick(HYBRIDS, *KINDS_OF_HYBRIDS)])
 def test_tree_logits_are_those_of_each_path(family: str, loaded_of: Loaded) -> None:
     """Of every family, from caches and buffers full of what are no numbers."""
     runner, model = _runner(loaded_of(family)), make_model(family)
@@ -382,7 +395,7 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     assert runs
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *quick(HYBRIDS, *KINDS_OF_HYBRIDS)])
 def test_programs_take_nothing_from_the_host(
     family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,9 +104,14 @@ def test_shards_of_layers_without_attention(tmp_path: Path, family: str, changes
     assert whole_width > widths[0] == widths[1]
 
 
+_EACH_LAYOUT = (
+    "llama", "falcon", "falcon-rw", "mpt", "gpt_bigcode", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_oss",
+)  # fmt: skip
+
+
 @native
 @pytest.mark.usefixtures("always_native")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, *_EACH_LAYOUT))
 def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family, intermediate_size=64) if family in FUSED else folders[family]
     wanted = Ranks(folder, WHOLE, native=False).logits()
@@ -122,7 +127,10 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "ernie4_5_moe", "exaone4-mixed", "arcee", "olmo_hybrid"],
+    quick(
+        ["qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "ernie4_5_moe", "exaone4-mixed", "arcee", "olmo_hybrid"],
+        *("qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "olmo_hybrid"),
+    ),
 )
 def test_native_shards_add_up_what_each_computes_a_part_of(tmp_path: Path, family: str) -> None:
     """Ranks have the shared expert of qwen2_moe, and the attention of granitemoe and olmo_hybrid, as a whole."""
