@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -22,6 +23,7 @@ from heads import (
     outputs_beside_an_abort,
     save_cycle,
     save_eagle3,
+    save_tiny_block,
     tensors_of,
 )
 from pair_heads import save_eagle, slow_tree
@@ -145,6 +147,30 @@ def test_tapped_states_are_those_of_transformers(
     for number, (found, state) in enumerate(zip(taps, wanted, strict=True)):
         if number < num_layers:  # transformers has the last one only after the last norm
             torch.testing.assert_close(found.float(), state[0].float(), rtol=tolerance, atol=tolerance)
+
+
+class _Indexing(TorchDispatchMode):
+    """The operations that index rows, for which PyTorch uses all of its threads even if they are few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.removeprefix("_").startswith("index_put") or (name == "index" and args[0].ndim > 1):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-3", "dspark"])
+def test_hidden_states_are_stored_and_read_on_one_thread(kind: str, target: Path, head: Path, tmp_path: Path) -> None:
+    folder = head if kind == "EAGLE-3" else tmp_path
+    if kind == "dspark":
+        save_tiny_block(folder, kind)
+    with llm_of(target, folder, tree="2,2,1") as llm, _Indexing() as indexing:
+        llm.generate(ids_of(random_prompts([9])), GREEDY, use_tqdm=False)
+    assert not indexing.names
 
 
 def test_nothing_is_stored_where_no_drafter_reads_hidden_states(target: Path) -> None:

@@ -62,7 +62,7 @@ class BlockCache(FeatureCache):
             for request in requests:
                 cache.commit(request.request_id, ())
         places = torch.from_numpy(np.concatenate([piece.slots[-depth:] for piece in pieces])).to(logits.device)
-        return _Rows(logits, self._runner.tensors.taps[0][places])
+        return _Rows(logits, self._runner.tensors.taps[0].index_select(0, places))
 
     def _block(self, request: Request, block: Block) -> Piece:
         request_id, ids = request.request_id, self.known[request.request_id].ids
@@ -103,14 +103,15 @@ class BlockDrafter(FeatureDrafter):
         places = [tree.index * self.max_depth + tree.num_levels for tree in growing]
         if not self._head.is_pairwise and all(self._is_free(tree.request) for tree in growing):
             firsts = WantedNodes([run._replace(depths=run.depths[:1]) for run in nodes.runs])
-            alike = draw(self.draft_sampling, rows.logits[places], firsts, self.vocabulary.token_map)
+            logits = rows.logits.index_select(0, torch.tensor(places, device=rows.logits.device))
+            alike = draw(self.draft_sampling, logits, firsts, self.vocabulary.token_map)
             return _repeated(alike, counts)
-        index = np.repeat(places, counts)
-        logits, accepted = rows.logits[index], None
+        index = torch.from_numpy(np.repeat(places, counts)).to(rows.logits.device)
+        logits, accepted = rows.logits.index_select(0, index), None
         if self._head.is_pairwise:
             last = np.concatenate([tree.tokens[tree.frontier.start : tree.frontier.stop] for tree in growing])
             logits, accepted = self._head.conditional(
-                logits, rows.hidden[index], torch.tensor(last, device=logits.device)
+                logits, rows.hidden.index_select(0, index), torch.tensor(last, device=logits.device)
             )
         candidates = draw(self.draft_sampling, logits, nodes, self.vocabulary.token_map)
         return candidates if accepted is None else _scaled(candidates, accepted)

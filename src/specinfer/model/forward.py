@@ -13,6 +13,7 @@ from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.fused import FusedDecoder, Watch
 from specinfer.model.heads.head import FeatureHead
+from specinfer.model.kv_tensors import put_rows
 from specinfer.model.linears import layer_lists
 from specinfer.model.sharding.placeholder import Placeholder, StageEnd
 
@@ -75,7 +76,7 @@ class _Tapping:
     def __call__(self, num_layers: int, hidden: Tensor) -> None:
         rows = self._batch.store.taps.get(num_layers)
         if rows is not None:
-            rows[self._batch.slots] = hidden.to(rows.dtype)
+            put_rows(rows, self._batch.slots, hidden)
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:

@@ -110,7 +110,8 @@ class FusedDecoder(nn.Module):
         hidden = self._computed(batch, hidden, watch, pause)
         if self.head is None:
             return hidden
-        return self.head(hidden if batch.logit_rows.shape[0] == hidden.shape[0] else hidden[batch.logit_rows])
+        rows = batch.logit_rows
+        return self.head(hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows))
 
     def _computed(
         self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None, pause: Callable[[], None] | None
@@ -205,7 +206,7 @@ class FusedDecoder(nn.Module):
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] float32 rows of the embedding, without its scale."""
         if isinstance(self.embedding, Tensor):
-            return self.embedding[token_ids].float()
+            return self.embedding.index_select(0, token_ids).float()
         if self.embedding is not None:
             return self.embedding.rows(token_ids)
         assert self.head is not None

@@ -106,7 +106,7 @@ class KVTensors:
     def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
         """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
         index = torch.from_numpy(slots).to(self._device)
-        return [self.taps[layer][index] for layer in layers]
+        return [self.taps[layer].index_select(0, index) for layer in layers]
 
     def keep_taps(self, layers: Collection[int]) -> None:
         """Store hidden states after no other layers from now on."""
@@ -116,6 +116,18 @@ class KVTensors:
     def num_bytes(self) -> int:
         pools = {pool.data_ptr(): pool for pool in (*self.keys, *self.values, *self.taps.values())}  # shared ones once
         return sum(pool.numel() * pool.element_size() for pool in pools.values())
+
+
+def put_rows(rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write [tokens, width] hidden states to the rows of `slots` [tokens]; slot -1 is the last row.
+
+    On CPUs indexing would wake all threads of PyTorch for a few rows. That takes longer than the copy, and while they
+    wait for more they slow native calls down.
+    """
+    if rows.device.type == "cpu":
+        rows.index_copy_(0, slots.remainder(len(rows)), new.to(rows.dtype))
+    else:
+        rows[slots] = new.to(rows.dtype)
 
 
 def bytes_per_slot(

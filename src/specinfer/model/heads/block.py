@@ -152,7 +152,7 @@ class BlockHead(FeatureHead):
 
     def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         first, second = self.pairs
-        pair = first[before]
+        pair = first.index_select(0, before)
         shifted = logits + (pair @ second.T).float()
         if self.confidence is None:
             return shifted, None

@@ -14,7 +14,7 @@ from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers, can_fuse_layers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.kv_tensors import LayerShape
+from specinfer.model.kv_tensors import LayerShape, put_rows
 from specinfer.model.linears import output_head
 
 
@@ -211,13 +211,12 @@ class FeatureHead(nn.Module):
     def asked_logits(self, batch: ForwardBatch, last: Tensor) -> Tensor:
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, of [tokens, width] of all."""
         rows = batch.logit_rows
-        return self.logits(last if len(rows) == len(last) else last[rows])
+        return self.logits(last if len(rows) == len(last) else last.index_select(0, rows))
 
     @staticmethod
     def store(batch: ForwardBatch, features: Tensor) -> None:
         """Store [tokens, width] features that the next level reads."""
-        rows = batch.store.taps[0]
-        rows[batch.slots] = features.to(rows.dtype)
+        put_rows(batch.store.taps[0], batch.slots, features)
 
 
 def fused_layers(layers: nn.ModuleList, rotary: nn.Module, config: Any, quantization: str | None) -> FusedLayers | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import Slots
-from specinfer.model.kv_tensors import KVTensors, TapShape
+from specinfer.model.kv_tensors import KVTensors, TapShape, put_rows
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.runner import compute
@@ -95,7 +95,9 @@ class ShardRunner:
             stages.send(out.to(self._next_dtypes[model]), stages.rank - 1)
             if self._stored:
                 slots = self._slots_of(pieces)
-                stages.send(torch.cat([rows[slots] for rows in self._stored.values()], dim=-1), stages.rank - 1)
+                stages.send(
+                    torch.cat([rows.index_select(0, slots) for rows in self._stored.values()], dim=-1), stages.rank - 1
+                )
         return out
 
     def _slots_of(self, pieces: Sequence[Piece]) -> Tensor:
@@ -106,9 +108,9 @@ class ShardRunner:
         taken = like.new_empty(len(slots), count * like.shape[1])
         self._stages.recv(taken, self._stages.rank + 1)
         for layer, rows in zip(self._received, taken.chunk(count, dim=-1), strict=True):
-            self._stored[layer][slots] = rows
+            put_rows(self._stored[layer], slots, rows)
 
     def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
         """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
         index = torch.from_numpy(slots).to(self.loaded.device)
-        return [self._stored[layer][index] for layer in layers]
+        return [self._stored[layer].index_select(0, index) for layer in layers]
