@@ -27,8 +27,8 @@ demo: $(STAMP)
 	@$(BIN)/specinfer demo
 
 # Side by side, but a file's tests together: they share what they make. One worker more than two cores would have, because
-# tests wait for processes and ports. The order of files is that of tests/conftest.py. Compiled tests are kept, which saves
-# 10 seconds.
+# tests wait for processes and ports. The order of files is that of tests/support/suite.py. Compiled tests are kept, which
+# saves 10 seconds.
 test: check
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 

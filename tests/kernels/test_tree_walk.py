@@ -1,6 +1,6 @@
 """Choosing, walking and committing on a device: twins and Triton's kernels against the ordinary verification.
 
-The kernels run in Triton's interpreter (tests/conftest.py).
+The kernels run in Triton's interpreter (tests/support/suite.py).
 """
 
 import math

@@ -1,7 +1,7 @@
 """Tree attention over a layout: PyTorch's twin against explicit paths, and Triton's kernel against the twin.
 
-Without a GPU the kernel runs in Triton's interpreter (tests/conftest.py), which is slow: shapes are small here, and
-compiling for GPUs is tests/kernels/test_programs.py's.
+Without a GPU the kernel runs in Triton's interpreter (tests/support/suite.py), which is slow: shapes are small here,
+and compiling for GPUs is tests/kernels/test_programs.py's.
 """
 
 from collections.abc import Callable
