@@ -38,7 +38,7 @@ from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
-from tiny import VOCAB, make_request, random_prompts, run
+from tiny import VOCAB, make_request, quick, random_prompts, run
 
 Folder = Callable[..., Path]
 Pair = tuple[LoadedModel, LoadedModel]
@@ -236,6 +236,7 @@ PROCESSED = [
 ]
 
 
+@pytest.mark.covering(1)
 @ALL
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
 def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
@@ -764,7 +765,10 @@ def check_that_programs_can_be_captured(pair: Pair) -> None:
     engine._abandon()
 
 
-@ALL
+# Programs of a head have no kernels that the others have not, and the interpreter takes seconds.
+@pytest.mark.parametrize(
+    "pair", quick(["small model", "head", "block head"], "small model", "block head"), indirect=True
+)
 def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, in its interpreter: types, strides and what is padding are what they expect."""
     kernels = pytest.importorskip("triton.runtime.interpreter")

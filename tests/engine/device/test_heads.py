@@ -178,7 +178,10 @@ def test_fixed_trees_are_those_of_ordinary_steps(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-@pytest.mark.parametrize("kind", ["EAGLE-3", "reduced vocabulary", "dflash", "dspark", "P-EAGLE"])
+@pytest.mark.parametrize(
+    "kind",
+    quick(["EAGLE-3", "reduced vocabulary", "dflash", "dspark", "P-EAGLE"], "EAGLE-3", "reduced vocabulary", "dspark"),
+)
 def test_tokens_are_drawn_as_in_ordinary_steps(
     kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
