@@ -34,11 +34,15 @@ static INLINE int64_t place_in_part(const Keys &keys, int64_t i) {
     return i < keys.in_prefix ? i : keys.positions[keys.number(i)] % PART;
 }
 
-// Blocks, from the first, whose keys lie in order of their positions, one at each.
+// Blocks, from the first, whose keys lie in order of their positions, one at each. No key behind them has its place in
+// one of them: a block's values are added up before they are added to a sum.
 static INLINE int64_t blocks_in_order(const Keys &keys) {
-    for (int64_t i = keys.in_prefix; i < keys.count; i++)
-        if (place_in_part(keys, i) != i) return i / BLOCK;
-    return keys.blocks();
+    int64_t in_order = keys.blocks();
+    for (int64_t i = keys.in_prefix; i < keys.count; i++) {
+        const int64_t place = place_in_part(keys, i);
+        if (place != i) in_order = std::min(in_order, std::min(place, i) / BLOCK);
+    }
+    return in_order;
 }
 
 #define LOAD_PART(tile, row, column) _tile_loadd(tile, sums + (row) * WIDE + (column), 4 * WIDE);
