@@ -42,6 +42,7 @@ def _frontier(requests: int, nodes: int, level: int, seed: int, words: int = 1) 
 SIZES = [(7, 7, torch.float32), (5000, 3, torch.float32), (2049, 8, torch.bfloat16)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_predicted", [False, True])
 @pytest.mark.parametrize(("vocab", "width", "dtype"), SIZES)
 def test_candidates_are_those_of_the_plain_version(

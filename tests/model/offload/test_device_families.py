@@ -18,7 +18,7 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.device_stream import DeviceStream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, make_engine, make_request, random_prompts, run, save_model
+from tiny import FAMILIES, make_engine, make_request, quick, random_prompts, run, save_model
 
 _DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
 _CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_weights_in_floating_point_from_host_memory(tmp_path: Path, device: Devi
     test_from_host_memory(tmp_path, device, family, "fp8")
 
 
-@pytest.mark.parametrize("family", _SOME)  # test_copy has the copies of all families
+@pytest.mark.parametrize("family", quick(_SOME, "llama", "mixtral"))  # test_copy has the copies of all families
 def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
     folder = save(tmp_path / "target", family)
     runner = device.load(folder, "disk", offload_folder=tmp_path / "copy")
