@@ -97,7 +97,7 @@ def _loss_program(logits, probs, outputs, weights, losses, overlaps, vocab, TOKE
 
 
 class RejectionLoss(torch.autograd.Function):
-    """Weighted sum over rows of KL(p || q) + 1 - sum(min(p, q)), and the sums.
+    """Weighted sum over rows of KL(p || q) + 1 - sum(min(p, q)), and the overlaps sum(min(p, q)).
 
     The second part is the probability that a token drawn from q is rejected. The logits are overwritten by their
     gradient, so that nothing of their size is kept besides them.
