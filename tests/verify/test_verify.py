@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from specinfer.core.noise import UniformStream
@@ -240,3 +241,31 @@ def test_no_token_is_valid(rule: str, temperature: float) -> None:
     refused, fine = verify(rule, [logits, torch.zeros(1, 4)], requests, [TokenTree.root(2)] * 2)
     assert refused.next_token == NO_VALID_TOKEN
     assert 0 <= fine.next_token < 4
+
+
+class _Threads(TorchDispatchMode):
+    """The numbers of threads that PyTorch's operations may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif("openmp" not in torch.__config__.parallel_info().lower(), reason="PyTorch has other threads")
+def test_rows_of_logits_are_processed_on_the_calling_thread() -> None:
+    """On a busy machine PyTorch waits milliseconds for its other threads after each operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        request = make_request("a", [1, 2], SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2))
+        logits = torch.randn(3, 500)
+        with _Threads() as threads:
+            verify("coupled", [logits], [request], [TokenTree.chain(2, [3, 4])])
+        assert threads.seen == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

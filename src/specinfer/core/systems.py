@@ -4,7 +4,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -21,11 +23,17 @@ def stop_signals() -> tuple[int, ...]:
 
 def call_c(name: str, *arguments: int) -> None:
     """Call a function of the C library or of another library of this process; do nothing where there is none."""
+    if (function := _c_function(name)) is not None:
+        function(*arguments)
+
+
+@cache
+def _c_function(name: str) -> Callable[..., object] | None:
     try:
-        function = getattr(ctypes.CDLL(None), name)
+        found: Callable[..., object] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):  # TypeError: Windows
-        return
-    function(*arguments)
+        return None
+    return found
 
 
 def child_environment() -> dict[str, str]:

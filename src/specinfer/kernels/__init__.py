@@ -9,7 +9,7 @@ from specinfer.kernels.decoder import LayerCall, LayersCall
 from specinfer.kernels.experts import ExpertsCall, Opening, Routing, Scores
 from specinfer.kernels.layer_inputs import LayerInputsCall
 from specinfer.kernels.layer_part import Attends, Opens, PartCall
-from specinfer.kernels.library import compute_alone, describe, each_alone, library
+from specinfer.kernels.library import compute_alone, computing_alone, describe, each_alone, library
 from specinfer.kernels.linear import PackedLinear, choose, pack_linears, packs, packs_type
 from specinfer.kernels.linear_call import GATES, Ending, LinearCall
 from specinfer.kernels.low_rank import AdapterRuns, AdapterTable, LowRank
@@ -51,6 +51,7 @@ __all__ = [
     "attends",
     "choose",
     "compute_alone",
+    "computing_alone",
     "describe",
     "each_alone",
     "library",

@@ -4,8 +4,9 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -93,6 +94,20 @@ def compute_alone() -> None:
     """Make PyTorch and native code called from this thread use only this thread; other threads are not affected."""
     torch.get_num_threads()  # makes PyTorch set its number now, not at the thread's first work
     call_c("omp_set_num_threads", 1)
+
+
+@contextmanager
+def computing_alone() -> Iterator[None]:
+    """Return a context, or a decorator, in which PyTorch uses the calling thread only, as rows of logits need no more.
+
+    Its other threads save nothing there, and on a busy machine it waits milliseconds for them after each operation.
+    """
+    before = torch.get_num_threads()
+    call_c("omp_set_num_threads", 1)
+    try:
+        yield
+    finally:
+        call_c("omp_set_num_threads", before)
 
 
 def each_alone(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
+from specinfer.kernels import computing_alone
 from specinfer.kernels.choice import choose_token, chooses
 from specinfer.kernels.plain_logits import Truncation
 from specinfer.kernels.toss import toss_trees
@@ -26,6 +27,7 @@ from specinfer.verify.rules import MULTI_STEP, RANDOM_RULES, TRAVERSAL
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
 
+@computing_alone()
 def verify(
     rule: str, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
 ) -> list[Acceptance]:

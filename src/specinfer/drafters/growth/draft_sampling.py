@@ -25,6 +25,7 @@ from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.wanted_nodes import Node, WantedNodes
 from specinfer.drafters.vocabulary.token_map import TokenMap
+from specinfer.kernels import computing_alone
 from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
 from specinfer.kernels.toss import sources_at
 from specinfer.verify.logits import adjust, is_adjusted, truncate
@@ -85,6 +86,7 @@ class Candidates:
         return Distribution(self.support[node], self.probs[node], () if self.replaced else tuple(drawn[:rank]))
 
 
+@computing_alone()
 def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: TokenMap | None = None) -> Candidates:
     """Return candidates for each node.
 
