@@ -15,6 +15,7 @@ from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
+from specinfer.kernels import computing_alone
 from specinfer.kernels.choice import most_probable
 from specinfer.kernels.token_scores import TokenScores, score_tokens
 
@@ -145,6 +146,7 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
     return torch.maximum(least, values.gather(-1, last))
 
 
+@computing_alone()
 def top_logprobs(
     logits: Tensor, places: Sequence[int], tokens: Sequence[int], count: int, others: Sequence[int] = ()
 ) -> list[dict[int, Logprob]]:
