@@ -38,7 +38,7 @@ from specinfer.hub.locate import at_revision
 
 P = ParamSpec("P")
 _MODEL, _RANKS, _SPECULATION = "Model", "Ranks", "Speculation"
-_PATHS = ("model", "tokenizer", "offload_folder", "cluster_cert", "speculation_policy", "step_log", "adapt_dir")
+_PATHS = ("model", "tokenizer", "cluster_cert", "speculation_policy", "step_log", "adapt_dir")  # checked as given
 _MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 
 

@@ -103,7 +103,7 @@ def computing_alone() -> Iterator[None]:
     Its other threads save nothing there, and on a busy machine it waits milliseconds for them after each operation.
     """
     before = torch.get_num_threads()
-    call_c("omp_set_num_threads", 1)
+    compute_alone()
     try:
         yield
     finally:

@@ -84,6 +84,7 @@ def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
         "drafters": [[part.name, _shape(getattr(part, "runner", None))] for part in parts_of(drafter)]
         if drafter
         else [],
+        # Earlier versions stored a time of reading for drafters that read nothing.
         **({} if drafter is None or reads_prompts(drafter) else {"reads_prompts": False}),
         **({"num_asked": selection.num_asked} if selection else {}),
         **_streaming(target),
