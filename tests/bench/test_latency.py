@@ -245,6 +245,7 @@ def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monke
         ({"trees": ("0",)}, "tree: a level of '0' has no children"),
         ({"drafters": ()}, "drafters: empty"),
         ({"drafters": ("suffix",), "enable_prefix_caching": True}, "enable_prefix_caching: .* name other drafters"),
+        ({"kv_cache_memory_bytes": "4x"}, "kv_cache_memory_bytes: '4x' is not a size"),
         ({"prompts": ()}, "prompts: one is empty, or there are none"),
         ({"prompts": ("text",)}, "prompts: .* has no tokenizer"),
         ({"prompts": ((1, VOCAB),)}, "prompts: token id 96 is not in the vocabulary"),

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from full_disk import limited_files
 from specinfer.bench import loop
 from specinfer.bench.chat_prompts import PromptSet
-from specinfer.bench.loop import schedule
+from specinfer.bench.loop import open_session, schedule
 from specinfer.bench.options import PLAIN, ThroughputConfig
 from specinfer.bench.results import PARTS
 from specinfer.bench.throughput import run_throughput
@@ -289,6 +289,8 @@ def test_batches_that_memory_cannot_hold_are_refused(folders: tuple[str, str], m
     monkeypatch.setattr("specinfer.model.capacity._memory", lambda *_: 60 * 2**10)
     with pytest.raises(ValueError, match="batch_sizes: 3 requests of 40 tokens and their trees need 312 slots"):
         run_throughput(make_config(folders))
+    with open_session(make_config(folders, kv_cache_memory_bytes="1MiB"), None) as session:
+        assert session.llm.target.cache.num_slots >= 312
 
 
 def test_the_command_takes_its_options(tmp_path: Path, folders: tuple[str, str]) -> None:

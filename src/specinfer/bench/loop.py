@@ -155,12 +155,14 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         max_num_seqs=math.ceil(num_slots / (longest + SLOTS_OF_DRAFTS)) + config.largest,
         max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ) if config.largest > 1 else None,
         enable_prefix_caching=config.enable_prefix_caching,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         seed=config.seed,
     )
     if llm.target.cache.num_slots < num_slots:
         raise ValueError(
             f"batch_sizes: {config.largest} requests of {longest} tokens and their trees need {num_slots} slots of the "
-            f"KV cache, and memory allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars"
+            f"KV cache, and memory allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars, "
+            "or raise kv_cache_memory_bytes"
         )
     for executor in llm.engine.executors:
         if isinstance(executor, DeviceExecutor):  # as at the start of an engine with these trees

@@ -18,6 +18,7 @@ from specinfer.core.config import (
 )
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.sizes import parse_size
 from specinfer.core.tree_shape import parse_tree
 from specinfer.demo.chat_model import CHAT
 
@@ -48,6 +49,7 @@ class CompareConfig:
         scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
         enable_prefix_caching: Whether the prefix cache keeps prompts from run to run, instead of each reading its own.
+        kv_cache_memory_bytes: Size of the KV caches of all models, such as "6GiB". None for the default of `LLM`.
             The times with prompts then say nothing.
         num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
             larger than this uses as many prompts as the batch holds.
@@ -82,6 +84,7 @@ class CompareConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_prefix_caching: bool = False
+    kv_cache_memory_bytes: int | str | None = None
     num_prompts: int = 8
     max_tokens: int = 128
     temperature: float = 0.0
@@ -105,6 +108,8 @@ class CompareConfig:
         check_trees(self.trees)
         parse_select(self.select)
         check_verification(self.verification)
+        if self.kv_cache_memory_bytes is not None:
+            parse_size("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
         check_prompts(self.prompts)
         check_kinds(self.kinds, self.prompts)
         self.sampling_params(0)

@@ -14,6 +14,7 @@ from specinfer.cli.options import (
     GROW,
     JSON,
     KV_CACHE_DTYPE,
+    KV_CACHE_MEMORY_BYTES,
     MODEL,
     PIPELINE_PARALLEL_SIZE,
     PLOT,
@@ -139,6 +140,7 @@ class CompareOptions:
             "--enable-prefix-caching",
         ),
     ] = False
+    kv_cache_memory_bytes: KV_CACHE_MEMORY_BYTES = None
     kind: KIND = None
     num_prompts: Annotated[
         int, flag("Sampling", "Number of held-out texts, or of chat prompts of all kinds; at least the batch size.")
@@ -154,7 +156,7 @@ class CompareOptions:
         """
         name = measured(argument, self.model)
         same = ("device", "tensor_parallel_size", "pipeline_parallel_size", "verification", "enable_prefix_caching",
-                "num_prompts", "repeats")  # fmt: skip
+                "kv_cache_memory_bytes", "num_prompts", "repeats")  # fmt: skip
         return {field: getattr(self, field) for field in same} | {
             "model": name,
             "trees": tuple(self.tree or ["auto"]),
