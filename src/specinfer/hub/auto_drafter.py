@@ -89,25 +89,27 @@ def _partner(model: str | Path, kinds: Collection[str]) -> Path | None:
         return None
     if target is None or not target.is_dir():
         return None
-    heads, small = [], []
+    heads: list[Path] = []
+    small: list[Path] = []
     for folder in _neighbours(target):
-        config = read_object(folder / "config.json")
-        if config is None or folder_refusal(folder) is not None:
+        if (config := read_object(folder / "config.json")) is None:
             continue
         if (kind := head_format(config)) is not None:
-            if kind in kinds and _is_head_of(config, folder, target):
-                heads.append(folder)
-        elif _drafts_for(folder, target):
-            small.append(folder)
+            found, drafts = heads, kind in kinds and _is_head_of(config, folder, target)
+        else:
+            found, drafts = small, _drafts_for(folder, target)
+        if drafts and folder_refusal(folder) is None:
+            found.append(folder)
     return next(iter([*sorted(heads), *sorted(small, key=_num_bytes)]), None)
 
 
 def _neighbours(target: Path) -> Iterator[Path]:
+    target = target.resolve()
     try:
-        found = sorted(itertools.islice(target.resolve().parent.iterdir(), _MOST_FOLDERS))
+        found = sorted(itertools.islice(target.parent.iterdir(), _MOST_FOLDERS))
     except OSError:
         return
-    yield from (path for path in found if path.is_dir() and path != target.resolve())
+    yield from (path for path in found if path.is_dir() and path != target)
 
 
 def _is_head_of(config: dict[str, object], folder: Path, target: Path) -> bool:
