@@ -230,6 +230,24 @@ def test_long_contexts_are_taken_in_parts(isa: str, name: str, heads: int, dtype
     torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_requests_get_the_same_to_the_bit_together_and_alone(isa: str, dtype: torch.dtype) -> None:
+    """After contexts of several parts, with work enough for all threads: short chains, a tree and a long chain."""
+    short = [(600 + 97 * i, 1, TokenTree.chain(1, [2, 3])) for i in range(9)]
+    parts = [*short, (1020, 2, TokenTree((1, 2, 3, 4), (-1, 0, 0, 1))), (520, 90, TokenTree.root(1))]
+    rig = Rig(parts, heads=8, kv_heads=4, dims=(40, 40), dtype=dtype)
+    rig.query = rig.query.float()  # as is the output, which in 16 bits would hide differences
+    together, first = rig.run(), 0
+    alone = Rig(parts[:1], heads=8, kv_heads=4, dims=(40, 40), dtype=dtype)
+    alone.store = rig.store
+    for piece in rig.pieces:
+        end = first + len(piece.tokens)
+        alone.pieces = [piece]
+        alone.query, alone.key, alone.value = (x[:, :, first:end] for x in (rig.query, rig.key, rig.value))
+        assert torch.equal(alone.run(), together[first:end])
+        first = end
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("window", [None, 700])
 def test_a_prefix_may_leave_out_tokens(native: bool, window: int | None) -> None:

@@ -45,6 +45,41 @@ static INLINE int64_t blocks_in_order(const Keys &keys) {
     return in_order;
 }
 
+// Where the numbers of a block's keys are; those of keys that nobody sees are zeros. block: room for copies.
+template <int WIDE>
+static INLINE void rows_of_block(const Attention *layer, const void *pool, const int64_t *places, uint32_t any,
+                                 float *block, const uint16_t **rows) {
+    const uint16_t *numbers = (const uint16_t *)pool;
+    const bool in_place = layer->dim == WIDE && any == ~0u;
+    for (int64_t i = 0; i < BLOCK; i++) rows[i] = in_place ? numbers + places[i] : (uint16_t *)block + i * WIDE;
+    if (in_place) return;
+    const auto copy = [&](int64_t i) ALWAYS { memcpy((uint16_t *)block + i * WIDE, numbers + places[i], 2 * layer->dim); };
+    of_seen(any, copy, [&](int64_t i) ALWAYS { memset((uint16_t *)block + i * WIDE, 0, 2 * layer->dim); });
+}
+
+// Pairs of two keys [BLOCK / 2][WIDE]: of each 32 numbers the even ones, then the odd ones, which takes no shuffles.
+template <int WIDE>
+static INLINE void pair_values(const uint16_t *const *rows, float *block) {
+    for (int64_t i = 0; i < BLOCK; i += 2, block += WIDE)
+        each<WIDE / 32>([&](auto part) ALWAYS {
+            const __m512i earlier = _mm512_loadu_si512(rows[i] + 32 * part), later = _mm512_loadu_si512(rows[i + 1] + 32 * part);
+            const __m512i even = _mm512_mask_blend_epi16(0xaaaaaaaa, later, _mm512_slli_epi32(earlier, 16));
+            const __m512i odd = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(later, 16), earlier);
+            _mm512_store_si512(block + 32 * part, even);
+            _mm512_store_si512(block + 32 * part + LANES, odd);
+        });
+}
+
+// Puts the sums of such values into their order.
+template <int WIDE>
+static INLINE void order_sums(float *sums) {
+    for (int64_t d = 0; d < WIDE; d += 2 * LANES) {
+        const Floats even = read<Floats>(sums + d), odd = read<Floats>(sums + d + LANES);
+        write(sums + d, SHUFFLE(Ints, even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+        write(sums + d + LANES, SHUFFLE(Ints, even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    }
+}
+
 #define LOAD_PART(tile, row, column) _tile_loadd(tile, sums + (row) * WIDE + (column), 4 * WIDE);
 #define STORE_PART(tile, row, column) _tile_stored(tile, sums + (row) * WIDE + (column), 4 * WIDE);
 #define STORE_SCORES(tile, row, column) _tile_stored(tile, scores + (row) * BLOCK + (column), 4 * BLOCK);
@@ -162,6 +197,7 @@ static void blend_part(TilesRoom<WIDE> &room, const Attention *layer, const Item
                        const uint32_t *any_sees, const Weight &weight) {
     const int64_t rows = item.rows(), in_order = blocks_in_order(keys), late_blocks = keys.blocks() - in_order;
     int64_t places[BLOCK];
+    const uint16_t *values[BLOCK];
     memset(room.sums, 0, rows * WIDE * 4);
     for (int64_t r = 0; r < rows; r++) room.totals[r] = Floats{};
     for (int64_t from = 0, to; from < in_order; from = to) {
@@ -169,7 +205,8 @@ static void blend_part(TilesRoom<WIDE> &room, const Attention *layer, const Item
         for (to = from; to < in_order && to < from + VALUE_BLOCKS && any_sees[to]; to++, ready++) {
             places_of(layer, keys, item.kv_head, to * BLOCK, any_sees[to], places);
             fetch_ahead<WIDE>(layer, keys, item.kv_head, (to + 1) * BLOCK, layer->values);
-            fetch_values<WIDE>(Pairs{}, layer, places, any_sees[to], room.values + ready * (BLOCK / 2) * WIDE);
+            rows_of_block<WIDE>(layer, layer->values, places, any_sees[to], room.block, values);
+            pair_values<WIDE>(values, room.values + ready * (BLOCK / 2) * WIDE);
             float *here = scores + to * rows * BLOCK;
             for (int64_t r = 0; r < rows; r++) {
                 const Floats first = weight(r, here + r * BLOCK), second = weight(r, here + r * BLOCK + LANES);
@@ -182,6 +219,7 @@ static void blend_part(TilesRoom<WIDE> &room, const Attention *layer, const Item
         asm volatile("" ::: "memory");
         if (!ready) to++;
     }
+    for (int64_t r = 0; r < rows; r++) order_sums<WIDE>(room.sums + r * WIDE);
     float *late = late_blocks ? room.late.hold(late_blocks * BLOCK * WIDE) : nullptr;
     for (int64_t b = in_order; b < keys.blocks(); b++) {
         places_of(layer, keys, item.kv_head, b * BLOCK, any_sees[b], places);

@@ -11,6 +11,7 @@ static const int64_t BLOCK = 32;         // keys
 static const int64_t MOST_VECTORS = 4;   // of rows, in an item without tiles
 static const int64_t PART = 512;         // positions
 static const int64_t MOST_SCRATCH = 1 << 20;           // floats of a piece's parts that are computed apart
+static const int64_t FEW_APART = 64;     // rows of a KV head whose parts are small beside the keys and values
 
 struct Item {  // tokens [from, to) of a piece, and so many query heads, which share a KV head
     int64_t piece, from, to, kv_head, first_head, heads;
@@ -84,8 +85,9 @@ static INLINE void fetch_ahead(const Attention *layer, const Keys &keys, int64_t
     if (start + BLOCK > keys.in_prefix || (layer->dim != WIDE && layer->dim <= WIDE / 2)) return;
     constexpr int64_t BYTES = WIDE * 2;  // of a key; neighbouring lines come by themselves
     const int64_t bytes = layer->dim * (layer->type == FP32 ? 4 : layer->type == FP8 || layer->type == E5M2 ? 1 : 2);
+    const int64_t stride = layer->kv_heads * bytes;
     for (int64_t i = 0; i < BLOCK; i++) {
-        const char *place = (const char *)pool + (keys.slots[keys.first + start + i] * layer->kv_heads + kv_head) * bytes;
+        const char *place = (const char *)pool + keys.slots[keys.first + start + i] * stride + kv_head * bytes;
         each<(BYTES + 63) / 64>([&](auto line) ALWAYS { __builtin_prefetch(place + line * 64, 0, 2); });
     }
 }
@@ -393,7 +395,8 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
     items = 0;
     for (int64_t i = 0; i < pieces->count; i++) {
         const int64_t parts = parts_of(pieces, i), wanted = pieces->num_new[i] * layer->heads * parts * size;
-        const bool apart = !enough && parts > 1 && wanted <= MOST_SCRATCH;
+        const bool few = pieces->num_new[i] * repeats <= FEW_APART;
+        const bool apart = parts > 1 && wanted <= MOST_SCRATCH && (few || !enough);
         division[i] = {parts, items, apart, nullptr, nullptr, nullptr};
         items += sets(i) * (apart ? parts : 1);
         num_numbers += pieces->num_rest[i] + parts;
@@ -407,7 +410,8 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
         division[i].partials = place;
         if (division[i].apart) place += pieces->num_new[i] * layer->heads * division[i].parts * size;
     }
-    in_parallel<EndTiles>(items, 1, threads, [&](int64_t item) {
+    // A thread that takes all heads of a part finds most of them in its cache: they lie side by side in memory.
+    in_parallel<EndTiles>(items, std::min(shares(items, threads), groups), threads, [&](int64_t item) {
         int64_t piece = pieces->count - 1;
         while (division[piece].first_item > item) piece--;
         const int64_t here = sets(piece), part = (item - division[piece].first_item) / here;
