@@ -79,17 +79,20 @@ def test_a_layer_is_the_same_to_the_bit_with_any_number_of_threads(rows: int, co
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, 8, 4])
-@pytest.mark.parametrize("rows", [1, 33])
-def test_a_product_is_the_same_to_the_bit_with_any_number_of_threads(
+@pytest.mark.parametrize("rows", [1, 33, 300])
+def test_a_product_is_the_same_to_the_bit_with_any_number_of_threads_and_rows(
     kind: torch.dtype | int, rows: int, threads: Threads
 ) -> None:
+    """Several panels take turns on a part of the activations of 300 rows."""
     source = torch.Generator().manual_seed(0)
     weight, x = torch.randn((1000, 1100), generator=source), torch.randn((rows, 1100), generator=source)
     results = []
     for number in (1, 2, 3):
         threads(number)
         panels = pack(weight, kind)
-        results.append((LinearCall(panels)(x), panels.unpack() if not isinstance(kind, int) else x))
+        call = LinearCall(panels)
+        results.append((call(x), panels.unpack() if not isinstance(kind, int) else x))
+        assert torch.equal(call(x[-1:]), results[-1][0][-1:])
     for result, unpacked in results[1:]:
         assert torch.equal(result, results[0][0])
         assert torch.equal(unpacked, results[0][1])

@@ -106,15 +106,15 @@ def with_zeros(bits: int) -> tuple[QuantizedWeight, torch.Tensor]:
     return QuantizedWeight(codes, scales, bits, 512, 32, zeros=zeros), numbers
 
 
-def of_fp8(rows: int, inputs: int) -> tuple[QuantizedWeight, torch.Tensor]:
-    """Weights of all codes but NaN, with a scale for each row and 128 inputs."""
+def of_fp8(rows: int, inputs: int, used: int = 300) -> tuple[QuantizedWeight, torch.Tensor]:
+    """Weights of all codes but NaN, with a scale for each row and 128 inputs, of which so many are used."""
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 256, (rows, inputs), generator=generator).to(torch.uint8)
     codes[codes & 127 == 127] = 0
-    codes[:, 300:] = 0  # of a last group that is partly filled
+    codes[:, used:] = 0  # of a last group that is partly filled
     scales = torch.rand((rows, inputs // 128), generator=generator) / 50
     numbers = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
-    return QuantizedWeight(codes, scales, 8, 300, 128, levels=LEVELS), numbers[:, :300]
+    return QuantizedWeight(codes, scales, 8, used, 128, levels=LEVELS), numbers[:, :used]
 
 
 def test_native_products_of_fp8_are_those_of_its_numbers(isa: str) -> None:
@@ -134,6 +134,17 @@ def test_native_products_of_fp8_are_those_of_its_numbers(isa: str) -> None:
     assert torch.equal(call.rows(torch.tensor([69, 0, 32])), numbers[[69, 0, 32]])
     assert torch.equal(dequantize(Panels.of_codes(weight).unpack_codes()), numbers)
     assert torch.equal(dequantize(weight.of_inputs(range(128, 300))), numbers[:, 128:])
+
+
+def test_parts_of_many_inputs_in_fp8_are_whole_groups(isa: str) -> None:
+    """Several blocks of rows take turns on a part of the inputs, of which there are 33 groups."""
+    weight, numbers = of_fp8(40, 4224, 4224)
+    x = torch.randn((40, 4224), generator=torch.Generator().manual_seed(0))
+    for dots in (True, False):
+        call = LinearCall(Panels.of_codes(weight), dots=dots)
+        y = call(x)
+        assert torch.equal(call(x[39:])[0], y[39])
+        torch.testing.assert_close(y, x @ numbers.T, rtol=0.02, atol=1.0)
 
 
 def of_nvfp4(rows: int, inputs: int) -> tuple[QuantizedWeight, torch.Tensor]:

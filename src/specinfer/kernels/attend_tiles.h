@@ -53,7 +53,9 @@ static INLINE void rows_of_block(const Attention *layer, const void *pool, const
     const bool in_place = layer->dim == WIDE && any == ~0u;
     for (int64_t i = 0; i < BLOCK; i++) rows[i] = in_place ? numbers + places[i] : (uint16_t *)block + i * WIDE;
     if (in_place) return;
-    const auto copy = [&](int64_t i) ALWAYS { memcpy((uint16_t *)block + i * WIDE, numbers + places[i], 2 * layer->dim); };
+    const auto copy = [&](int64_t i) ALWAYS {
+        memcpy((uint16_t *)block + i * WIDE, numbers + places[i], 2 * layer->dim);
+    };
     of_seen(any, copy, [&](int64_t i) ALWAYS { memset((uint16_t *)block + i * WIDE, 0, 2 * layer->dim); });
 }
 
@@ -62,7 +64,8 @@ template <int WIDE>
 static INLINE void pair_values(const uint16_t *const *rows, float *block) {
     for (int64_t i = 0; i < BLOCK; i += 2, block += WIDE)
         each<WIDE / 32>([&](auto part) ALWAYS {
-            const __m512i earlier = _mm512_loadu_si512(rows[i] + 32 * part), later = _mm512_loadu_si512(rows[i + 1] + 32 * part);
+            const __m512i earlier = _mm512_loadu_si512(rows[i] + 32 * part);
+            const __m512i later = _mm512_loadu_si512(rows[i + 1] + 32 * part);
             const __m512i even = _mm512_mask_blend_epi16(0xaaaaaaaa, later, _mm512_slli_epi32(earlier, 16));
             const __m512i odd = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(later, 16), earlier);
             _mm512_store_si512(block + 32 * part, even);

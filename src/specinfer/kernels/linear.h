@@ -5,6 +5,8 @@
 
 static const int64_t AHEAD = 8192;  // bytes that a panel's only block of rows fetches before it needs them
 static const int64_t PART_BYTES = 1 << 17;  // of a panel, that several blocks of rows take turns on
+static const int64_t ROW_BYTES = 1 << 18;   // of activations, that several panels take turns on
+static const int64_t MOST_TOGETHER = 8;     // panels
 static const int64_t MADE_READY = 512;      // k's of which one thread makes activations ready
 
 // Rows shared out so that blocks differ by one row at most; those of tiles are full, but for the last.
@@ -167,8 +169,12 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const int64_t filled = in_step == 2 ? (depth + 31) / 32 * 32 : depth, steps = filled / in_step;  // as tiles read them
     const int64_t words = words_of_tile(type, dots, rows);
     const Blocks blocks(rows, words > 1);
-    // A single block of rows streams through a panel; several take turns on a part of it that stays in cache.
-    const int64_t parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
+    // A single block of rows streams through a panel; several take turns on a part of it that stays in cache, and
+    // several panels on such a part of very many rows.
+    const int64_t row_parts = blocks.count == 1 ? 1 : (4 * rows * steps - 1) / ROW_BYTES + 1;
+    const int64_t panel_parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
+    const int64_t parts = std::max(row_parts, panel_parts);
+    const int64_t together = row_parts == 1 ? 1 : std::min(shares(panels, threads), MOST_TOGETHER);
     const int64_t multiple = layer->scaling >= NESTED ? NEST : 64;  // whole groups, and whole ones of groups
     const int64_t part = (depth / parts + multiple - 1) / multiple * multiple;
     const bool affine = is_affine(layer->scaling);
@@ -183,34 +189,42 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
                        ready + m * steps, scales + m * groups, zeros + m * groups);
         }
     };
-    const auto panel = [&](int64_t p) {
-        const uint8_t *place = (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs);
-        const uint8_t *weight_scales = layer->scales;  // null where weights are no codes
-        if (weight_scales) weight_scales += p * scale_bytes(layer->scaling, shape.group, depth);
-        float *sums = zero_sums(rows);
-        const int64_t column = layer->first + p * WIDTH;
-        if (runs) fetch_up(layer, column / WIDTH, runs);
-        for (int64_t k = 0; k < depth; k += part) {
-            const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
-            const int64_t group = k / shape.group;
-            for (int64_t b = 0; b < blocks.count; b++) {
-                const int64_t m = blocks.first(b), count = blocks.rows(b);
-                // Several blocks share the fetching of what comes next: memory is busy in all of them.
-                const uint8_t *ahead = place + (blocks.count == 1 ? AHEAD : bytes) + b * bytes / blocks.count;
-                const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
-                                     scales + m * groups + group * count, zeros + m * groups + group * count,
-                                     layer->scaling, layer->levels, count};
-                kernel_of(type, dots, count, words > 1)(block, place, weight_scales, size, sums + m * WIDTH);
+    const auto place_of = [&](int64_t p, int64_t k) {
+        return (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs) + k * WIDTH * shape.bits / 8;
+    };
+    const auto bytes_of_scales = [&](int64_t size) { return scale_bytes(layer->scaling, shape.group, size); };
+    const auto some_panels = [&](int64_t item) {
+        const int64_t first = item * together, last = std::min(first + together, panels), column = layer->first / WIDTH;
+        float *sums = zero_sums(rows * (last - first));
+        for (int64_t p = first; runs && p < last; p++) fetch_up(layer, column + p, runs);
+        for (int64_t k = 0; k < depth; k += part)
+            for (int64_t p = first; p < last; p++) {
+                const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
+                const uint8_t *place = place_of(p, k), *weight_scales = layer->scales;  // null where weights are no codes
+                const uint8_t *next = p + 1 < last       ? place_of(p + 1, k)
+                                      : k + part < depth ? place_of(first, k + part)
+                                                         : place_of(last, 0);
+                if (weight_scales) weight_scales += p * bytes_of_scales(depth) + bytes_of_scales(k);
+                for (int64_t b = 0; b < blocks.count; b++) {
+                    const int64_t m = blocks.first(b), count = blocks.rows(b), g = k / shape.group;
+                    // Several blocks share the fetching of what comes next: memory is busy in all of them.
+                    const uint8_t *ahead = blocks.count == 1 ? place + AHEAD : next + b * bytes / blocks.count;
+                    const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
+                                         scales + m * groups + g * count, zeros + m * groups + g * count,
+                                         layer->scaling, layer->levels, count};
+                    float *own = sums + (rows * (p - first) + m) * WIDTH;
+                    kernel_of(type, dots, count, words > 1)(block, place, weight_scales, size, own);
+                }
             }
-            place += bytes;
-            if (weight_scales) weight_scales += scale_bytes(layer->scaling, shape.group, size);
+        for (int64_t p = first; p < last; p++, sums += rows * WIDTH) {
+            if (runs) panel_up(layer, column + p, runs, sums);
+            finish(sums, layer->bias, y + layer->first, rows, p * WIDTH, outputs, layer->stride, ending);
         }
-        if (runs) panel_up(layer, column / WIDTH, runs, sums);
-        finish(sums, layer->bias, y + layer->first, rows, p * WIDTH, outputs, layer->stride, ending);
     };
     // Few activations are ready before another thread has come.
     in_parallel((filled + MADE_READY - 1) / MADE_READY, (FEW + rows - 1) / rows, threads, ready_from);
     if (runs && !layer->first) all_down(layer, x, runs, threads);  // the others have the same inputs
-    in_parallel<EndTiles>(panels, shares(panels, threads), threads, panel, rows * depth * 8 + type);
+    const int64_t items = (panels + together - 1) / together;
+    in_parallel<EndTiles>(items, shares(items, threads), threads, some_panels, rows * depth * 8 + type);
     if (layer->next) linear(layer->next, x, y, room, rows, ending, runs, threads);
 }
