@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import QuantizedEmbedding, norm
+from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
@@ -205,6 +205,8 @@ class FeatureHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab] float32 logits of [rows, width] hidden states after the last norm."""
         head = self._ends.head if self.lm_head is None else self.lm_head
+        if hidden.device.type == "cpu" and isinstance(head, PackedLinear | QuantizedLinear):
+            hidden = hidden.float()  # what they multiply: logits are not rounded to fewer bits and back
         logits: Tensor = head(hidden)
         return logits.float()
 
