@@ -68,6 +68,13 @@ def test_numbers_of_numpy_and_tensors_are_pythons() -> None:
         SamplingParams(top_k=np.int64(-2))
 
 
+@pytest.mark.parametrize("array", [np.array([1, 3]), np.array(["1", "3"]), torch.tensor([1, 3])], ids=repr)
+@pytest.mark.parametrize("field", ["tree", "structured_outputs", "output_kind", "logit_bias", "slo"])
+def test_arrays_are_refused_by_the_name_of_the_field(field: str, array: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}.* \['?1'?, '?3'?\]"):
+        SamplingParams(**{field: array})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [(field, value) for field, values in REFUSED.items() for value in values],

@@ -86,8 +86,8 @@ def check_path(name: str, value: object) -> None:
 
 
 def as_python(value: Any) -> Any:
-    """Return a number of NumPy, or a tensor of one number, as Python's; anything else stays as it is."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    """Return a number, an array or a tensor as Python's number or list; anything else stays as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def as_tuple(name: str, values: Iterable[Any] | None) -> tuple[Any, ...]:
