@@ -348,6 +348,15 @@ def test_a_bad_value_is_named_in_one_line(target: str, words: Sequence[str], par
     assert part in refusal("generate", target, "the", *words)
 
 
+@pytest.mark.parametrize(("size", "limits"), [("min", (5, 4)), ("max", (2, 1))])
+def test_one_ngram_size_that_contradicts_the_default_of_the_other(size: str, limits: tuple[int, int]) -> None:
+    given = limits[0] if size == "min" else limits[1]
+    assert refusal("generate", "any", "the", f"--prompt-lookup-{size}", str(given)) == (
+        "specinfer: error: --prompt-lookup-min, --prompt-lookup-max: the shortest n-gram "
+        f"({limits[0]}) is longer than the longest ({limits[1]}); set both"
+    )
+
+
 def test_flags_that_constrain_the_output(target: str, tmp_path: Path) -> None:
     words = (target, "the", "--max-tokens", "12", "--seed", "3")
     (tmp_path / "the.lark").write_text('start: "the cat" | "the other"')

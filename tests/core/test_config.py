@@ -73,6 +73,12 @@ def test_a_tree_needs_a_drafter(tree: str) -> None:
         assert SpeculativeConfig(drafters=(), tree=fine).tree == fine
 
 
+@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "min"), ((2, 65), "max"), ((65, 65), "min"), ((1, 0), "max")])
+def test_ngram_sizes_out_of_range(sizes: tuple[int, int], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^prompt_lookup_{name} must be from 1 to 64, not "):
+        SpeculativeConfig(ngram_sizes=sizes)
+
+
 def test_drafters() -> None:
     assert parse_drafters("auto") is None
     assert parse_drafters(None) is None

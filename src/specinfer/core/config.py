@@ -174,7 +174,12 @@ class SpeculativeConfig:
         parse_select(self.select)
         least, most = self.ngram_sizes
         check_int("prompt_lookup_min", least, 1, _MAX_NGRAM)
-        check_int("prompt_lookup_max", most, least, _MAX_NGRAM)
+        check_int("prompt_lookup_max", most, 1, _MAX_NGRAM)
+        if least > most:  # one of them may be the default
+            raise ValueError(
+                f"prompt_lookup_min, prompt_lookup_max: the shortest n-gram ({least}) is longer than the longest "
+                f"({most}); set both"
+            )
         if self.speculation_policy is not None:
             check_path("speculation_policy", self.speculation_policy)
         check_verification(self.verification)
