@@ -642,12 +642,13 @@ def test_a_reader_that_goes_away_ends_the_program_quietly(target: str) -> None:
     assert process.returncode == 1
 
 
-def test_a_full_disk_is_one_line() -> None:
+@pytest.mark.parametrize("words", [("version",), ("bench", "latency", "--help")], ids=["short", "longer than a buffer"])
+def test_a_full_disk_is_one_line(words: Sequence[str]) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")
     with full.open("w") as out:
-        process = _process("version", stdout=out)
+        process = _process(*words, stdout=out)
     assert process.returncode == 1
     assert process.stderr == "specinfer: error: standard output cannot be written: No space left on device\n"
 

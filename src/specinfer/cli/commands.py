@@ -7,6 +7,7 @@ turns every error of a command into one line and an exit code.
 import contextlib
 import copy
 import dataclasses
+import errno
 import inspect
 import io
 import os
@@ -73,7 +74,8 @@ class Program(Group):
         except Exception as error:
             hint = "" if debug else " (--debug shows where)"
             what = f"{type(error).__name__}: {error}{hint}"
-            if isinstance(error, OSError) and _drop_unwritten():
+            # What was too long for the buffer is no longer in it: only another line shows that no text can be written.
+            if isinstance(error, OSError) and _drop_unwritten("\n" if error.errno == errno.ENOSPC else ""):
                 what = f"standard output cannot be written: {file_error(error)}"
             _print_error(what, debug=debug)
             code = 1
@@ -112,12 +114,13 @@ def _type_error(error: Any) -> str | None:
     return None
 
 
-def _drop_unwritten() -> bool:
-    """Discard text that cannot be written, and return whether there was some.
+def _drop_unwritten(more: str = "") -> bool:
+    """Discard text that cannot be written, with `more` after it, and return whether there was some.
 
     It would raise again, with a traceback, at interpreter exit.
     """
     try:
+        sys.stdout.write(more)
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
