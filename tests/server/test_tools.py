@@ -453,6 +453,22 @@ def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> 
             assert (name, read) == ("time", {}) or (name == "weather" and read["city"] in ("Paris", "Rome"))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_a_stop_string_cuts_off_is_not_reported_as_whole(streams: bool, tmp_path: Path) -> None:
+    llm = LLM(save_talker(tmp_path, TEMPLATES["hermes"]), max_model_len=4096)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS, "stop": ["city"]}
+    body |= {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 3, "max_tokens": 300}
+
+    async def cut() -> None:
+        async with served(llm) as (client, _):
+            response = await client.post("/v1/chat/completions", json=body | {"stream": streams})
+            assert response.status_code == 200, response.text
+            assert '"finish_reason":"stop","stop_reason":"city"' in response.text, response.text
+            assert '"tool_calls":[' in response.text
+
+    asyncio.run(cut())
+
+
 @pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
 def test_calls_that_were_answered_go_back_as_they_came(kind: str, tmp_path: Path) -> None:
     llm = LLM(save_talker(tmp_path, TEMPLATES[kind]), drafters=["ngram"], max_model_len=4096)

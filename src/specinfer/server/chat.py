@@ -196,7 +196,7 @@ class _Output:
 
     def _rest(self, chunk: TextChunk) -> dict[str, Any]:
         fields, reason, logprobs = self.fields, chunk.finish_reason, None
-        if reason == "stop" and self.parser.has_calls:
+        if reason == "stop" and self.parser.has_whole_calls:  # a stop string can cut a call off
             reason = "function_call" if fields.functions else "tool_calls"
         if self.texts is not None and chunk.logprobs is not None:
             logprobs = chat_logprobs(

@@ -71,6 +71,11 @@ class ToolParser:
         """True if at least one call has begun."""
         return self._num_calls > 0
 
+    @property
+    def has_whole_calls(self) -> bool:
+        """True if there are calls, and the arguments of the last one have ended."""
+        return self.has_calls and self._state is not _State.ARGUMENTS
+
     def push(self, text: str) -> list[ToolDelta]:
         """Add text, and return the deltas that are certain now."""
         self._pending += text
