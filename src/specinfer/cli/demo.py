@@ -52,7 +52,7 @@ Try next:
 
 
 def demo(*, debug: DEBUG = False) -> None:
-    """Show demo-chat (or, if its package is missing, demo) answer with speculative decoding, and the speedup."""
+    """Let demo-chat (demo if its package is missing) answer with speculative decoding, and print the speedup."""
     quiet_libraries(debug=debug)
     screen = Screen(stats=True, wraps=True)
     model, missing = default_model()
