@@ -160,6 +160,16 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
     torch.testing.assert_close(many(x, torch.empty(9, 96)), LinearCall(panels)(x), rtol=2e-2, atol=8e-2)
 
 
+def test_endings_of_many_rows_are_those_of_few(isa: str) -> None:
+    """512 rows are computed at a time, then the others."""
+    x = _random((600, 40))
+    call = LinearCall(Panels.of(_random((96, 40), torch.float32).div(6).bfloat16()))
+    for ending in (Ending.STORE, *GATES.values()):
+        assert torch.equal(call(x, None, ending)[-3:], call(x[-3:], None, ending))
+    added = call(x, torch.ones(600, 96), Ending.ADD)
+    assert torch.equal(added[-3:], call(x[-3:], torch.ones(3, 96), Ending.ADD))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs", [31, 64, 150])
 def test_weights_are_unpacked_for_pytorch_in_turn(isa: str, dtype: torch.dtype, outputs: int) -> None:

@@ -79,11 +79,11 @@ def test_a_layer_is_the_same_to_the_bit_with_any_number_of_threads(rows: int, co
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, 8, 4])
-@pytest.mark.parametrize("rows", [1, 33, 300])
+@pytest.mark.parametrize("rows", [1, 33, 700])
 def test_a_product_is_the_same_to_the_bit_with_any_number_of_threads_and_rows(
     kind: torch.dtype | int, rows: int, threads: Threads
 ) -> None:
-    """Several panels take turns on a part of the activations of 300 rows."""
+    """Several panels take turns on a part of the activations of 512 rows, then of the others."""
     source = torch.Generator().manual_seed(0)
     weight, x = torch.randn((1000, 1100), generator=source), torch.randn((rows, 1100), generator=source)
     results = []

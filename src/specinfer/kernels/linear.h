@@ -7,6 +7,8 @@ static const int64_t AHEAD = 8192;  // bytes that a panel's only block of rows f
 static const int64_t PART_BYTES = 1 << 17;  // of a panel, that several blocks of rows take turns on
 static const int64_t ROW_BYTES = 1 << 18;   // of activations, that several panels take turns on
 static const int64_t MOST_TOGETHER = 8;     // panels
+static const int64_t ROWS_TOGETHER = 512;   // whose sums in so many panels stay in cache, too
+static const int64_t LEAST_PART = 256;      // k's of a part: each begins and ends with the sums in memory
 static const int64_t MADE_READY = 512;      // k's of which one thread makes activations ready
 
 // Rows shared out so that blocks differ by one row at most; those of tiles are full, but for the last.
@@ -170,11 +172,14 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
     const int64_t words = words_of_tile(type, dots, rows);
     const Blocks blocks(rows, words > 1);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache, and
-    // several panels on such a part of very many rows.
-    const int64_t row_parts = blocks.count == 1 ? 1 : (4 * rows * steps - 1) / ROW_BYTES + 1;
+    // several panels on such a part of many rows. Adapters add to the sums of all rows.
+    const int64_t at_once = runs ? blocks.count : ROWS_TOGETHER / blocks.most;
+    const int64_t row_bytes = 4 * std::min(rows, at_once * blocks.most) * steps;
+    const int64_t row_parts = blocks.count == 1 ? 1 : std::min((row_bytes - 1) / ROW_BYTES, (depth - 1) / LEAST_PART) + 1;
     const int64_t panel_parts = blocks.count == 1 ? 1 : (shape.panel_bytes(inputs) - 1) / PART_BYTES + 1;
     const int64_t parts = std::max(row_parts, panel_parts);
-    const int64_t together = row_parts == 1 ? 1 : std::min(shares(panels, threads), MOST_TOGETHER);
+    const int64_t most_together = std::min(panels / (4 * std::max(threads, 1)), MOST_TOGETHER);  // some for each thread
+    const int64_t together = row_parts == 1 ? 1 : std::max(most_together, (int64_t)1);
     const int64_t multiple = layer->scaling >= NESTED ? NEST : 64;  // whole groups, and whole ones of groups
     const int64_t part = (depth / parts + multiple - 1) / multiple * multiple;
     const bool affine = is_affine(layer->scaling);
@@ -193,10 +198,7 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
         return (const uint8_t *)layer->packed + p * shape.panel_bytes(inputs) + k * WIDTH * shape.bits / 8;
     };
     const auto bytes_of_scales = [&](int64_t size) { return scale_bytes(layer->scaling, shape.group, size); };
-    const auto some_panels = [&](int64_t item) {
-        const int64_t first = item * together, last = std::min(first + together, panels), column = layer->first / WIDTH;
-        float *sums = zero_sums(rows * (last - first));
-        for (int64_t p = first; runs && p < last; p++) fetch_up(layer, column + p, runs);
+    const auto multiply = [&](int64_t first, int64_t last, int64_t b0, int64_t b1, int64_t height, float *sums) {
         for (int64_t k = 0; k < depth; k += part)
             for (int64_t p = first; p < last; p++) {
                 const int64_t size = depth - k < part ? depth - k : part, bytes = size * WIDTH * shape.bits / 8;
@@ -205,20 +207,32 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
                                       : k + part < depth ? place_of(first, k + part)
                                                          : place_of(last, 0);
                 if (weight_scales) weight_scales += p * bytes_of_scales(depth) + bytes_of_scales(k);
-                for (int64_t b = 0; b < blocks.count; b++) {
+                for (int64_t b = b0; b < b1; b++) {
                     const int64_t m = blocks.first(b), count = blocks.rows(b), g = k / shape.group;
                     // Several blocks share the fetching of what comes next: memory is busy in all of them.
-                    const uint8_t *ahead = blocks.count == 1 ? place + AHEAD : next + b * bytes / blocks.count;
-                    const Ready block = {ahead, 128 / blocks.count, ready + m * steps + k / in_step * count,
+                    const uint8_t *ahead = blocks.count == 1 ? place + AHEAD : next + (b - b0) * bytes / (b1 - b0);
+                    const Ready block = {ahead, 128 / (b1 - b0), ready + m * steps + k / in_step * count,
                                          scales + m * groups + g * count, zeros + m * groups + g * count,
                                          layer->scaling, layer->levels, count};
-                    float *own = sums + (rows * (p - first) + m) * WIDTH;
+                    float *own = sums + (height * (p - first) + m - blocks.first(b0)) * WIDTH;
                     kernel_of(type, dots, count, words > 1)(block, place, weight_scales, size, own);
                 }
             }
-        for (int64_t p = first; p < last; p++, sums += rows * WIDTH) {
-            if (runs) panel_up(layer, column + p, runs, sums);
-            finish(sums, layer->bias, y + layer->first, rows, p * WIDTH, outputs, layer->stride, ending);
+    };
+    const bool is_gated = ending == GATED || ending == GATED_GELU;
+    const auto some_panels = [&](int64_t item) {
+        const int64_t first = item * together, last = std::min(first + together, panels), column = layer->first / WIDTH;
+        for (int64_t p = first; runs && p < last; p++) fetch_up(layer, column + p, runs);
+        for (int64_t b0 = 0; b0 < blocks.count; b0 += at_once) {
+            const int64_t b1 = std::min(b0 + at_once, blocks.count), m = blocks.first(b0);
+            const int64_t height = (b1 < blocks.count ? blocks.first(b1) : rows) - m;
+            float *sums = zero_sums(height * (last - first));
+            multiply(first, last, b0, b1, height, sums);
+            float *to = y + layer->first + m * (is_gated ? outputs / 2 : layer->stride);
+            for (int64_t p = first; p < last; p++, sums += height * WIDTH) {
+                if (runs) panel_up(layer, column + p, runs, sums);
+                finish(sums, layer->bias, to, height, p * WIDTH, outputs, layer->stride, ending);
+            }
         }
     };
     // Few activations are ready before another thread has come.
