@@ -33,10 +33,8 @@ static void walk_one(const Walks *walks, int64_t i, float *scaled) {
 }
 
 static void walk(const Walks *walks, int threads) {
-    // Logits that are worth waking a thread for: noise takes four times as long as finding the greatest.
-    bool is_sampled = false;
-    for (int64_t i = 0; i < walks->count; i++) is_sampled |= walks->temperatures[i] > 0.0f;
-    const bool is_large = walks->vocab * walks->count > 1 << (is_sampled ? 14 : 16);
+    enum { LARGE = 1 << 16 };  // logits of a walk that are worth waking a thread for
+    const bool is_large = walks->vocab * walks->count > LARGE;
     in_parallel(walks->count, 1, is_large ? threads : 1, [&](int64_t i) {
         const float heat = walks->temperatures[i];
         float *scaled = heat > 0.0f && heat != 1.0f ? (float *)new_aligned(walks->vocab * sizeof(float)) : nullptr;
