@@ -627,7 +627,7 @@ def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatc
 
 @ALL
 def test_an_abort_at_any_moment(pair: Pair, plain: list[list[int]]) -> None:
-    for steps, error in zip((0, 4, 9), (None, "told to", None), strict=True):
+    for steps, error in zip(range(0, 20, 4), [None, "told to"] * 3, strict=False):
         engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=4, max_num_batched_tokens=24)
         requests = _requests()
         for request in requests:

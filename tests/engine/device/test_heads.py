@@ -48,10 +48,10 @@ TREES = {
     "best-first": TreeBudget(max_nodes=12, max_depth=4),
 }
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=20),
-    SamplingParams(max_tokens=16),
-    SamplingParams(temperature=0.6, top_k=9, max_tokens=13),
-    SamplingParams(temperature=0.0, max_tokens=16, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
 ]
 CYCLE = SamplingParams(temperature=0.0, max_tokens=43)
 
@@ -172,7 +172,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(
         trees.clear()
         tables.append(engine.drafter.calibration.state("small"))
     assert told[0] == told[1]
-    assert sum(map(len, told[0].values())) > 30
+    assert sum(map(len, told[0].values())) > 50
     assert tables[1] == pytest.approx(tables[0], rel=1e-4)
 
 
@@ -302,7 +302,7 @@ def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(name: str, tre
     tokenizer = load_tokenizer(target.folder)
     prompts = [tokenizer.encode(text) for text in heldout_prompts(2)]
     # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.
-    params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=20) for i in range(2)]
+    params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=32) for i in range(2)]
     rates = []
     for has_device_executor in (False, True):
         engine = make_device_engine(target, head, tree, has_device_executor=has_device_executor)
