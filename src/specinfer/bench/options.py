@@ -49,8 +49,8 @@ class CompareConfig:
         scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
         tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
         enable_prefix_caching: Whether the prefix cache keeps prompts from run to run, instead of each reading its own.
-        kv_cache_memory_bytes: Size of the KV caches of all models, such as "6GiB". None for the default of `LLM`.
             The times with prompts then say nothing.
+        kv_cache_memory_bytes: Size of the KV caches of all models, such as "6GiB". None for the default of `LLM`.
         num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
             larger than this uses as many prompts as the batch holds.
         max_tokens: Tokens generated for each prompt. The end-of-text token does not end them, but answers to chat
