@@ -48,19 +48,26 @@ static INLINE void turn(const uint32_t *const *keys, int64_t depth, uint32_t *tu
 #endif
 }
 
+// Where the words of a block's keys or values are. block: room for those that are not multiplied where they lie.
+template <int WIDE>
+static INLINE void words_of_block(const Attention *layer, const void *pool, const int64_t *places, uint32_t any,
+                                  float *block, const uint32_t **words) {
+    const bool pairs = takes_pairs(layer);
+    if ((pairs || layer->type == FP32) && layer->dim == WIDE && any == ~0u) {
+        const int64_t bytes = pairs ? 2 : 4;
+        for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const char *)pool + places[i] * bytes);
+    } else {
+        fetch_words<WIDE>(layer, pool, places, any, block);
+        for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)block + i * (pairs ? WIDE / 2 : WIDE);
+    }
+}
+
 // turned [depth][BLOCK] = words of a block of keys. block: room for them.
 template <int WIDE>
 static INLINE void turn_block(const Attention *layer, const int64_t *places, uint32_t any, int64_t depth, float *block,
                               uint32_t *turned) {
-    const bool pairs = takes_pairs(layer);
     const uint32_t *words[BLOCK];
-    if ((pairs || layer->type == FP32) && layer->dim == WIDE && any == ~0u) {
-        const int64_t bytes = pairs ? 2 : 4;
-        for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)((const char *)layer->keys + places[i] * bytes);
-    } else {
-        fetch_keys<WIDE>(layer, places, any, block);
-        for (int64_t i = 0; i < BLOCK; i++) words[i] = (const uint32_t *)block + i * (pairs ? WIDE / 2 : WIDE);
-    }
+    words_of_block<WIDE>(layer, layer->keys, places, any, block, words);
     turn(words, depth, turned);
 }
 

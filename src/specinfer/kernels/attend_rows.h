@@ -98,7 +98,7 @@ static void attend_rows(const Attention *layer, const Pieces *pieces, const Item
         }
         places_of(layer, keys, item.kv_head, b * BLOCK, any, places);
         fetch_ahead<WIDE>(layer, keys, item.kv_head, (b + 1) * BLOCK, layer->keys);
-        fetch_keys<WIDE>(layer, places, any, room.block);
+        fetch_words<WIDE>(layer, layer->keys, places, any, room.block);
         for (int64_t v = 0; v < vectors; v++) {
             Rows<WIDE> &mine = room.rows[v];
             Floats *here = scores + (b * vectors + v) * BLOCK;

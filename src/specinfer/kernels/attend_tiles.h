@@ -45,27 +45,13 @@ static INLINE int64_t blocks_in_order(const Keys &keys) {
     return in_order;
 }
 
-// Where the numbers of a block's keys are; those of keys that nobody sees are zeros. block: room for copies.
-template <int WIDE>
-static INLINE void rows_of_block(const Attention *layer, const void *pool, const int64_t *places, uint32_t any,
-                                 float *block, const uint16_t **rows) {
-    const uint16_t *numbers = (const uint16_t *)pool;
-    const bool in_place = layer->dim == WIDE && any == ~0u;
-    for (int64_t i = 0; i < BLOCK; i++) rows[i] = in_place ? numbers + places[i] : (uint16_t *)block + i * WIDE;
-    if (in_place) return;
-    const auto copy = [&](int64_t i) ALWAYS {
-        memcpy((uint16_t *)block + i * WIDE, numbers + places[i], 2 * layer->dim);
-    };
-    of_seen(any, copy, [&](int64_t i) ALWAYS { memset((uint16_t *)block + i * WIDE, 0, 2 * layer->dim); });
-}
-
 // Pairs of two keys [BLOCK / 2][WIDE]: of each 32 numbers the even ones, then the odd ones, which takes no shuffles.
 template <int WIDE>
-static INLINE void pair_values(const uint16_t *const *rows, float *block) {
+static INLINE void pair_values(const uint32_t *const *words, float *block) {
     for (int64_t i = 0; i < BLOCK; i += 2, block += WIDE)
         each<WIDE / 32>([&](auto part) ALWAYS {
-            const __m512i earlier = _mm512_loadu_si512(rows[i] + 32 * part);
-            const __m512i later = _mm512_loadu_si512(rows[i + 1] + 32 * part);
+            const __m512i earlier = _mm512_loadu_si512(words[i] + 16 * part);
+            const __m512i later = _mm512_loadu_si512(words[i + 1] + 16 * part);
             const __m512i even = _mm512_mask_blend_epi16(0xaaaaaaaa, later, _mm512_slli_epi32(earlier, 16));
             const __m512i odd = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(later, 16), earlier);
             _mm512_store_si512(block + 32 * part, even);
@@ -200,7 +186,7 @@ static void blend_part(TilesRoom<WIDE> &room, const Attention *layer, const Item
                        const uint32_t *any_sees, const Weight &weight) {
     const int64_t rows = item.rows(), in_order = blocks_in_order(keys), late_blocks = keys.blocks() - in_order;
     int64_t places[BLOCK];
-    const uint16_t *values[BLOCK];
+    const uint32_t *values[BLOCK];
     memset(room.sums, 0, rows * WIDE * 4);
     for (int64_t r = 0; r < rows; r++) room.totals[r] = Floats{};
     for (int64_t from = 0, to; from < in_order; from = to) {
@@ -208,7 +194,7 @@ static void blend_part(TilesRoom<WIDE> &room, const Attention *layer, const Item
         for (to = from; to < in_order && to < from + VALUE_BLOCKS && any_sees[to]; to++, ready++) {
             places_of(layer, keys, item.kv_head, to * BLOCK, any_sees[to], places);
             fetch_ahead<WIDE>(layer, keys, item.kv_head, (to + 1) * BLOCK, layer->values);
-            rows_of_block<WIDE>(layer, layer->values, places, any_sees[to], room.block, values);
+            words_of_block<WIDE>(layer, layer->values, places, any_sees[to], room.block, values);
             pair_values<WIDE>(values, room.values + ready * (BLOCK / 2) * WIDE);
             float *here = scores + to * rows * BLOCK;
             for (int64_t r = 0; r < rows; r++) {

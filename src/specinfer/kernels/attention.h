@@ -146,23 +146,26 @@ static INLINE void of_seen(uint32_t any, const Body &body, const Rest &rest) {
         for (int64_t i = 0; i < BLOCK; i++) any >> i & 1 ? body(i) : rest(i);
 }
 
-// The keys of a block as `block` [BLOCK][WIDE], or pairs of bf16 in rows half as wide.
+// A block's keys or values, from their pool, as floats [BLOCK][WIDE]. Those that nobody sees may be anything, and become
+// zeros: zero times what is not finite would not be zero.
 template <int WIDE>
-static INLINE void fetch_keys(const Attention *layer, const int64_t *places, uint32_t any, float *block) {
-    const auto as_pairs = [&](int64_t i) ALWAYS {
-        const uint16_t *from = (const uint16_t *)layer->keys + places[i];
+static INLINE void fetch_floats(const Attention *layer, const void *pool, const int64_t *places, uint32_t any, float *block) {
+    const auto one = [&](int64_t i) ALWAYS { fetch<WIDE>(pool, layer->type, places[i], layer->dim, block + i * WIDE); };
+    of_seen(any, one, [&](int64_t i) ALWAYS { memset(block + i * WIDE, 0, 4 * WIDE); });
+}
+
+// The same as they are multiplied: floats, or pairs of bf16 in rows half as wide.
+template <int WIDE>
+static INLINE void fetch_words(const Attention *layer, const void *pool, const int64_t *places, uint32_t any, float *block) {
+    if (!takes_pairs(layer)) return fetch_floats<WIDE>(layer, pool, places, any, block);
+    const auto one = [&](int64_t i) ALWAYS {
+        const uint16_t *from = (const uint16_t *)pool + places[i];
         if (layer->dim == WIDE)  // a length that the compiler knows
             memcpy(block + i * (WIDE / 2), from, 2 * WIDE);
         else
             memcpy(block + i * (WIDE / 2), from, 2 * layer->dim);
     };
-    const auto as_floats = [&](int64_t i) ALWAYS {
-        fetch<WIDE>(layer->keys, layer->type, places[i], layer->dim, block + i * WIDE);
-    };
-    if (takes_pairs(layer))
-        of_seen(any, as_pairs, [](int64_t) ALWAYS {});
-    else
-        of_seen(any, as_floats, [](int64_t) ALWAYS {});
+    of_seen(any, one, [&](int64_t i) ALWAYS { memset(block + i * (WIDE / 2), 0, 2 * WIDE); });
 }
 
 // A word of what is multiplied holds one float, or two bf16 in turn. Weights of the keys of a block become such words in
@@ -214,13 +217,9 @@ static INLINE void with_product(const Attention *layer, const Body &body) {
     body(Singles{});
 }
 
-// What nobody sees may be anything; zero times what is not finite would not be zero.
 template <int WIDE>
 static INLINE void fetch_values(Singles, const Attention *layer, const int64_t *places, uint32_t any, float *block) {
-    const auto one = [&](int64_t i) ALWAYS {
-        fetch<WIDE>(layer->values, layer->type, places[i], layer->dim, block + i * WIDE);
-    };
-    of_seen(any, one, [&](int64_t i) ALWAYS { memset(block + i * WIDE, 0, 4 * WIDE); });
+    fetch_floats<WIDE>(layer, layer->values, places, any, block);
 }
 
 #ifdef DOTS

@@ -121,6 +121,8 @@ static INLINE Floats gelu(Floats x) {
     return x / (1.0f + exponential(x * (x * x * -0.0713548163f - 1.5957691216f)));
 }
 
+static INLINE bool is_gated(int ending) { return ending == GATED || ending == GATED_GELU; }
+
 static void finish(const float *sums, const float *bias, float *y, int64_t rows, int64_t first, int64_t outputs,
                    int64_t stride, int ending) {
     for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
@@ -129,7 +131,7 @@ static void finish(const float *sums, const float *bias, float *y, int64_t rows,
             low += read<Floats>(bias + first);
             high += read<Floats>(bias + first + LANES);
         }
-        if (ending == GATED || ending == GATED_GELU) {  // a panel is 16 gates, then the 16 values they open
+        if (is_gated(ending)) {  // a panel is 16 gates, then the 16 values they open
             const Floats value = (ending == GATED ? silu(low) : gelu(low)) * high;
             const int64_t size = outputs / 2, column = first / 2;
             memcpy(y + r * size + column, &value, 4 * (size - column < LANES ? size - column : LANES));
@@ -219,7 +221,6 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
                 }
             }
     };
-    const bool is_gated = ending == GATED || ending == GATED_GELU;
     const auto some_panels = [&](int64_t item) {
         const int64_t first = item * together, last = std::min(first + together, panels), column = layer->first / WIDTH;
         for (int64_t p = first; runs && p < last; p++) fetch_up(layer, column + p, runs);
@@ -228,7 +229,7 @@ static void linear(const Linear *layer, const float *x, float *y, void *room, in
             const int64_t height = (b1 < blocks.count ? blocks.first(b1) : rows) - m;
             float *sums = zero_sums(height * (last - first));
             multiply(first, last, b0, b1, height, sums);
-            float *to = y + layer->first + m * (is_gated ? outputs / 2 : layer->stride);
+            float *to = y + layer->first + m * (is_gated(ending) ? outputs / 2 : layer->stride);
             for (int64_t p = first; p < last; p++, sums += height * WIDTH) {
                 if (runs) panel_up(layer, column + p, runs, sums);
                 finish(sums, layer->bias, to, height, p * WIDTH, outputs, layer->stride, ending);

@@ -85,9 +85,7 @@ struct TilesBf16 {
         shape_tiles(ready.rows, WORDS);
         EACH_SUM(TWO, LOAD_SUM)
         for (int64_t left = depth / 2; left > 0; left -= WORDS, panel += BYTES, x += ready.rows * WORDS) {
-            const uint8_t *end = ready.ahead + WORDS * ready.pace;
-            for (; ready.ahead < end; ready.ahead += 64) __builtin_prefetch(ready.ahead, 0, 2);
-            ready.ahead = end;
+            fetch_ahead(ready, WORDS);
             alignas(64) uint8_t last[BYTES];
             if (left < WORDS) {
                 memset(last, 0, BYTES);
