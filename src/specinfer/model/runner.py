@@ -141,7 +141,7 @@ class ModelRunner:
         return self._why_unpadded if self.padded is None else self.padded.why_not_captured
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
-        """Capture the usual pass sizes now; otherwise the first pass of each size waits for its capture.
+        """Capture the usual pass sizes now, so that requests wait for few captures.
 
         If a padded pass fails, later passes run without padding and graphs.
         """

@@ -97,7 +97,7 @@ class GraphRunner:
         return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
-        """Capture the usual sizes, largest first; others are captured at their first pass."""
+        """Capture the usual sizes, largest first; others are captured when their passes have taken as long."""
         graphs, sizes = self._graphs, loaded_sizes(self._max_requests)
         if self._taps:
             # Plain decoding computes each token once. After a tree the accepted ones are computed once more.

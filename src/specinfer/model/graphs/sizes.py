@@ -94,7 +94,7 @@ def loaded_sizes(max_requests: int) -> list[Size]:
     """Return the sizes to capture at load, largest first, because smaller ones reuse the memory of larger ones.
 
     They are: plain decoding of any number of requests, the trees of one request, and the chains that a drafter reads
-    after a step. Other sizes are captured at their first pass.
+    after a step. Others are captured once their passes have taken as long as a capture.
     """
     most = at_least(REQUESTS, max_requests) or REQUESTS[-1]
     plain = [Size(count, count, 1, WORD, count, is_chain=True) for count in REQUESTS if count <= most]
