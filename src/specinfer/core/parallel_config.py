@@ -29,7 +29,7 @@ class ParallelConfig:
         master_addr: Address of machine 0, as all machines reach it.
         master_port: Port there, or None for 29500. Ranks on one machine use no ports.
         drafter_placement: "first": all model drafters are on the engine's rank. "spread": each rank runs a different
-            drafter. "auto": "spread" if all ranks are on one machine.
+            drafter. "auto": "spread" if all ranks are on one machine with two CPUs for each.
         cluster_cert: PEM file with a private key and its certificate, the same on all machines. Ranks on several
             machines accept each other by it, and encrypt their messages with it.
         insecure_cluster: Whether ranks on several machines may do without it.
