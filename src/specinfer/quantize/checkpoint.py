@@ -43,8 +43,8 @@ class QuantizeConfig:
         model: A folder of safetensors, or a model of the hub.
         to: "int4" or "int8", or one of `TYPES` for a GGUF file.
         out: Folder to write, which must not exist or be empty, or the GGUF file, which must not exist.
-        data: Text files, JSON lines of prompts or chats, or folders of these. Weights of 4 bits are calibrated on nine
-            tenths of them, and perplexity is measured on the others. Without data weights are rounded to nearest.
+        data: Text files, JSON lines of prompts or chats, or folders of these. Weights are calibrated on nine tenths of
+            them, and perplexity is measured on the others. Without data weights are rounded to nearest.
         num_texts: Number of calibration texts.
         text_tokens: Length of a text in tokens.
         json: File to write the report to.
