@@ -262,10 +262,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     "electra": {},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
     "rwkv": {"attention_hidden_size": 32},
+    "xlstm": {"num_heads": 4, "num_blocks": 2, "mode": "inference"},
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4, "mamba_d_state": 8,
+        "mamba_ngroups": 1, "num_mem_blocks": 1, "adapter_rank": 4,
+    },
     "llama4_text": {"num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 8},
     "diffllama": {"head_dim": 8},
     "doge": {},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", REFUSED)
