@@ -26,11 +26,11 @@ from specinfer import kernels
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
 from specinfer.bench.options import check_whole
-from specinfer.bench.roofline import read_bytes
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.pass_work import read_bytes
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.model.runner import ModelRunner

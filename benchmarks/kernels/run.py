@@ -23,7 +23,6 @@ from specinfer.bench.clock import now
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import check_distinct, check_dtype, check_seed, check_whole, rotated
-from specinfer.bench.roofline import read_bytes
 from specinfer.core.config import check_quantization
 from specinfer.core.lookups import reserved_names
 from specinfer.core.tree import TokenTree
@@ -33,6 +32,7 @@ from specinfer.model.definition import known_positions, load_config
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.graphs.capture import make_graphs
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.pass_work import read_bytes
 from specinfer.model.runner import ModelRunner
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import check_files, options_of

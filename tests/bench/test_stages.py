@@ -16,7 +16,7 @@ from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, print_latency
 from specinfer.bench.models import dtype_of
 from specinfer.bench.options import LatencyConfig, ThroughputConfig
-from specinfer.bench.roofline import PassWork, Roofline
+from specinfer.bench.roofline import Roofline
 from specinfer.bench.stages import Stages, StageSample, floors_text
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import print_throughput
@@ -24,6 +24,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.engine.timer import STAGES
 from specinfer.llm import LLM
 from specinfer.model.load import load_model
+from specinfer.model.pass_work import PassWork
 from tiny import VOCAB, random_prompts, save_model
 
 CPU = torch.device("cpu")
@@ -62,8 +63,8 @@ def test_a_pass_reads_its_weights_and_every_token_before_it(tmp_path: Path) -> N
     assert work.token_bytes == 4 * 2 * 2 * (8 + 8)
     assert work.row_flops == 2 * (products + norms)
     assert work.pair_flops == 2 * 2 * 4 * (8 + 8)
-    assert work.seconds(SLOW, 3, 10, 2) == pytest.approx((work.weight_bytes + 13 * work.token_bytes) / 1000)
-    assert work.seconds(POOR, 3, 10, 2) == pytest.approx(3 * (work.row_flops + 5 * work.pair_flops) / 1000)
+    assert SLOW.seconds(*work.of_step(3, 10, 2)) == pytest.approx((work.weight_bytes + 13 * work.token_bytes) / 1000)
+    assert POOR.seconds(*work.of_step(3, 10, 2)) == pytest.approx(3 * (work.row_flops + 5 * work.pair_flops) / 1000)
 
 
 def test_a_tied_embedding_is_read_as_the_head(tmp_path: Path) -> None:
@@ -86,8 +87,8 @@ def test_floors_of_a_step(folders: tuple[str, str]) -> None:
         work = PassWork.of(llm.target.loaded)
         assert work is not None
         floors = roofline.floors(step)
-        assert floors["target"] == work.seconds(SLOW, 10, 30, 2)
-        assert floors["draft"] == pytest.approx(4 * work.seconds(SLOW, 2, 30, 2))  # the drafter is the target's twin
+        assert floors["target"] == SLOW.seconds(*work.of_step(10, 30, 2))
+        assert floors["draft"] == pytest.approx(4 * SLOW.seconds(*work.of_step(2, 30, 2)))
         assert floors["verify"] == 10 * VOCAB * 4 / 1000
         assert "rest" not in floors
         assert "draft" not in roofline.floors(replace(step, num_model_levels=0))

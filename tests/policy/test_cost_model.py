@@ -15,8 +15,9 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.engine.timer import StageClock
+from specinfer.model.pass_work import PassWork
 from specinfer.policy import streamed_costs
-from specinfer.policy.cost_model import _MAX_RATIO, CostModel, Curve
+from specinfer.policy.cost_model import _MAX_RATIO, ContextCurve, CostModel, Curve
 from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
 
 FEW = (1, 2, 4, 8, 16, 32, 64)
@@ -105,6 +106,54 @@ def test_a_cost_measured_under_load_is_soon_forgotten() -> None:
     for _ in range(6):
         curve.observe(8, 1.0)
     assert float(curve(8)) < 2.0
+
+
+# ------------------------------------------------------------------------------------- contexts
+
+
+def with_context(num_tokens: int, num_requests: int = 1) -> ContextCurve:
+    """Passes over 1 and 8 rows in 1.0 and 1.2 s, which attend to these tokens in 0.001 and 0.002 s each."""
+    curve = ContextCurve([1, 8], [1.0, 1.2], Curve([1, 8], [0.001, 0.002]))
+    curve.follow(replace(record(1, 0, 1.0), num_context=num_tokens, num_requests=num_requests))
+    return curve
+
+
+def test_passes_also_attend_to_their_contexts() -> None:
+    assert with_context(0)([1, 8]).tolist() == [1.0, 1.2]
+    assert with_context(1000)([1, 8]).tolist() == pytest.approx([2.0, 3.2])
+    assert with_context(1000, num_requests=8)(8).tolist() == pytest.approx(2.2)  # each request has one row
+
+
+def test_attention_is_assumed_to_read_and_compute_as_passes_do() -> None:
+    """A pass reads 10 bytes a second, and computes an operation in 0.01 s, attention one in 0.02 s."""
+    work = PassWork(weight_bytes=10, token_bytes=2, row_flops=5.0, pair_flops=3.0)
+    curve = ContextCurve.assumed(Curve([1, 8, 10], [1.0, 1.0, 1.1]), work)
+    assert curve.attention([1, 10]).tolist() == pytest.approx([0.2 + 0.06, 0.2 + 0.6])
+
+
+def test_attention_that_takes_longer_than_assumed_does_not_make_short_contexts_seem_slow() -> None:
+    costs = CostModel(with_context(0), flat(0.1))
+    for _ in range(60):
+        costs.observe(replace(record(1, 0, 1.0 + 8.0), num_context=4000))
+    assert float(costs.target(1)) == pytest.approx(9.0, rel=0.02)
+    assert not costs.is_doubtful
+    costs.observe(record(1, 0, 1.0))
+    assert float(costs.target(1)) == pytest.approx(1.0, rel=0.1)
+
+
+def test_with_short_contexts_the_time_of_attention_is_hardly_changed() -> None:
+    costs = CostModel(with_context(0), flat(0.1))
+    for _ in range(60):
+        costs.observe(replace(record(1, 0, 1.2), num_context=10))
+    assert float(Curve([1, 8], [0.001, 0.002])(1)) == pytest.approx(costs.target.attention(1), rel=0.05)  # type: ignore[union-attr]
+    assert float(costs.target(1)) == pytest.approx(1.2, rel=0.02)
+
+
+def test_a_pass_that_is_measured_again_counts_without_its_context() -> None:
+    costs, step = CostModel(with_context(1000), flat(0.1)), replace(record(1, 0, 3.0), num_context=1000)
+    assert costs.without_context(step).target_time == pytest.approx(1.5)
+    costs.adopt(Curve([1, 8], [1.5, 1.8]))
+    assert float(costs.target(1)) == pytest.approx(2.5)
 
 
 # ----------------------------------------------------------------------------------------- steps

@@ -9,9 +9,10 @@ import pytest
 
 from simulated_machines import MACHINES, SimulatedDrafting, make_record, roofline_costs
 from specinfer.core.tree import OFF, TreeBudget
+from specinfer.model.pass_work import PassWork
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import ContextCurve, CostModel, Curve
 from specinfer.policy.remeasurement import Remeasurement
 
 SURENESS = 0.6
@@ -58,6 +59,32 @@ def test_auto_follows_a_change_of_the_machine(before: str, after: str, num_reque
     while run.now < changed_at + 3.0:
         run.step(policy)
     assert run.rate(policy, num_steps) >= 0.92 * wanted
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("wrong", [0.5, 2.0])
+def test_auto_chooses_well_from_the_first_steps_over_long_contexts(num_requests: int, wrong: float) -> None:
+    """Passes take several times as long as those measured at start, though not exactly as many as assumed."""
+
+    def costs(factor: float) -> CostModel:
+        found = roofline_costs(*MACHINES["48 GB/s"])
+        assert isinstance(found.target, Curve)
+        work = PassWork(weight_bytes=int(2e9), token_bytes=2**15, row_flops=2e9, pair_flops=2.0**17)
+        found.target = ContextCurve.assumed(found.target, work)
+        found.target.attention.seconds *= factor
+        return found
+
+    true, num_context = costs(1.0), 16_000 * num_requests
+    assert isinstance(true.target, ContextCurve)
+    true.target.follow(make_record(num_context=num_context, num_requests=num_requests))
+    found = {
+        size: SimulatedDrafting(true, 0.8, num_requests, 1).rate(FixedPolicy(TreeBudget(*size)), 40)
+        for size in [(2, 2), (4, 4), (6, 4), (8, 4)]
+    }
+    policy = AutoPolicy(costs(wrong))
+    rates = [SimulatedDrafting(true, 0.8, num_requests, seed, num_context).rate(policy, 20) for seed in range(3)]
+    assert rates[0] >= 0.8 * max(found.values())
+    assert np.mean(rates) >= 0.9 * max(found.values())
 
 
 class Busy:

@@ -155,7 +155,7 @@ class AutoPolicy:
             learn = self.costs.observe_prompts if reads_prompt else self.costs.observe
             learn(step)
             if self._remeasurement is not None and not reads_prompt:
-                self._remeasurement.observe(step)
+                self._remeasurement.observe(self.costs.without_context(step))
         if self._lookups.names and not step.num_model_levels:
             if not reads_prompt:
                 self._lookups.observe(step, [acceptance for _, acceptance in outcomes])

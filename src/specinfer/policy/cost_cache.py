@@ -23,9 +23,10 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import MergedDrafter, parts_of, reads_prompts
 from specinfer.model.device import device_name
+from specinfer.model.pass_work import PassWork
 from specinfer.model.runner import TargetRunner
 from specinfer.policy.cost_measurement import SIZES, measure_costs, still_apply
-from specinfer.policy.cost_model import CostModel
+from specinfer.policy.cost_model import ContextCurve, CostModel, Curve
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
 # Maximum share of the measuring time in which this process did not run: a busy machine's costs must not be kept.
@@ -39,7 +40,8 @@ def cached_costs(
 ) -> CostModel:
     """Return the costs of steps: those measured in the last 30 days, or new ones, which are kept.
 
-    Costs of a target that is sharded over several ranks are measured each time.
+    Costs of a target that is sharded over several ranks are measured each time. Those of attention to long contexts
+    are assumed at first.
 
     Args:
         target: The runner of the target.
@@ -47,6 +49,17 @@ def cached_costs(
         fresh: Measure in any case.
         progress: Callback for the progress of slow passes.
     """
+    costs = _measured_costs(target, drafter, fresh, progress)
+    work = PassWork.of(target.loaded)
+    if isinstance(costs.target, Curve) and work is not None:
+        costs.target = ContextCurve.assumed(costs.target, work)
+    return costs
+
+
+def _measured_costs(
+    target: TargetRunner, drafter: Drafter | None, fresh: bool, progress: ProgressCallback | None
+) -> CostModel:
+    """Return costs of steps without long contexts, arguments as for `cached_costs`."""
     if not target.loaded.shard.is_whole:  # the network between ranks may be another one the next time
         return measure_costs(target, drafter, progress=progress)
     situation = _situation(target, drafter)

@@ -9,6 +9,7 @@ nodes in 2 levels has 4 rows: 1.3 s between the measured sizes, and 2 * 0.1 s of
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.step_record import StepRecord
+from specinfer.model.pass_work import PassWork
 from specinfer.policy import streamed_costs
 from specinfer.policy.streamed_costs import Floats, StreamedCurve
 
@@ -31,6 +33,8 @@ _MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be t
 _MOST_PLAIN, _NEAR = 1.3, 2
 # A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
+_ATTENTION = 2.0  # factor of the time of an operation in attention over one in products with weights
+_DOUBTED = 4.0  # factor of the variance of what attention takes, which was not measured at start-up
 
 
 class Curve:
@@ -54,10 +58,10 @@ class Curve:
     def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
         """Learn from a pass; all sizes follow.
 
-        A longer context slows all sizes, and so does other load. A change of one size alone shows only after many
-        steps. The time `waited` for weights is ignored here.
+        Other load slows all sizes. A change of one size alone shows only after many steps. The time `waited` for
+        weights is ignored here.
         """
-        ratio = min(seconds / float(self(num_tokens)), _MAX_RATIO)
+        ratio = min(seconds / float(Curve.__call__(self, num_tokens)), _MAX_RATIO)
         right = int(np.searchsorted(self.sizes, num_tokens))
         rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
         rates = np.full(len(self.sizes), rate * _SHARED)
@@ -83,6 +87,62 @@ class Curve:
 def falling(seconds: Floats) -> Floats:
     """Return seconds that do not fall with size, [sizes], by lowering smaller sizes to the time of larger ones."""
     return np.minimum.accumulate(seconds[::-1])[::-1]
+
+
+class ContextCurve(Curve):
+    """Seconds of a pass by its number of rows, with the contexts of the last step.
+
+    Example: a pass over 1 and 8 rows takes 1.0 and 1.2 s, and attention to a token of context 0.001 s for one row and
+    0.002 s for 8. With 1,000 tokens of context, a pass takes 1.0 + 1.0 s over 1 row, and 1.2 + 2.0 s over 8.
+
+    Args:
+        sizes, seconds: As for `Curve`, over hardly any context.
+        attention: Seconds for each token of context, by the rows of its request.
+    """
+
+    def __init__(self, sizes: npt.ArrayLike, seconds: npt.ArrayLike, attention: Curve) -> None:
+        super().__init__(sizes, seconds)
+        self.attention = attention
+        self._num_context, self._num_requests = 0, 1
+
+    @classmethod
+    def assumed(cls, passes: Curve, work: PassWork) -> "ContextCurve":
+        """Return the costs if attention reads as fast as a small pass, and computes half as fast as a large one."""
+        read_byte, compute = float(passes.seconds[0]) / work.weight_bytes, 0.0
+        if len(passes.sizes) > 1:
+            row_seconds = np.diff(passes.seconds[-2:]) / np.diff(passes.sizes[-2:])
+            compute = _ATTENTION * float(row_seconds[0]) / work.row_flops
+        each = work.token_bytes * read_byte + passes.sizes * work.pair_flops * compute
+        return cls(passes.sizes, passes.seconds, Curve(passes.sizes, each))
+
+    def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
+        passes = super().__call__(num_tokens)
+        return passes + self._attending(num_tokens) if self._num_context else passes
+
+    def _attending(self, num_tokens: npt.ArrayLike) -> Floats:
+        """Return the seconds of attention to the context."""
+        return self._num_context * self.attention(np.asarray(num_tokens) / self._num_requests)
+
+    def follow(self, step: StepRecord) -> None:
+        """Take the contexts of a step as those of the next ones."""
+        self._num_context, self._num_requests = step.num_context, step.num_requests
+
+    def share(self, num_tokens: float) -> float:
+        """Return the share of a pass that attention to the context takes."""
+        return float(self._attending(num_tokens) / self(num_tokens))
+
+    def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
+        """Learn from a pass, mostly about the part that takes most of it, and that is known least.
+
+        The change is divided by the rule of normalized least mean squares, on the logarithms of both parts.
+        """
+        share = self.share(num_tokens)
+        known, assumed = 1.0 - share, _DOUBTED * share
+        change = math.log(seconds / float(self(num_tokens))) / ((1.0 - share) * known + share * assumed)
+        alone, rows = float(super().__call__(num_tokens)), num_tokens / self._num_requests
+        super().observe(num_tokens, alone * math.exp(known * change), waited)
+        if share:
+            self.attention.observe(rows, float(self.attention(rows)) * math.exp(assumed * change))
 
 
 class CostModel:
@@ -122,7 +182,8 @@ class CostModel:
 
     def adopt(self, target: Curve) -> None:
         """Take over the seconds of passes that were measured anew."""
-        self.target, self._measured = target, target.seconds.copy()
+        assert isinstance(self.target, Curve)
+        self.target.sizes, self.target.seconds, self._measured = target.sizes, target.seconds, target.seconds.copy()
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""
@@ -139,6 +200,7 @@ class CostModel:
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which the target read no prompt."""
+        self._follow(step)
         self._observe_pass(step)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
         # A lookup's long chain has no model levels, and would make levels seem free.
@@ -152,6 +214,16 @@ class CostModel:
             self.read_token += rate * (reading - self.read_token)
         else:
             self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time, expected)
+
+    def _follow(self, step: StepRecord) -> None:
+        if isinstance(self.target, ContextCurve):
+            self.target.follow(step)
+
+    def without_context(self, step: StepRecord) -> StepRecord:
+        """Return a step without the time of attention to its context."""
+        if not isinstance(self.target, ContextCurve):
+            return step
+        return replace(step, target_time=step.target_time * (1.0 - self.target.share(step.num_rows)))
 
     def _observe_pass(self, step: StepRecord) -> None:
         """Learn from the seconds of a pass; without draft tokens they may differ from those of the curve.
@@ -188,6 +260,7 @@ class CostModel:
 
     def observe_prompts(self, step: StepRecord) -> None:
         """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
+        self._follow(step)
         if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
             self.target.observe(step.num_rows, step.target_time, step.waiting_time)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specinfer.bench.roofline import PassWork
+from specinfer.model.pass_work import PassWork
 from specinfer.model.runner import ModelRunner
 
 HEADS, DIM, BYTES = 4, 8, 4  # of the tiny models in float32; two heads of keys and values
