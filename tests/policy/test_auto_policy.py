@@ -10,7 +10,7 @@ from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import ContextCurve, CostModel, Curve
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from specinfer.verify import Acceptance
@@ -42,6 +42,17 @@ def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> Non
     num_plain, budgets = _plain_steps(policy, full)
     assert budgets[0] == TEST
     assert num_plain == policy.RETRY - 1
+
+
+def test_trees_are_chosen_for_the_contexts_of_the_step_itself() -> None:
+    """Not for the long one of the request before."""
+    attention = Curve(SIZES, [0.0001 * size for size in SIZES])
+    fresh, used = (
+        AutoPolicy(CostModel(ContextCurve(SIZES, GROWING, attention), Curve((1, 64), [0.02] * 2))) for _ in "ab"
+    )
+    used.costs.observe(make_record(num_context=10**5, target_time=11.0))
+    spans = [make_span() for _ in range(4)]
+    assert used.budgets(spans) == fresh.budgets(spans) != [OFF] * 4
 
 
 def test_the_request_that_takes_least_to_read_is_tested() -> None:

@@ -114,7 +114,7 @@ def test_a_cost_measured_under_load_is_soon_forgotten() -> None:
 def with_context(num_tokens: int, num_requests: int = 1) -> ContextCurve:
     """Passes over 1 and 8 rows in 1.0 and 1.2 s, which attend to these tokens in 0.001 and 0.002 s each."""
     curve = ContextCurve([1, 8], [1.0, 1.2], Curve([1, 8], [0.001, 0.002]))
-    curve.follow(replace(record(1, 0, 1.0), num_context=num_tokens, num_requests=num_requests))
+    curve.follow(num_tokens, num_requests)
     return curve
 
 

@@ -97,7 +97,7 @@ class SimulatedDrafting:
     Args:
         sureness: Expected probability of a node's first guess; it differs from node to node.
         seed: Seed of the guesses and of what is accepted.
-        num_context: Tokens of context of all requests, whose time `costs` must include.
+        length: Tokens of each request's prompt; if they are many, their time is part of `costs`.
 
     Attributes:
         now: Seconds since the start.
@@ -105,12 +105,11 @@ class SimulatedDrafting:
     """
 
     def __init__(
-        self, costs: CostModel, sureness: float, num_requests: int = 1, seed: int = 0, num_context: int = 0
+        self, costs: CostModel, sureness: float, num_requests: int = 1, seed: int = 0, length: int = 10
     ) -> None:
         self.costs, self.now, self.tokens = costs, 0.0, 0.0
-        self._num_context = num_context
         self._sureness, self._random, self.calibration = sureness, np.random.default_rng(seed), Calibration()
-        self._spans = [make_span(num_output=5, max_tokens=10**6) for _ in range(num_requests)]
+        self._spans = [make_span(num_output=5, max_tokens=10**6, length=length) for _ in range(num_requests)]
         for span in self._spans:
             span.request.drafter_knows = True
 
@@ -125,7 +124,8 @@ class SimulatedDrafting:
         num_generated = sum(len(acceptance.path) + 1 for _, acceptance in outcomes)
         record = StepRecord(
             len(trees), len(trees) + num_guessed, num_guessed, max(tree.max_depth for tree in trees), num_generated, 0,
-            drafting, passing, 0.0, sum(budget.max_nodes for budget in budgets), num_context=self._num_context,
+            drafting, passing, 0.0, sum(budget.max_nodes for budget in budgets),
+            num_context=sum(span.start for span in self._spans),
         )  # fmt: skip
         self.now += drafting + passing
         policy.observe(record, outcomes)

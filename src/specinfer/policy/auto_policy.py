@@ -56,6 +56,7 @@ class AutoPolicy:
         self._pause = 0.0  # seconds of steps until passes may be measured again
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        self.costs.plan(sum(span.start for span in (*spans, *reading)), len(spans) + len(reading))
         if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
             assert isinstance(self.costs.target, Curve)
             self._remeasurement = Remeasurement(self.costs.target)

@@ -90,7 +90,7 @@ def falling(seconds: Floats) -> Floats:
 
 
 class ContextCurve(Curve):
-    """Seconds of a pass by its number of rows, with the contexts of the last step.
+    """Seconds of a pass by its number of rows, with the contexts of the step that is planned or observed.
 
     Example: a pass over 1 and 8 rows takes 1.0 and 1.2 s, and attention to a token of context 0.001 s for one row and
     0.002 s for 8. With 1,000 tokens of context, a pass takes 1.0 + 1.0 s over 1 row, and 1.2 + 2.0 s over 8.
@@ -123,9 +123,9 @@ class ContextCurve(Curve):
         """Return the seconds of attention to the context."""
         return self._num_context * self.attention(np.asarray(num_tokens) / self._num_requests)
 
-    def follow(self, step: StepRecord) -> None:
-        """Take the contexts of a step as those of the next ones."""
-        self._num_context, self._num_requests = step.num_context, step.num_requests
+    def follow(self, num_context: int, num_requests: int) -> None:
+        """Take this many tokens of context, of this many requests, as those of a pass."""
+        self._num_context, self._num_requests = num_context, num_requests
 
     def share(self, num_tokens: float) -> float:
         """Return the share of a pass that attention to the context takes."""
@@ -200,7 +200,7 @@ class CostModel:
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which the target read no prompt."""
-        self._follow(step)
+        self.plan(step.num_context, step.num_requests)
         self._observe_pass(step)
         self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
         # A lookup's long chain has no model levels, and would make levels seem free.
@@ -215,9 +215,10 @@ class CostModel:
         else:
             self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time, expected)
 
-    def _follow(self, step: StepRecord) -> None:
+    def plan(self, num_context: int, num_requests: int) -> None:
+        """Count with this many tokens of context, of this many requests, until the next step is observed."""
         if isinstance(self.target, ContextCurve):
-            self.target.follow(step)
+            self.target.follow(num_context, num_requests)
 
     def without_context(self, step: StepRecord) -> StepRecord:
         """Return a step without the time of attention to its context."""
@@ -260,7 +261,7 @@ class CostModel:
 
     def observe_prompts(self, step: StepRecord) -> None:
         """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
-        self._follow(step)
+        self.plan(step.num_context, step.num_requests)
         if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
             self.target.observe(step.num_rows, step.target_time, step.waiting_time)
 

@@ -156,7 +156,10 @@ class LearnedPolicy:
         expected = self._network.expect(features)
         for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._network.configurations]
         corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
+        num_context = sum(span.start for span in spans)
+        self.costs.plan(num_context // len(spans), 1)
         alone = rates_alone(corrected, self.costs)
+        self.costs.plan(num_context, len(spans))
         pace = 1.0 / alone.mean(axis=0)
         self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
         self._charge_reading(spans, corrected, alone)
