@@ -40,7 +40,9 @@ from specinfer.drafters.remote.wire import (
     write_trees,
 )
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine_args import EngineArgs
 from specinfer.model.runner import ModelRunner
+from specinfer.setup.assembly import plan_models
 from specinfer.setup.drafter_setup import Speculator
 from tiny import VOCAB, as_values, make_engine, make_request, make_tokenizer, random_prompts, resized, run, trees
 
@@ -412,6 +414,15 @@ def test_each_rank_gets_a_drafter_in_turn_the_engines_first(monkeypatch: pytest.
 def test_what_cannot_be_spread_is_refused_by_name(count: int, must_be_here: bool, sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"^drafter_placement: .*leave"):
         _place(count, must_be_here, **sizes, drafter_placement="spread")
+
+
+@pytest.mark.parametrize(("setting", "value", "is_spread"), [("max_loras", 4, True), ("verification", "auto", False)])
+def test_drafters_stay_with_the_engine_that_chooses_their_rule(
+    setting: str, value: Any, is_spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "drafters": ["demo", "demo-2"], setting: value}
+    assert bool(plan_models(EngineArgs("demo", **settings)).placement.placed) == is_spread
 
 
 def test_a_rule_chosen_by_measurement_is_refused_for_drafters_on_other_ranks(runner_of: Runners) -> None:

@@ -68,7 +68,8 @@ def place_drafters(
 
     Args:
         models: Folders of all drafters that are models, by name.
-        must_be_here: True if a setting needs drafters on the engine's rank: scores, learning, or another tokenizer.
+        must_be_here: True if a setting needs drafters on the engine's rank: scores, learning, another tokenizer, or
+            a rule that is chosen for each request.
 
     Raises:
         ValueError: The place is invalid, as in `find_place`, or the drafters cannot be spread.
@@ -81,8 +82,8 @@ def place_drafters(
         )
     if placement == "spread" and must_be_here:
         raise ValueError(
-            "drafter_placement: drafters on other ranks do not learn, are not scored and have the model's tokenizer; "
-            "leave adapt_drafters, select and tokenizer out, or place them first"
+            "drafter_placement: drafters on other ranks do not learn, are not scored, have the model's tokenizer and "
+            "draw for one rule; leave adapt_drafters, select, tokenizer and verification auto out, or place them first"
         )
     # Counted for the machine, not for this process: all ranks must find the same number.
     has_cpus = (os.cpu_count() or 1) >= 2 * size
