@@ -46,10 +46,11 @@ def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> Non
 
 def test_trees_are_chosen_for_the_contexts_of_the_step_itself() -> None:
     """Not for the long one of the request before."""
-    attention = Curve(SIZES, [0.0001 * size for size in SIZES])
-    fresh, used = (
-        AutoPolicy(CostModel(ContextCurve(SIZES, GROWING, attention), Curve((1, 64), [0.02] * 2))) for _ in "ab"
-    )
+
+    def policy() -> AutoPolicy:
+        return AutoPolicy(CostModel(ContextCurve(SIZES, GROWING, 0.0, 0.0001), Curve((1, 64), [0.02] * 2)))
+
+    fresh, used = policy(), policy()
     used.costs.observe(make_record(num_context=10**5, target_time=11.0))
     spans = [make_span() for _ in range(4)]
     assert used.budgets(spans) == fresh.budgets(spans) != [OFF] * 4

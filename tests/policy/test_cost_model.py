@@ -112,23 +112,38 @@ def test_a_cost_measured_under_load_is_soon_forgotten() -> None:
 
 
 def with_context(num_tokens: int, num_requests: int = 1) -> ContextCurve:
-    """Passes over 1 and 8 rows in 1.0 and 1.2 s, which attend to these tokens in 0.001 and 0.002 s each."""
-    curve = ContextCurve([1, 8], [1.0, 1.2], Curve([1, 8], [0.001, 0.002]))
+    """Passes over 1 and 8 rows in 1.0 and 1.2 s, which read a token in 0.0009 s, and attend to it in 0.0001 s a row."""
+    curve = ContextCurve([1, 8], [1.0, 1.2], 0.0009, 0.0001)
     curve.follow(num_tokens, num_requests)
     return curve
 
 
 def test_passes_also_attend_to_their_contexts() -> None:
     assert with_context(0)([1, 8]).tolist() == [1.0, 1.2]
-    assert with_context(1000)([1, 8]).tolist() == pytest.approx([2.0, 3.2])
-    assert with_context(1000, num_requests=8)(8).tolist() == pytest.approx(2.2)  # each request has one row
+    assert with_context(1000)([1, 8]).tolist() == pytest.approx([2.0, 2.9])
+    assert float(with_context(1000, num_requests=8)(8)) == pytest.approx(2.2)  # each request has one row
 
 
 def test_attention_is_assumed_to_read_and_compute_as_passes_do() -> None:
     """A pass reads 10 bytes a second, and computes an operation in 0.01 s, attention one in 0.02 s."""
     work = PassWork(weight_bytes=10, token_bytes=2, row_flops=5.0, pair_flops=3.0)
     curve = ContextCurve.assumed(Curve([1, 8, 10], [1.0, 1.0, 1.1]), work)
-    assert curve.attention([1, 10]).tolist() == pytest.approx([0.2 + 0.06, 0.2 + 0.6])
+    assert (curve.read_token, curve.attend_token) == pytest.approx((0.2, 0.06))
+
+
+@pytest.mark.parametrize(("read", "attend"), [(0.5, 2.0), (2.0, 0.5), (2.0, 2.0), (0.5, 0.5)])
+def test_passes_of_two_sizes_show_what_reading_and_what_computing_takes(read: float, attend: float) -> None:
+    costs, true = (
+        CostModel(with_context(0), flat(0.1)),
+        ContextCurve([1, 8], [1.0, 1.2], 0.0009 * read, 0.0001 * attend),
+    )
+    true.follow(9000, 1)
+    for rows in 60 * [1, 8]:
+        costs.observe(replace(record(rows, 0, float(true(rows))), num_context=9000))
+    costs.plan(9000, 1)
+    assert costs.step(1, [0, 7], 0).tolist() == pytest.approx(true([1, 8]).tolist(), rel=0.05)
+    assert float(costs.step(1, 3, 0)) == pytest.approx(float(true(4)), rel=0.12)  # it was not seen
+    assert not costs.is_doubtful
 
 
 def test_attention_that_takes_longer_than_assumed_does_not_make_short_contexts_seem_slow() -> None:
@@ -142,10 +157,11 @@ def test_attention_that_takes_longer_than_assumed_does_not_make_short_contexts_s
 
 
 def test_with_short_contexts_the_time_of_attention_is_hardly_changed() -> None:
-    costs = CostModel(with_context(0), flat(0.1))
+    passes = with_context(0)
+    costs = CostModel(passes, flat(0.1))
     for _ in range(60):
         costs.observe(replace(record(1, 0, 1.2), num_context=10))
-    assert float(Curve([1, 8], [0.001, 0.002])(1)) == pytest.approx(costs.target.attention(1), rel=0.05)  # type: ignore[union-attr]
+    assert passes.read_token + passes.attend_token == pytest.approx(0.001, rel=0.05)
     assert float(costs.target(1)) == pytest.approx(1.2, rel=0.02)
 
 

@@ -71,7 +71,8 @@ def test_auto_chooses_well_from_the_first_steps_over_long_contexts(num_requests:
         assert isinstance(found.target, Curve)
         work = PassWork(weight_bytes=int(2e9), token_bytes=2**15, row_flops=2e9, pair_flops=2.0**17)
         found.target = ContextCurve.assumed(found.target, work)
-        found.target.attention.seconds *= factor
+        found.target.read_token *= factor
+        found.target.attend_token *= factor
         return found
 
     length, true = 16_000, costs(1.0)

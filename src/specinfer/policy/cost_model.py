@@ -34,7 +34,8 @@ _MOST_PLAIN, _NEAR = 1.3, 2
 # A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
 _FAST, _FAST_RATE = 0.7, 0.5
 _ATTENTION = 2.0  # factor of the time of an operation in attention over one in products with weights
-_DOUBTED = 4.0  # factor of the variance of what attention takes, which was not measured at start-up
+# Variances of the seconds of weights, and of reading and computing with contexts, which are not measured at start-up.
+_DOUBTED = np.asarray([1.0, 4.0, 4.0])
 
 
 class Curve:
@@ -92,17 +93,18 @@ def falling(seconds: Floats) -> Floats:
 class ContextCurve(Curve):
     """Seconds of a pass by its number of rows, with the contexts of the step that is planned or observed.
 
-    Example: a pass over 1 and 8 rows takes 1.0 and 1.2 s, and attention to a token of context 0.001 s for one row and
-    0.002 s for 8. With 1,000 tokens of context, a pass takes 1.0 + 1.0 s over 1 row, and 1.2 + 2.0 s over 8.
+    Example: a pass over 1 and 8 rows takes 1.0 and 1.2 s. Attention to a token of context takes 0.0009 s for reading
+    it, and 0.0001 s for each row. With 1,000 tokens, a pass takes 1.0 + 1.0 s over 1 row, and 1.2 + 1.7 s over 8.
 
     Args:
         sizes, seconds: As for `Curve`, over hardly any context.
-        attention: Seconds for each token of context, by the rows of its request.
+        read_token: Seconds of reading a token of context.
+        attend_token: Seconds of attention to it, for each row of its request.
     """
 
-    def __init__(self, sizes: npt.ArrayLike, seconds: npt.ArrayLike, attention: Curve) -> None:
+    def __init__(self, sizes: npt.ArrayLike, seconds: npt.ArrayLike, read_token: float, attend_token: float) -> None:
         super().__init__(sizes, seconds)
-        self.attention = attention
+        self.read_token, self.attend_token = read_token, attend_token
         self._num_context, self._num_requests = 0, 1
 
     @classmethod
@@ -112,37 +114,34 @@ class ContextCurve(Curve):
         if len(passes.sizes) > 1:
             row_seconds = np.diff(passes.seconds[-2:]) / np.diff(passes.sizes[-2:])
             compute = _ATTENTION * float(row_seconds[0]) / work.row_flops
-        each = work.token_bytes * read_byte + passes.sizes * work.pair_flops * compute
-        return cls(passes.sizes, passes.seconds, Curve(passes.sizes, each))
+        return cls(passes.sizes, passes.seconds, work.token_bytes * read_byte, work.pair_flops * compute)
 
     def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
-        passes = super().__call__(num_tokens)
-        return passes + self._attending(num_tokens) if self._num_context else passes
-
-    def _attending(self, num_tokens: npt.ArrayLike) -> Floats:
-        """Return the seconds of attention to the context."""
-        return self._num_context * self.attention(np.asarray(num_tokens) / self._num_requests)
+        rows = np.asarray(num_tokens) / self._num_requests
+        return super().__call__(num_tokens) + self._num_context * (self.read_token + rows * self.attend_token)
 
     def follow(self, num_context: int, num_requests: int) -> None:
         """Take this many tokens of context, of this many requests, as those of a pass."""
         self._num_context, self._num_requests = num_context, num_requests
 
-    def share(self, num_tokens: float) -> float:
-        """Return the share of a pass that attention to the context takes."""
-        return float(self._attending(num_tokens) / self(num_tokens))
+    def shares(self, num_tokens: float) -> Floats:
+        """Return the shares of a pass that weights, reading contexts and computing with them take, [3]."""
+        rows = num_tokens / self._num_requests
+        attention = self._num_context * np.asarray([self.read_token, rows * self.attend_token])
+        return np.asarray([float(super().__call__(num_tokens)), *attention]) / float(self(num_tokens))
 
     def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
-        """Learn from a pass, mostly about the part that takes most of it, and that is known least.
+        """Learn from a pass, mostly about the parts that take most of it, and that are known least.
 
-        The change is divided by the rule of normalized least mean squares, on the logarithms of both parts.
+        The change is divided by the rule of normalized least mean squares, on the logarithms of the parts.
         """
-        share = self.share(num_tokens)
-        known, assumed = 1.0 - share, _DOUBTED * share
-        change = math.log(seconds / float(self(num_tokens))) / ((1.0 - share) * known + share * assumed)
-        alone, rows = float(super().__call__(num_tokens)), num_tokens / self._num_requests
-        super().observe(num_tokens, alone * math.exp(known * change), waited)
-        if share:
-            self.attention.observe(rows, float(self.attention(rows)) * math.exp(assumed * change))
+        ratio, shares = min(seconds / float(self(num_tokens)), _MAX_RATIO), self.shares(num_tokens)
+        weights = shares * _DOUBTED
+        weights_part, reading, attending = np.exp(math.log(ratio) * weights / (weights @ shares)).tolist()
+        super().observe(num_tokens, float(super().__call__(num_tokens)) * weights_part, waited)
+        rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
+        self.read_token *= 1.0 + rate * (min(reading, _MAX_RATIO) - 1.0)
+        self.attend_token *= 1.0 + rate * (min(attending, _MAX_RATIO) - 1.0)
 
 
 class CostModel:
@@ -224,7 +223,7 @@ class CostModel:
         """Return a step without the time of attention to its context."""
         if not isinstance(self.target, ContextCurve):
             return step
-        return replace(step, target_time=step.target_time * (1.0 - self.target.share(step.num_rows)))
+        return replace(step, target_time=step.target_time * float(self.target.shares(step.num_rows)[0]))
 
     def _observe_pass(self, step: StepRecord) -> None:
         """Learn from the seconds of a pass; without draft tokens they may differ from those of the curve.
