@@ -63,11 +63,12 @@ def _flag_parameter(each: "Field[Any]", about: Flag) -> inspect.Parameter:
 
 
 MODEL = Annotated[str | None, engine_flag("model")]
+MODEL_HELP = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 ARGUMENT = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat. (default: demo-chat)",
+        help=f"{MODEL_HELP} (default: demo-chat)",
         show_default=False,
     ),
 ]

@@ -11,7 +11,7 @@ import typer
 from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.commands import checking
 from specinfer.cli.keys import hidden_typing
-from specinfer.cli.options import ARGUMENT, EngineOptions, OutputOptions, flag, load
+from specinfer.cli.options import ARGUMENT, MODEL_HELP, EngineOptions, OutputOptions, flag, load
 from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
@@ -23,7 +23,7 @@ MODEL_OR_PROMPT = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Model, as in chat. If it contains a space, it is the first PROMPT.",
+        help=f"{MODEL_HELP} If it contains a space, it is the first PROMPT. (default: demo-chat)",
         show_default=False,
     ),
 ]
