@@ -10,8 +10,10 @@ from specinfer.model.runner import ModelRunner
 HEADS, DIM, BYTES = 4, 8, 4  # of the tiny models in float32; two heads of keys and values
 
 
-@pytest.mark.parametrize(("family", "attending"), [("llama", 2), ("qwen3_5_text", 1), ("falcon_h1", 2), ("mamba", 0)])
-def test_only_layers_with_attention_read_the_tokens_before(
+@pytest.mark.parametrize(
+    ("family", "attending"), [("llama", 2), ("qwen3_5_text", 1), ("falcon_h1", 2), ("mamba", 0), ("gemma2", 1)]
+)
+def test_only_layers_with_attention_to_all_tokens_read_those_before(
     family: str, attending: int, runner_of: Callable[..., ModelRunner]
 ) -> None:
     work = PassWork.of(runner_of(family).loaded)

@@ -10,6 +10,8 @@ from specinfer.model.kv_tensors import bytes_per_slot
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_recurrent
 
+_WINDOWED = ("sliding_attention", "chunked_attention")  # kinds of layers that attend to the last tokens only
+
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
@@ -17,7 +19,7 @@ class PassWork:
 
     Attributes:
         weight_bytes: Bytes of weights that every pass reads.
-        token_bytes: Bytes of the keys and values of one token in all layers with attention.
+        token_bytes: Bytes of the keys and values of one token in all layers that attend to tokens at any distance.
         row_flops: Operations of one row's products with the weights.
         pair_flops: Operations of attention for one row and one token that it attends to.
     """
@@ -41,6 +43,7 @@ class PassWork:
         is_tied = getattr(config, "tie_word_embeddings", True)
         embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product
         others = {module.layer_idx for module in loaded.model.modules() if is_recurrent(module)}  # these read states
+        others.update(i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _WINDOWED)
         attending = [
             replace(shape, shares=None) for place, shape in enumerate(loaded.layer_shapes) if place not in others
         ]
