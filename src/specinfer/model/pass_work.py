@@ -42,8 +42,11 @@ class PassWork:
             return None
         is_tied = getattr(config, "tie_word_embeddings", True)
         embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product
-        others = {module.layer_idx for module in loaded.model.modules() if is_recurrent(module)}  # these read states
-        others.update(i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _WINDOWED)
+        kinds = getattr(config, "layer_types", None) or ()
+        others: set[Any] = {place for place, kind in enumerate(kinds) if kind in _WINDOWED}
+        others.update(
+            module.layer_idx for module in loaded.model.modules() if is_recurrent(module)
+        )  # these read states
         attending = [
             replace(shape, shares=None) for place, shape in enumerate(loaded.layer_shapes) if place not in others
         ]
