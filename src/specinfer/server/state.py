@@ -11,7 +11,7 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.quotas import Quotas
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
-from specinfer.server.stand_in import loading_message
+from specinfer.server.unavailable import loading_message
 
 
 class Serving(Protocol):

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 
 from specinfer.core.systems import die_with_parent, stop_signals
-from specinfer.server.stand_in import StandIn
 from specinfer.server.systemd import notify, watchdog_seconds
+from specinfer.server.unavailable import UnavailableResponder
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class _Supervisor:
 
     def __init__(self, listener: socket.socket, has_tls: bool) -> None:
         self._listener, self._has_tls = listener, has_tls
-        self._stand_in = StandIn(listener)
+        self._unavailable = UnavailableResponder(listener)
         self._woken, self._waking = os.pipe()
         for end in (self._woken, self._waking):
             os.set_blocking(end, False)
@@ -136,9 +136,9 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._stop_signals)
             os.close(signals)
             os.close(states)
-            self._stand_in.is_open = not self._has_tls
+            self._unavailable.is_open = not self._has_tls
             return None
-        self._stand_in.close()
+        self._unavailable.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._woken, self._waking, self._signals, self._states):
@@ -158,12 +158,12 @@ class _Supervisor:
         seconds = watchdog_seconds()
         code = None
         while code is None:
-            sockets = self._stand_in.sockets
+            sockets = self._unavailable.sockets
             patience = seconds if not sockets else _TICK if seconds is None else min(seconds, _TICK)
             watched: list[int | socket.socket] = [*pipes, *sockets]
             readable, _, _ = select.select(watched, (), (), patience)
             if sockets:
-                self._stand_in.serve(readable, last_end, self._ready_at)
+                self._unavailable.serve(readable, last_end, self._ready_at)
             if self._woken in readable:
                 for number in os.read(self._woken, 256):
                     if number in self._stop_signals:
@@ -179,7 +179,7 @@ class _Supervisor:
         return code
 
     def _pass_on(self, number: int) -> None:
-        self._is_stopping, self._stand_in.is_open = True, False
+        self._is_stopping, self._unavailable.is_open = True, False
         self._listener.close()  # the port closes with the child's
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._signals, bytes([number]))
@@ -192,7 +192,7 @@ class _Supervisor:
             return True
         for state in text.decode().split():
             if state == ACCEPTING:
-                self._stand_in.is_open = False
+                self._unavailable.is_open = False
                 continue
             if state == "READY=1":
                 self._ready_since, self._has_served = time.monotonic(), True

@@ -29,7 +29,7 @@ def loading_message(last_end: str = "", ready_at: float | None = None) -> tuple[
     return f"{reason}; try again in {seconds} s", seconds
 
 
-class StandIn:
+class UnavailableResponder:
     """A responder to a listener's connections; `sockets` are to be watched, and readable ones to be served."""
 
     def __init__(self, listener: socket.socket) -> None:
