@@ -33,7 +33,7 @@ static void walk_one(const Walks *walks, int64_t i, float *scaled) {
 }
 
 static void walk(const Walks *walks, int threads) {
-    enum { LARGE = 1 << 16 };  // logits of a walk that are worth waking a thread for
+    static const int64_t LARGE = 1 << 16;  // logits of a walk from which waking a thread saves time
     const bool is_large = walks->vocab * walks->count > LARGE;
     in_parallel(walks->count, 1, is_large ? threads : 1, [&](int64_t i) {
         const float heat = walks->temperatures[i];

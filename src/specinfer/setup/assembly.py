@@ -132,10 +132,10 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     )  # fmt: skip
     models = find_drafters(names, folder) if finds_drafters else {}
     small = {name: path for name, path in models.items() if not reads_target(name, path)}  # heads stay with the engine
-    is_chosen = speculative.max_asked is not None or speculative.verification == AUTO
+    chooses = speculative.max_asked is not None or speculative.verification == AUTO  # drafters, or the rule, by request
     placement = place_drafters(
         small, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
-        must_be_here=args.adapt_drafters or is_chosen or args.tokenizer is not None,
+        must_be_here=args.adapt_drafters or chooses or args.tokenizer is not None,
     )  # fmt: skip
     return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement, choice)
 
