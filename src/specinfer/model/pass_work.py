@@ -51,7 +51,7 @@ class PassWork:
         ]
         widths = sum(shape.key_dim + shape.value_dim for shape in attending)
         return cls(
-            weight_bytes=read_bytes(loaded),
+            weight_bytes=_read_bytes(loaded, config),
             token_bytes=bytes_per_slot(attending, loaded.dtype, kv_dtype=loaded.kv_dtype),
             row_flops=2.0 * (loaded.num_parameters - embedding),
             pair_flops=2.0 * config.num_attention_heads * widths if attending else 0.0,
@@ -78,7 +78,10 @@ def read_bytes(loaded: LoadedModel) -> int:
 
     For a mixture of experts this is more than a pass reads.
     """
-    config = load_config(loaded.folder).get_text_config()
+    return _read_bytes(loaded, load_config(loaded.folder).get_text_config())
+
+
+def _read_bytes(loaded: LoadedModel, config: Any) -> int:
     # If a tied head is quantized or packed, it is a copy of the embedding.
     modules = list(loaded.model.modules())
     is_copied = loaded.quantization is not None or any(isinstance(m, PackedLinear) for m in modules)
