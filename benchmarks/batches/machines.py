@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specinfer.policy.cost_measurement import SIZES
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 
 _TARGET, _DRAFTER = 1.0e9, 1.0e7  # weights, of two bytes, with each of which a row takes two operations
 _PASS, _LEVEL, _START = 0.5e-3, 0.25e-3, 0.8e-3  # seconds besides those of weights and rows

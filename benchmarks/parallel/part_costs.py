@@ -8,7 +8,7 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.policy.cost_measurement import measure_costs
-from specinfer.policy.cost_model import Curve
+from specinfer.policy.curves import Curve
 
 _NUM_SLOTS = 2048
 

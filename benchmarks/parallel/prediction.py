@@ -18,7 +18,8 @@ from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.planning.network import Link
 from specinfer.planning.simulation_plans import Planner, run_round
 from specinfer.policy.acceptance import expected_tokens
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeSizes
 
 _INNER = Link(0.0, 1e10)  # between ranks of one machine: memory bandwidth; `HereCosts.message` covers the CPU time

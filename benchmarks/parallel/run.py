@@ -33,7 +33,8 @@ from specinfer.planning.cluster import TargetShape
 from specinfer.planning.network import Link
 from specinfer.planning.weight_bytes import mean_bytes
 from specinfer.policy.base import budget_of
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
 

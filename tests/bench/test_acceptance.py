@@ -25,7 +25,8 @@ from specinfer.cli.app import app
 from specinfer.core.tree_shape import parse_tree
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from tiny import load_runner, save_model, save_tokenizer
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))

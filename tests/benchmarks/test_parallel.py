@@ -42,7 +42,8 @@ from specinfer.core.step_record import StepRecord
 from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.planning.network import Link
 from specinfer.planning.simulation_plans import Planner, run_round
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.reporting.environment import Environment
 from tiny import random_prompts, save_model
 

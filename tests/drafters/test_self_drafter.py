@@ -14,7 +14,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.self_drafter import SelfDrafter
-from specinfer.policy.cost_model import Curve
+from specinfer.policy.curves import Curve
 from tiny import random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

@@ -27,7 +27,8 @@ from specinfer.planning.plan_table import bar, plot_plan, print_plan
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_cache import MAX_AGE, cached_costs
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from tiny import VOCAB, save_model
 

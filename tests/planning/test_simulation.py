@@ -30,7 +30,8 @@ from specinfer.planning.simulation_plans import Planner, SimulationConfig, plan_
 from specinfer.planning.simulation_table import plot_simulation, print_simulation
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeOptimizer
 from tiny import make_engine, make_request, random_prompts, resized, run, save_model
 

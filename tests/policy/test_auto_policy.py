@@ -10,7 +10,8 @@ from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.cost_model import ContextCurve, CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import ContextCurve, Curve
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from specinfer.verify import Acceptance

@@ -10,7 +10,8 @@ from simulated_machines import StreamedTarget
 from specinfer.drafters import make_drafter
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_cache, cost_measurement
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from tiny import VOCAB, resized
 
 FEW = (1, 2, 4, 8, 16, 32, 64)

@@ -7,7 +7,8 @@ import pytest
 from specinfer import LLM, SamplingParams
 from specinfer.core.config import SpeculativeConfig
 from specinfer.demo.corpus import heldout_prompts
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.setup import drafter_setup
 
 BEND = 200

@@ -25,7 +25,8 @@ from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.batch_optimizer import choose_configurations
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.features import FeatureTracker, feature_names, find_slots
 from specinfer.policy.learned_policy import _BOUND, LearnedPolicy, load_policy_network
 from specinfer.policy.network import Configuration, ExpectedYield, PolicyNetwork, make_configurations

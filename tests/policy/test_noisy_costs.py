@@ -14,7 +14,8 @@ from specinfer import LLM
 from specinfer.policy import cost_measurement
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeOptimizer
 
 NUM_RUNS = 20

@@ -7,7 +7,8 @@ import torch
 
 from specinfer.core.config import OffloadConfig
 from specinfer.policy import offload_choice
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.offload_choice import (
     Candidate,
     LayerMemory,

@@ -5,7 +5,8 @@ import pytest
 from simulated_machines import GROWING, bent_costs, make_costs, make_span
 from specinfer.core.tree import OFF
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeOptimizer, TreeSizes
 
 

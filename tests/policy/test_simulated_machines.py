@@ -12,7 +12,8 @@ from specinfer.core.tree import OFF, TreeBudget
 from specinfer.model.pass_work import PassWork
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy
-from specinfer.policy.cost_model import ContextCurve, CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import ContextCurve, Curve
 from specinfer.policy.remeasurement import Remeasurement
 
 SURENESS = 0.6

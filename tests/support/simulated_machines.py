@@ -14,7 +14,8 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.policy.base import SpeculationPolicy
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.verify import Acceptance
 from tiny import make_request
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import reference
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.llm import LLM
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepEntry, StepLog, read_log, write_log

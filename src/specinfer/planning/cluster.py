@@ -21,7 +21,8 @@ from specinfer.model.folder import weight_shapes
 from specinfer.model.recurrent.layers import has_stages, num_attending, replace_layers, slot_numbers, state_bytes
 from specinfer.parallel.shard_spec import ShardSpec
 from specinfer.planning.network import Floats, Link
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 
 _LAYER_WEIGHT = re.compile(r"\b(?:layers|h|blocks)\.\d+\.")
 _REDUCTIONS = 2  # per layer: after attention and after the MLP

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.options import Accelerator
-from specinfer.policy.cost_model import CostModel, Curve
-from specinfer.policy.streamed_costs import Floats
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve, Floats
 
 _SLOT_BYTES = 2  # of a number that a recurrence stores of a token, which is in the type of the model
 _SIZES = tuple(sorted({*range(1, 65), *(2**power for power in range(7, 15))}))  # rows of the curves

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.offload_choice import OffloadChoice, best_of
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment

@@ -16,7 +16,8 @@ from specinfer.planning.simulation import Round, group_step, groups_of, simulate
 from specinfer.planning.simulation_report import Prediction
 from specinfer.policy.acceptance import expected_tokens
 from specinfer.policy.cost_measurement import SIZES
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeSizes
 
 MAX_MACHINES = 1024

@@ -13,7 +13,8 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.lookup_policy import LookupPolicy, begins_text
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 from specinfer.policy.remeasurement import Remeasurement
@@ -56,7 +57,7 @@ class AutoPolicy:
         self._pause = 0.0  # seconds of steps until passes may be measured again
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
-        self.costs.plan(sum(span.start for span in (*spans, *reading)), len(spans) + len(reading))
+        self.costs.follow(sum(span.start for span in (*spans, *reading)), len(spans) + len(reading))
         if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
             assert isinstance(self.costs.target, Curve)
             self._remeasurement = Remeasurement(self.costs.target)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Floats
 from specinfer.policy.network import ExpectedYield
-from specinfer.policy.streamed_costs import Floats
 
 Ints = npt.NDArray[np.int64]
 _ROUNDS = 3  # rounds in which nodes are priced by the choice of the round before

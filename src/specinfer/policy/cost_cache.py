@@ -26,7 +26,8 @@ from specinfer.model.device import device_name
 from specinfer.model.pass_work import PassWork
 from specinfer.model.runner import TargetRunner
 from specinfer.policy.cost_measurement import SIZES, measure_costs, still_apply
-from specinfer.policy.cost_model import ContextCurve, CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import ContextCurve, Curve
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
 # Maximum share of the measuring time in which this process did not run: a busy machine's costs must not be kept.
@@ -50,8 +51,7 @@ def cached_costs(
         progress: Callback for the progress of slow passes.
     """
     costs = _measured_costs(target, drafter, fresh, progress)
-    work = PassWork.of(target.loaded)
-    if isinstance(costs.target, Curve) and work is not None:
+    if isinstance(costs.target, Curve) and (work := PassWork.of(target.loaded)) is not None:
         costs.target = ContextCurve.assumed(costs.target, work)
     return costs
 

@@ -24,7 +24,8 @@ from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy import streamed_costs
-from specinfer.policy.cost_model import CostModel, Curve, falling
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve, falling
 from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
 
 # Between 8 and 32 the price of a row changes most: native kernels keep up to 14 rows in registers.

@@ -17,131 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.step_record import StepRecord
-from specinfer.model.pass_work import PassWork
 from specinfer.policy import streamed_costs
-from specinfer.policy.streamed_costs import Floats, StreamedCurve
+from specinfer.policy.curves import FAST, LEARNING_RATE, MAX_RATIO, ContextCurve, Curve, Floats, learning_rate
+from specinfer.policy.streamed_costs import StreamedCurve
 
-# Weight of a new observation: a few steps follow a growing context, and one slow step does not count much.
-_LEARNING_RATE = 0.1
-_SHARED = 0.9  # factor of the rate for sizes that were not observed
-_MAX_RATIO = 3.0
-_BENT = 1.5  # a pass that takes this many times as long as a smaller one is bound by computing
 _DOUBT = 1.3  # factor by which passes became slower or faster
 _MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be that of the start
 # Passes without draft tokens: the largest factor of their difference, and the steps after a tree that show it. Later
 # ones follow other load as well.
 _MOST_PLAIN, _NEAR = 1.3, 2
-# A pass, or drafting, much faster than expected counts more: the estimate dates from a time of higher load.
-_FAST, _FAST_RATE = 0.7, 0.5
-_ATTENTION = 2.0  # factor of the time of an operation in attention over one in products with weights
-# Variances of the seconds of weights, and of reading and computing with contexts, which are not measured at start-up.
-_DOUBTED = np.asarray([1.0, 4.0, 4.0])
-
-
-class Curve:
-    """Seconds as a function of a number of tokens, interpolated linearly between measured sizes.
-
-    Args:
-        sizes: Numbers of tokens, ascending.
-        seconds: [sizes] seconds.
-    """
-
-    def __init__(self, sizes: npt.ArrayLike, seconds: npt.ArrayLike) -> None:
-        self.sizes = np.asarray(sizes, dtype=np.float64)
-        self.seconds = np.maximum.accumulate(np.asarray(seconds, dtype=np.float64))  # more tokens never cost less
-
-    def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
-        """Return the seconds for each number of tokens. Beyond the largest size the cost is taken as proportional."""
-        wanted = np.asarray(num_tokens, dtype=np.float64)
-        beyond = np.maximum(wanted / self.sizes[-1], 1.0)
-        return np.asarray(np.interp(wanted, self.sizes, self.seconds) * beyond)
-
-    def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
-        """Learn from a pass; all sizes follow.
-
-        Other load slows all sizes. A change of one size alone shows only after many steps. The time `waited` for
-        weights is ignored here.
-        """
-        ratio = min(seconds / float(Curve.__call__(self, num_tokens)), _MAX_RATIO)
-        right = int(np.searchsorted(self.sizes, num_tokens))
-        rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
-        rates = np.full(len(self.sizes), rate * _SHARED)
-        rates[max(right - 1, 0) : right + 1] = rate
-        learned = self.seconds * (1.0 + rates * (ratio - 1.0))
-        # More tokens never cost less: a fast pass lowers the smaller sizes, and a slow one raises the larger ones.
-        self.seconds = falling(learned) if ratio < _FAST else np.maximum.accumulate(learned)
-
-    def adopting(self, seconds: Mapping[int, float]) -> "Curve":
-        """Return the curve with the seconds measured at some sizes; between them the change goes over gradually.
-
-        Beyond the largest of them every token costs its share if that size cost clearly more than the smallest.
-        """
-        known = sorted(seconds)
-        last, most = known[-1], seconds[known[-1]]
-        changes = np.log([seconds[size] for size in known]) - np.log(self(known))
-        adopted = self.seconds * np.exp(np.interp(np.log(self.sizes), np.log(known), changes))
-        if most > _BENT * seconds[known[0]]:
-            adopted = np.where(self.sizes > last, np.maximum(adopted, most * self.sizes / last), adopted)
-        return Curve(self.sizes, adopted)
-
-
-def falling(seconds: Floats) -> Floats:
-    """Return seconds that do not fall with size, [sizes], by lowering smaller sizes to the time of larger ones."""
-    return np.minimum.accumulate(seconds[::-1])[::-1]
-
-
-class ContextCurve(Curve):
-    """Seconds of a pass by its number of rows, with the contexts of the step that is planned or observed.
-
-    Example: a pass over 1 and 8 rows takes 1.0 and 1.2 s. Attention to a token of context takes 0.0009 s for reading
-    it, and 0.0001 s for each row. With 1,000 tokens, a pass takes 1.0 + 1.0 s over 1 row, and 1.2 + 1.7 s over 8.
-
-    Args:
-        sizes, seconds: As for `Curve`, over hardly any context.
-        read_token: Seconds of reading a token of context.
-        attend_token: Seconds of attention to it, for each row of its request.
-    """
-
-    def __init__(self, sizes: npt.ArrayLike, seconds: npt.ArrayLike, read_token: float, attend_token: float) -> None:
-        super().__init__(sizes, seconds)
-        self.read_token, self.attend_token = read_token, attend_token
-        self._num_context, self._num_requests = 0, 1
-
-    @classmethod
-    def assumed(cls, passes: Curve, work: PassWork) -> "ContextCurve":
-        """Return the costs if attention reads as fast as a small pass, and computes half as fast as a large one."""
-        read_byte, compute = float(passes.seconds[0]) / work.weight_bytes, 0.0
-        if len(passes.sizes) > 1:
-            row_seconds = np.diff(passes.seconds[-2:]) / np.diff(passes.sizes[-2:])
-            compute = _ATTENTION * float(row_seconds[0]) / work.row_flops
-        return cls(passes.sizes, passes.seconds, work.token_bytes * read_byte, work.pair_flops * compute)
-
-    def __call__(self, num_tokens: npt.ArrayLike) -> Floats:
-        rows = np.asarray(num_tokens) / self._num_requests
-        return super().__call__(num_tokens) + self._num_context * (self.read_token + rows * self.attend_token)
-
-    def follow(self, num_context: int, num_requests: int) -> None:
-        """Take this many tokens of context, of this many requests, as those of a pass."""
-        self._num_context, self._num_requests = num_context, num_requests
-
-    def shares(self, num_tokens: float) -> Floats:
-        """Return the shares of a pass that weights, reading contexts and computing with them take, [3]."""
-        rows = num_tokens / self._num_requests
-        attention = self._num_context * np.asarray([self.read_token, rows * self.attend_token])
-        return np.asarray([float(super().__call__(num_tokens)), *attention]) / float(self(num_tokens))
-
-    def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
-        """Learn from a pass, mostly about the parts that take most of it, and that are known least.
-
-        The change is divided by the rule of normalized least mean squares, on the logarithms of the parts.
-        """
-        ratio, shares = min(seconds / float(self(num_tokens)), _MAX_RATIO), self.shares(num_tokens)
-        weights = shares * _DOUBTED
-        weights_part, reading, attending = np.exp(math.log(ratio) * weights / (weights @ shares)).tolist()
-        super().observe(num_tokens, float(super().__call__(num_tokens)) * weights_part, waited)
-        rate = _FAST_RATE if ratio < _FAST else _LEARNING_RATE
-        self.read_token *= 1.0 + rate * (min(reading, _MAX_RATIO) - 1.0)
-        self.attend_token *= 1.0 + rate * (min(attending, _MAX_RATIO) - 1.0)
 
 
 class CostModel:
@@ -199,22 +83,21 @@ class CostModel:
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which the target read no prompt."""
-        self.plan(step.num_context, step.num_requests)
+        self.follow(step.num_context, step.num_requests)
         self._observe_pass(step)
-        self.rest += _LEARNING_RATE * (step.rest_time - self.rest)
+        self.rest += LEARNING_RATE * (step.rest_time - self.rest)
         # A lookup's long chain has no model levels, and would make levels seem free.
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
         if not num_levels:
             return
         expected = float(self.draft(step.num_guessed, num_levels))
-        if step.num_read and step.draft_time >= _FAST * expected:
+        if step.num_read and step.draft_time >= FAST * expected:
             reading = max(step.draft_time - expected, 0.0) / step.num_read
-            rate = _FAST_RATE if reading < _FAST * self.read_token else _LEARNING_RATE
-            self.read_token += rate * (reading - self.read_token)
+            self.read_token += learning_rate(reading, self.read_token) * (reading - self.read_token)
         else:
             self._observe_drafting(step.num_guessed / num_levels, num_levels, step.draft_time, expected)
 
-    def plan(self, num_context: int, num_requests: int) -> None:
+    def follow(self, num_context: int, num_requests: int) -> None:
         """Count with this many tokens of context, of this many requests, until the next step is observed."""
         if isinstance(self.target, ContextCurve):
             self.target.follow(num_context, num_requests)
@@ -223,7 +106,8 @@ class CostModel:
         """Return a step without the time of attention to its context."""
         if not isinstance(self.target, ContextCurve):
             return step
-        return replace(step, target_time=step.target_time * float(self.target.shares(step.num_rows)[0]))
+        parts = self.target.parts(step.num_rows)
+        return replace(step, target_time=step.target_time * float(parts[0] / parts.sum()))
 
     def _observe_pass(self, step: StepRecord) -> None:
         """Learn from the seconds of a pass; without draft tokens they may differ from those of the curve.
@@ -236,7 +120,7 @@ class CostModel:
             return
         if self._since_tree < _NEAR:
             ratio = step.target_time / float(self.target(step.num_rows))
-            self._plain += _LEARNING_RATE * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
+            self._plain += LEARNING_RATE * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
         self._since_tree += 1
         self.target.observe(step.num_rows, step.target_time / self._plain)
 
@@ -247,12 +131,12 @@ class CostModel:
         drafts with more or fewer levels than usual. After a pass of the target no CPU cache has any of the drafter's
         data, so the start takes more than was measured.
         """
-        ratio, level = min(seconds / expected, _MAX_RATIO), float(self.draft_level(per_level))
-        self.draft_start *= 1.0 + (_FAST_RATE if ratio < _FAST else _LEARNING_RATE) * (ratio - 1.0)
+        ratio, level = min(seconds / expected, MAX_RATIO), float(self.draft_level(per_level))
+        self.draft_start *= 1.0 + learning_rate(seconds, expected) * (ratio - 1.0)
         self.draft_level.observe(per_level, level * ratio)
         usual = self._usual_levels or num_levels
-        self._usual_levels = usual + _LEARNING_RATE * (num_levels - usual)
-        moved = _LEARNING_RATE * (ratio - 1.0) * expected * (1.0 - num_levels / self._usual_levels)
+        self._usual_levels = usual + LEARNING_RATE * (num_levels - usual)
+        moved = LEARNING_RATE * (ratio - 1.0) * expected * (1.0 - num_levels / self._usual_levels)
         all_levels = self._usual_levels * float(self.draft_level(per_level))
         moved = min(max(moved, -self.draft_start), _MOST_MOVED * all_levels)
         self.draft_start += moved
@@ -260,7 +144,7 @@ class CostModel:
 
     def observe_prompts(self, step: StepRecord) -> None:
         """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
-        self.plan(step.num_context, step.num_requests)
+        self.follow(step.num_context, step.num_requests)
         if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
             self.target.observe(step.num_rows, step.target_time, step.waiting_time)
 

@@ -22,9 +22,9 @@ from specinfer.drafters.base import Drafter
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.batch_optimizer import choose_configurations, rates_alone
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Floats
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.policy.network import SMALL_NODES, Configuration, ExpectedYield, PolicyNetwork, token_weight
-from specinfer.policy.streamed_costs import Floats
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -157,9 +157,9 @@ class LearnedPolicy:
         for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._network.configurations]
         corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
         num_context = sum(span.start for span in spans)
-        self.costs.plan(num_context // len(spans), 1)
+        self.costs.follow(num_context // len(spans), 1)
         alone = rates_alone(corrected, self.costs)
-        self.costs.plan(num_context, len(spans))
+        self.costs.follow(num_context, len(spans))
         pace = 1.0 / alone.mean(axis=0)
         self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
         self._charge_reading(spans, corrected, alone)

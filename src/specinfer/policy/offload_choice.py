@@ -27,7 +27,8 @@ from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.streamed_layer import spread
 from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 

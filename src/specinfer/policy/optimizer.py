@@ -20,7 +20,7 @@ from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_model import CostModel
-from specinfer.policy.streamed_costs import Floats
+from specinfer.policy.curves import Floats
 
 
 class TreeSizes:

@@ -14,8 +14,7 @@ import numpy as np
 
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
-from specinfer.policy.cost_model import Curve
-from specinfer.policy.streamed_costs import Floats
+from specinfer.policy.curves import Curve, Floats
 
 _GROWTH = 2  # factor from one size to the next
 _SLOWER = 2.0  # largest pass, in times of one without trees

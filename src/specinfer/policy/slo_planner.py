@@ -19,8 +19,8 @@ from specinfer.core.slo import SLO
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Floats
 from specinfer.policy.optimizer import TreeOptimizer, num_to_read
-from specinfer.policy.streamed_costs import Floats
 
 _HORIZON = 8  # steps in which a request that is late, or early, returns to its target
 _MEMORY = 0.95  # weight of the steps before in the pace of tokens, for each further step

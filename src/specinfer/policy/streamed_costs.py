@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from specinfer.policy.curves import MAX_RATIO, Floats, learning_rate
+
 # One row, and the sizes at which passes of common machines begin to bend.
 SIZES = (1, 128, 256)
 MOST_ROWS = 512  # of a pass that rows are priced by: longer ones are prompts, and cost more per row than trees
 _MOST_SECONDS = 30.0  # seconds after which no further size is measured
 _WAITS = 0.1  # share of a pass spent waiting, above which its time counts as that of reading
 _KEPT = 0.95  # decay of the observations per pass
-_RATE, _FAST, _FAST_RATE = 0.1, 0.7, 0.5  # for the reading time; fast passes count more, as they show lower load
-_MAX_RATIO = 3.0
 _LEAST_SECONDS = 1e-9
 
 
@@ -76,8 +75,8 @@ class StreamedCurve:
     def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
         one = Pass(num_tokens, seconds, min(max(waited, 0.0), seconds))
         if one.is_bound:
-            rate = _FAST_RATE if seconds < _FAST * self.reading else _RATE
-            self.reading += rate * (min(seconds, _MAX_RATIO * self.reading) - self.reading)
+            rate = learning_rate(seconds, self.reading)
+            self.reading += rate * (min(seconds, MAX_RATIO * self.reading) - self.reading)
         else:
             self.reading = min(self.reading, seconds)  # reading took no longer than this
         self._seen = _KEPT * self._seen + _sums(one)

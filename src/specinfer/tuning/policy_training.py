@@ -14,7 +14,8 @@ from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.demo import corpus
 from specinfer.llm import LLM
 from specinfer.policy.cost_cache import cached_costs
-from specinfer.policy.cost_model import CostModel, Curve
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepLog, read_log, write_log
 from specinfer.reporting.progress_bar import stage_bar
