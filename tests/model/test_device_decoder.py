@@ -1,8 +1,7 @@
 """The GPU's decoder, on the CPU by its plain twins: what transformers computes, and nothing that cannot be captured."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gguf_files import write_model
+from on_device import as_on_a_gpu
 from quantized_files import save_quantized
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.kernels import Float8Linear, QuantizedLinear, layer_ops
-from specinfer.model import device_decoder, load, load_config
+from specinfer.model import device_decoder
 from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import find_folder
@@ -27,7 +27,6 @@ from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
-from specinfer.parallel.shard_spec import ShardSpec
 from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run, save_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -186,34 +185,19 @@ def test_guesses_beyond_the_longest_text_have_places(model_folder: Folders) -> N
 # --------------------------------------------------------------------------------------------------- loading
 
 
-@contextmanager
-def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models are loaded on the CPU by the path of GPUs."""
-    with patch.context() as patched:
-        patched.setattr(load_config, "can_fuse", lambda _: False)
-        patched.setattr(load, "pack_linears", lambda _: 0)
-        patched.setattr(load, "can_fuse_on_device", lambda model, _: can_fuse_on_device(model, GPU))
-        right = load.quantize_linears
-        patched.setattr(load, "quantize_linears", lambda *args, **_: right(*args, native=False))
-        yield
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loading(tied: bool, quantization: str | None, model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("llama", tie_word_embeddings=tied)
     plain = load_model(folder, torch.float32, CPU, quantization, native=False)
-    with _as_on_a_gpu(monkeypatch):
+    with as_on_a_gpu(monkeypatch):
         loaded = load_model(folder, torch.float32, CPU, quantization)
         assert isinstance(loaded.model, DeviceDecoder)
         table = loaded.model.rotations.nbytes
         assert loaded.num_bytes == plain.num_bytes + table - 2 * 4 * 4  # frequencies, stored twice, are gone
         assert loaded.num_parameters == plain.num_parameters
         assert not isinstance(load_model(folder, torch.float32, CPU, native=False).model, DeviceDecoder)
-        assert not isinstance(
-            load_model(folder, torch.float32, CPU, shard=ShardSpec(stage=1, num_stages=2)).model, DeviceDecoder
-        )
     assert not isinstance(load_model(folder, torch.float32, CPU, quantization).model, DeviceDecoder)
 
 
@@ -236,7 +220,7 @@ def test_what_does_not_agree_is_not_used(
     monkeypatch.setattr(device_decoder._Layer, "__init__", wrong)
     for quantization in (None, "fp8"):
         caplog.clear()
-        with _as_on_a_gpu(monkeypatch), caplog.at_level(logging.WARNING):
+        with as_on_a_gpu(monkeypatch), caplog.at_level(logging.WARNING):
             loaded = load_model(folder, torch.float32, CPU, quantization)
         assert not isinstance(loaded.model, DeviceDecoder)
         assert loaded.quantization == quantization

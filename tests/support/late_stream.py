@@ -129,8 +129,8 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
         stream.finish()
         return found
 
-    def forward_now(runner: GraphRunner, pieces: Any) -> Tensor:
-        result = forward(runner, pieces)
+    def forward_now(runner: GraphRunner, *args: Any) -> Tensor:
+        result = forward(runner, *args)
         stream.finish()
         return result
 

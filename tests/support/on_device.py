@@ -1,6 +1,7 @@
 """Engines that take steps as on a device, on the CPU: the same programs, which run as they are written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
+from specinfer.model import load, load_config
+from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads import load as heads_load
 from specinfer.model.heads.head import FeatureHead
@@ -32,6 +35,18 @@ CPU = torch.device("cpu")
 def load_plain(folder: Path) -> LoadedModel:
     """Without native code, whose passes have no fixed shapes."""
     return load_model(folder, torch.float32, CPU, native=False)
+
+
+@contextmanager
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models are loaded on the CPU by the path of GPUs, with the plain twins of their kernels."""
+    with patch.context() as patched:
+        patched.setattr(load_config, "can_fuse", lambda _: False)
+        patched.setattr(load, "pack_linears", lambda _: 0)
+        patched.setattr(load, "can_fuse_on_device", lambda model, _: can_fuse_on_device(model, torch.device("cuda")))
+        right = load.quantize_linears
+        patched.setattr(load, "quantize_linears", lambda *args, **_: right(*args, native=False))
+        yield
 
 
 def load_device_head(folder: Path, target: LoadedModel) -> LoadedModel:

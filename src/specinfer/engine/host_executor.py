@@ -69,12 +69,6 @@ class HostExecutor:
         return len(self._steps)
 
     @property
-    def _num_programs(self) -> int:
-        """Number of passes of all models that were captured so far."""
-        graphs = self.target.graphs if isinstance(self.target, ModelRunner) else None
-        return 0 if graphs is None else graphs.num_programs
-
-    @property
     def spans(self) -> list[Span]:
         """Spans of all steps in flight."""
         return [span for step in self._steps for span in step.spans]
@@ -95,7 +89,7 @@ class HostExecutor:
         spans = self._schedule()
         if not spans:
             return None
-        num_programs = self._num_programs
+        num_programs = self.target.num_programs
         clock.lap("rest")
         trees, num_read, num_budgeted = self._draft(spans, learners.policy)
         clock.lap("draft")
@@ -137,7 +131,7 @@ class HostExecutor:
             self._scheduler.release(step.spans)
             outcomes = self._outcomes(step.spans, step.trees, logits)
             clock.lap("verify")
-            is_first = self._num_programs > step.num_programs
+            is_first = self.target.num_programs > step.num_programs
             return StepResult(
                 step.spans, clock, outcomes, step.num_read, step.num_budgeted, waited, is_first_of_size=is_first
             )
@@ -147,7 +141,7 @@ class HostExecutor:
     def run_alone(self, span: Span) -> StepResult:
         """Run a step of one request without draft tokens, while no other is in flight."""
         assert not self._steps
-        self.begin(InFlightStep([span], [span.tree()], 0, 0, StageClock(), num_programs=self._num_programs))
+        self.begin(InFlightStep([span], [span.tree()], 0, 0, StageClock(), num_programs=self.target.num_programs))
         return self.finish()
 
     def drop(self, spans: Sequence[Span]) -> None:
@@ -210,7 +204,8 @@ class HostExecutor:
         assert self._commit_now is not None
         start = time.perf_counter()
         self._note_start(spans)
-        step = InFlightStep(spans, [span.tree() for span in spans], 0, 0, StageClock(), num_programs=self._num_programs)
+        trees = [span.tree() for span in spans]
+        step = InFlightStep(spans, trees, 0, 0, StageClock(), num_programs=self.target.num_programs)
         try:
             self._begin(step)
             self._commit_now(self._finish(step))

@@ -1,12 +1,13 @@
 """Decoder of Llama-like models on GPUs: few launches per layer, all of fixed shapes, so that passes can be captured.
 
-It supports the families of the kind `LLAMA` (`layer_families.py`), whole models and the layers of heads. Products with
-the same input are computed together (queries, keys and values; gates and values). Each of these is one launch: the
-residual sum with the norm; head norms, rotation and the store of keys and values; SiLU with its product. Nothing is
-read back from the device. Rotations are looked up by position in a table made at load. On a CPU the same code runs with
-the plain versions in `kernels/layer_ops.py`.
+It supports the families of the kind `LLAMA` (`layer_families.py`): whole models, the shards of ranks, and the layers of
+heads. Products with the same input are computed together (queries, keys and values; gates and values). Each of these is
+one launch: the residual sum with the norm; head norms, rotation and the store of keys and values; SiLU with its
+product. Nothing is read back from the device. Rotations are looked up by position in a table made at load. On a CPU the
+same code runs with the plain versions in `kernels/layer_ops.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -23,6 +24,8 @@ from specinfer.model.fused_layer import taken_apart
 from specinfer.model.layer_families import LLAMA, activation_of, kind_of
 from specinfer.model.layer_kind import linears_of, window_of
 from specinfer.model.linears import can_join, joined
+from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
+from specinfer.parallel.group import Alone, Group
 
 
 class DeviceDecoder(nn.Module):
@@ -37,19 +40,45 @@ class DeviceDecoder(nn.Module):
     def __init__(self, model: Any, max_position: int) -> None:
         super().__init__()
         trunk = model.model
-        self.embedding, self.head = trunk.embed_tokens, model.lm_head
-        self.norm, self.eps = trunk.norm.weight, float(trunk.norm.variance_epsilon)
-        rotations = _rotations(trunk.rotary_emb, max_position, self.norm.device)
-        self.register_buffer("rotations", rotations, persistent=False)
-        self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(taken_apart(trunk.layers)))
+        self.width = int(model.config.hidden_size)
+        self.is_first = not isinstance(trunk.embed_tokens, EmbeddingPlaceholder)
+        self.embedding = trunk.embed_tokens if self.is_first else None
+        has_head = not isinstance(model.lm_head, Placeholder)
+        self.norm = DeviceNorm(trunk.norm) if has_head else None
+        self.head = model.lm_head if has_head else None
+        layers = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
+        self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(layers))
+        device = next(self.layers.parameters()).device
+        self.register_buffer("rotations", _rotations(trunk.rotary_emb, max_position, device), persistent=False)
 
-    def forward(self, batch: ForwardBatch, watch: Watch | None = None) -> Tensor:
-        """Return [rows, vocab] float32 logits of the tokens that the batch asks for.
+    def connect(self, group: Group, sums: Sequence[str]) -> None:
+        """Add up results over the ranks with shards of the same layers, where each computes a part of them.
 
         Args:
+            sums: Names of the definition's modules whose results are added up.
+        """
+        if not sums:
+            return
+        assert len(sums) == 2 * len(self.layers)
+        for layer in self.layers:
+            assert isinstance(layer, _Layer)
+            layer.group = group
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Return the [tokens, width] rows of the embedding; not of later stages."""
+        assert self.embedding is not None
+        rows: Tensor = self.embedding(token_ids)
+        return rows
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
+        """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
+
+        Args:
+            hidden: [tokens, width] output of the previous stage, modified in place.
             watch: Callback after the embedding and after each layer.
         """
-        hidden = self.embedding(batch.token_ids)
+        assert (hidden is None) == self.is_first
+        hidden = self.embedded(batch.token_ids) if hidden is None else hidden
         added: Tensor | None = None
         if watch is not None:
             watch(0, hidden)
@@ -59,8 +88,10 @@ class DeviceDecoder(nn.Module):
                 watch(i + 1, hidden.add_(added))
                 added.zero_()
         assert added is not None
+        if self.norm is None or self.head is None:
+            return hidden.add_(added)
         hidden, added = hidden[batch.logit_rows], added[batch.logit_rows]  # the head is the widest product
-        logits: Tensor = self.head(add_norm(hidden, added, self.norm, self.eps))
+        logits: Tensor = self.head(self.norm(hidden, added))
         return logits.float()
 
 
@@ -121,8 +152,8 @@ class DeviceNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = norm.weight, float(norm.variance_epsilon)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return add_norm(hidden, None, self.weight, self.eps)
+    def forward(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+        return add_norm(hidden, added, self.weight, self.eps)
 
 
 class _Layer(nn.Module):
@@ -140,6 +171,7 @@ class _Layer(nn.Module):
         self.names, made_of = LLAMA.linear_names(layer), linears_of(layer, LLAMA)
         self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
         self.qkv, self.output, self.gated, self.down = map(joined, made_of)
+        self.group: Group = Alone()  # the ranks that have the other heads and the other gates
 
     def forward(
         self,
@@ -159,9 +191,9 @@ class _Layer(nn.Module):
         qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs)
         query = self.rotate_and_store(batch, qkv, rotations)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
-        attended = self.output(seen.flatten(1))
-        result: Tensor = self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))))
-        return result
+        attended = self.group.all_reduce(self.output(seen.flatten(1)))
+        gated = self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))
+        return self.group.all_reduce(self.down(gate(gated)))
 
     def read(self, batch: ForwardBatch, inputs: Tensor, rotations: Tensor) -> None:
         """Store the keys and values of `inputs` [tokens, width]."""
@@ -191,7 +223,8 @@ def can_fuse_on_device(model: Any, device: torch.device) -> bool:
     """Return whether the device is a GPU and the model is of Llama's kind; its linear layers may be quantized."""
     if device.type != "cuda" or not _is_llama(model.config):
         return False
-    return all(map(_is_plain, model.model.layers)) and can_join(model.lm_head)
+    layers = [layer for layer in model.model.layers if not isinstance(layer, Placeholder)]
+    return all(map(_is_plain, layers)) and (isinstance(model.lm_head, Placeholder) or can_join(model.lm_head))
 
 
 def _is_llama(config: Any) -> bool:

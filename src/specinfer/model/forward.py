@@ -46,9 +46,9 @@ def forward(
         fused: Tensor = model(batch, hidden, watch, pause)
         return fused
     if isinstance(model, DeviceDecoder | FeatureHead):
-        assert hidden is None
+        assert hidden is None or isinstance(model, DeviceDecoder)
         with adapting(batch.adapters or batch.adapter_rows):
-            on_device: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, watch)
+            on_device: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, hidden, watch)
         return on_device
     if hidden is not None:
         batch = replace(batch, hidden=hidden.unsqueeze(0))

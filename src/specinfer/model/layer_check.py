@@ -23,6 +23,7 @@ from specinfer.model.forward import forward
 from specinfer.model.kv_tensors import KVTensors, LayerShape
 from specinfer.model.layer_families import trunk_of
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
+from specinfer.model.sharding.stage import received
 
 _WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache
 _SMALL = 1e-3  # root mean square of the last token's hidden states, small so that the epsilon of norms matters
@@ -277,7 +278,8 @@ def judge(
     routed = [hasattr(layer, "call") and layer.call.has_experts for layer in getattr(model, "layers", ())]
     worst = _Judge(reference, dtype, None if rounded_to is None else BITS[rounded_to], routed)
     device = logits.device
-    hidden = None if getattr(model, "is_first", True) else reference.outputs[0].clone()
+    before = reference.outputs[0]
+    hidden = None if getattr(model, "is_first", True) else received(model, len(before), dtype, device).copy_(before)
     with torch.inference_mode():
         store = KVTensors(layer_shapes, len(reference.piece.tokens), dtype, device)
         found = forward(model, pack([reference.piece], store, device), hidden, worst.watch)

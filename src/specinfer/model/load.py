@@ -203,7 +203,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
     for transform in TRANSFORMS:
         if transform.is_needed(job, fuses):
             transform.apply(model, job)
-    fuses_on_device = job.native and not fuses and job.shard.is_whole and can_fuse_on_device(model, job.device)
+    fuses_on_device = job.native and not fuses and can_fuse_on_device(model, job.device)
     probed = probe(model, job.config, job.device, job.layers, records=fuses or fuses_on_device)
     if fuses:
         model = FusedDecoder(model, job.quantization, narrows=True).eval()

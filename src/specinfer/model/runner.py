@@ -1,6 +1,5 @@
 """ModelRunner: one model and its cache, on one device."""
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specinfer.core.errors import first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece, pack
 from specinfer.model.device import on_device
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.graphs.check import make_graph_runner
+from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
 from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.kv_tensors import KVTensors
@@ -23,8 +21,6 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
-
-logger = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
@@ -53,6 +49,16 @@ class TargetRunner(Protocol):
     @property
     def compute_path(self) -> str:
         """Description of the code that computes the passes."""
+        ...
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """Reason why passes are not captured, or None if they are."""
+        ...
+
+    @property
+    def num_programs(self) -> int:
+        """Number of passes so far that took longer than later ones of their sizes will, see `Graphs`."""
         ...
 
     @property
@@ -135,10 +141,13 @@ class ModelRunner:
 
     @property
     def why_not_captured(self) -> str | None:
-        """Reason why passes are not captured, or None if they are."""
         if self.graphs is None:
             return "capturing is off"
         return self._why_unpadded if self.padded is None else self.padded.why_not_captured
+
+    @property
+    def num_programs(self) -> int:
+        return 0 if self.graphs is None else self.graphs.num_programs
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Capture the usual pass sizes now, so that requests wait for few captures.
@@ -147,13 +156,10 @@ class ModelRunner:
         """
         if self.padded is None:
             return
-        try:
-            with on_device(self.loaded.device):
-                self.padded.prepare(progress)
-        except Exception as error:  # such as a kernel that needs more shared memory than the GPU has
-            logger.debug("a padded pass failed", exc_info=True)
-            self.padded, self._why_unpadded = None, first_line(error)
-            logger.warning("passes of %s are not captured: %s", self.loaded.folder, self._why_unpadded)
+        with on_device(self.loaded.device):
+            self._why_unpadded = capture_usual_sizes(self.padded, progress)
+        if self._why_unpadded is not None:
+            self.padded = None
 
     def keep_taps(self, layers: Collection[int]) -> None:
         self.tensors.keep_taps(layers)

@@ -31,6 +31,7 @@ class TargetConfig:
         limits: Limits of the cache, for each rank.
         copies: The target's own copies that draft, by names of `SELF_DRAFTERS`.
         kv_cache_dtype: Type of keys and values, one of `config.KV_CACHE_DTYPES`.
+        enforce_eager: True to capture no passes.
 
     Raises:
         ValueError: A field has an invalid value.
@@ -44,6 +45,7 @@ class TargetConfig:
     limits: EngineConfig
     copies: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

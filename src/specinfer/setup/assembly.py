@@ -128,7 +128,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config,
         tuple(name for name in names if name in SELF_DRAFTERS),
-        args.kv_cache_dtype,
+        args.kv_cache_dtype, args.enforce_eager,
     )  # fmt: skip
     models = find_drafters(names, folder) if finds_drafters else {}
     small = {name: path for name, path in models.items() if not reads_target(name, path)}  # heads stay with the engine
@@ -181,7 +181,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         loaded = {name: one.loaded for name, one in small.items()}
         target = replace(target, taps=taps_of(target, list(loaded.values())))
         graphs = make_graphs(place, enforce_eager=args.enforce_eager)
-        captured = [] if graphs is None else [*loaded.values()] if ranks is not None else [target, *loaded.values()]
+        captured = [] if graphs is None else [target, *loaded.values()]
         max_model_len, num_slots, kept, capacity = _plan(settings, target, loaded, ranks, captured)
         make_runner = partial(
             ModelRunner,
@@ -199,6 +199,10 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 capacity=capacity,
                 num_states=kept,
                 copies={name: loaded[name] for name in settings.copies},
+                # Its own: the rank's thread runs passes while this one drafts.
+                graphs=make_graphs(place, enforce_eager=args.enforce_eager),
+                max_requests=limits.max_num_seqs,
+                progress=progress,
             )
         )
         here = {name: _drafter_runner(name, one.loaded, runner, args, make_runner) for name, one in small.items()}

@@ -34,9 +34,9 @@ def log_gpu_path(
         return
     parts: dict[str, str | None] = {
         "Triton kernels": why_not_on(device),
-        "captured passes of the target": _why_not_captured(target),
+        "captured passes of the target": target.why_not_captured,
         **{
-            f"captured passes of {name}": _why_not_captured(one)
+            f"captured passes of {name}": one.why_not_captured
             for name, one in drafters.items()
             if why_no_steps is not None or not isinstance(one, HeadRunner)
         },
@@ -67,7 +67,3 @@ def gpu_abilities(device: torch.device) -> Parts:
         why_no_capture = str(error).partition("\n")[0]
     why_no_steps = why_no_capture if why_no_triton is None else "they need Triton's kernels"
     return {"Triton": why_no_triton, "captured": why_no_capture, "device step": why_no_steps}
-
-
-def _why_not_captured(runner: TargetRunner) -> str | None:
-    return runner.why_not_captured if isinstance(runner, ModelRunner) else "it is on several ranks"

@@ -1,13 +1,14 @@
 """Check that a model may run at padded sizes, by comparing a padded pass with one without padding."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.core.errors import first_line
+from specinfer.core.progress import ProgressCallback
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.triton import runs_on
 from specinfer.model.batch import Piece, pack
@@ -21,6 +22,7 @@ from specinfer.model.layer_check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
 from specinfer.model.recurrent.layers import largest_state_bytes
+from specinfer.model.sharding.stage import received
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +43,7 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
     if (why := _refused(loaded, tensors)) is not None:
         logger.info("passes of %s are not captured: %s", loaded.folder, why)
         return why
-    runner = GraphRunner(
-        loaded.model,
-        loaded.folder.name,
-        loaded.num_logits,
-        tensors,
-        graphs,
-        loaded.device,
-        min(loaded.max_position, tensors.num_slots),
-        max_requests,
-    )
+    runner = GraphRunner(loaded, tensors, graphs, max_requests)
     try:
         verdict = _judged(runner, loaded, tensors)
         if verdict.is_right:
@@ -63,14 +56,27 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
     return why
 
 
+def capture_usual_sizes(runner: GraphRunner, progress: ProgressCallback | None = None) -> str | None:
+    """Capture the usual sizes, so that requests wait for few captures; return why passes cannot be padded, or None."""
+    try:
+        runner.prepare(progress)
+    except Exception as error:  # such as a kernel that needs more shared memory than the GPU has
+        logger.debug("a padded pass failed", exc_info=True)
+        why = first_line(error)
+        logger.warning("passes of %s are not captured: %s", runner.folder, why)
+        return why
+    return None
+
+
 def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     """Return the approximate device bytes of a model's padded passes: their buffers, and what captures keep."""
+    if loaded.stream is not None or loaded.shard.tensor.size > 1:  # they are not captured
+        return 0
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
     table *= 2  # for passes, and for steps that run on the device alone
-    # Logits are stored twice: in the head's type, and as float32 results.
-    logits = (
-        MAX_ROWS * loaded.num_logits * (torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize))
-    )
+    # Logits are stored twice: in the head's type, and as float32 results. Hidden states of a stage are few bytes.
+    each = torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize)
+    logits = MAX_ROWS * loaded.num_logits * each if loaded.shard.has_head else 0
     states = MAX_STATES * largest_state_bytes(loaded.model)
     return table + logits + states + len(loaded_sizes(max_requests)) * _GRAPH_BYTES
 
@@ -78,8 +84,8 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
 def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
-    if not loaded.shard.is_whole:
-        return "it is a shard of a model"
+    if loaded.shard.tensor.size > 1:
+        return "its layers are split over ranks, which add up results outside of graphs"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):
@@ -106,22 +112,33 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
         ],
     ]
 
-    def plain(store: KVTensors) -> Tensor:
+    hidden = [_hidden(loaded, pieces) for pieces in passes]
+
+    def plain(store: KVTensors, dtype: torch.dtype | None = None) -> Tensor:
         batches = [pack(pieces, store, loaded.device, native=loaded.native) for pieces in passes]
-        return [forward(loaded.model, batch) for batch in batches][-1]
+        given = [None if one is None else one.to(dtype or one.dtype, copy=True) for one in hidden]  # a pass adds to it
+        return [forward(loaded.model, *inputs) for inputs in zip(batches, given, strict=True)][-1]
 
     wanted = plain(tensors)
-    found = [runner.forward(pieces) for pieces in passes][-1]
+    found = [runner.forward(*inputs) for inputs in zip(passes, hidden, strict=True)][-1]
     return judge_pass("a padded pass", found, wanted, _exact(plain, wanted, loaded), loaded.dtype)
 
 
-def _exact(plain: Callable[[KVTensors], Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:
+def _hidden(loaded: LoadedModel, pieces: Sequence[Piece]) -> Tensor | None:
+    """Return hidden states that a later stage may receive, or None for the first one."""
+    if loaded.shard.is_first:
+        return None
+    like = received(loaded.model, sum(len(piece.tokens) for piece in pieces), loaded.dtype, loaded.device)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def _exact(plain: Callable[..., Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:
     """Return the logits of the plain pass in float32, its cache too, or `wanted` where they cannot be computed."""
     if loaded.dtype == torch.float32 and loaded.kv_dtype is None:
         return wanted
     try:
         with Widened():
-            return plain(KVTensors(loaded.layer_shapes, len(_SLOTS), torch.float32, loaded.device))
+            return plain(KVTensors(loaded.layer_shapes, len(_SLOTS), torch.float32, loaded.device), torch.float32)
     except RuntimeError:  # for example with experts, whose weights are one stack
         logger.debug("a pass cannot be computed in float32", exc_info=True)
         return wanted

@@ -11,19 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.kernels import AdapterSlots
-from specinfer.model.batch import KVStore, Piece, pack, runs_of
+from specinfer.model.batch import Piece, pack, runs_of
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
-from specinfer.model.graphs.sizes import REQUESTS, Size, at_least, loaded_sizes
+from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.kv_tensors import KVTensors
+from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import num_taps
 from specinfer.model.recurrent.scan import Scan
+from specinfer.model.sharding.stage import received
 
 logger = logging.getLogger(__name__)
 
@@ -48,38 +51,28 @@ class _Pass:
 
 
 class GraphRunner:
-    """A runner of passes over static buffers.
+    """A runner of passes over static buffers, of a model or of a pipeline stage.
 
     Passes that are larger than all sizes, or have more adapters than slots, get buffers of their own and are not
     captured.
 
     Args:
-        name: Name of the model, for the log.
-        vocab_size: Number of logits of a token.
         store: Keys and values, whose addresses must not change.
-        max_context: Length of the longest prefix.
         max_requests: Usual largest number of requests at a time.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        vocab_size: int,
-        store: KVStore,
-        graphs: Graphs,
-        device: torch.device,
-        max_context: int,
-        max_requests: int,
-    ) -> None:
-        self._model, self._name, self._store, self._graphs, self._device = model, name, store, graphs, device
-        self._taps, self._recurs = num_taps(model), bool(store.states.pools)
+    def __init__(self, loaded: LoadedModel, store: KVTensors, graphs: Graphs, max_requests: int) -> None:
+        self._model, self.folder, self._device = loaded.model, loaded.folder, loaded.device
+        self._store, self._graphs = store, graphs
+        self._taps, self._recurs = num_taps(loaded.model), bool(store.states.pools)
         rows = at_least(REQUESTS, max_requests) or REQUESTS[-1]
         self._max_requests = rows
+        max_context = min(loaded.max_position, store.num_slots)
         # Not in inference mode, in which passes run: tensors made there could be modified only there.
         with torch.inference_mode(mode=False):
-            self._table = SlotTable(rows, _whole(max_context), device)
-            self._logits = torch.empty((MAX_ROWS, vocab_size), dtype=torch.float32, device=device)
+            self._table = SlotTable(rows, _whole(max_context), self._device)
+            self._received, self._results = _ends(loaded)
+        self._gives_logits = loaded.shard.has_head
         self._passes: OrderedDict[Size, _Pass] = OrderedDict()
         self._is_capturable = True
         self.why_not_captured: str | None = None  # set when a capture has failed
@@ -93,8 +86,9 @@ class GraphRunner:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers on the device."""
+        tensors = [self._table.cells, self._results, *([] if self._received is None else [self._received])]
         buffers = sum(one.buffers.num_bytes for one in self._passes.values())
-        return buffers + int(self._table.cells.nbytes + self._logits.nbytes)
+        return buffers + sum(int(tensor.nbytes) for tensor in tensors)
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
         """Capture the usual sizes, largest first; others are captured when their passes have taken as long."""
@@ -108,21 +102,25 @@ class GraphRunner:
             if not self._is_capturable:
                 return
             if progress is not None:
-                progress(f"{CAPTURING} of {self._name}", done, len(sizes))
+                progress(f"{CAPTURING} of {self.folder.name}", done, len(sizes))
             with torch.inference_mode():
                 self._capture(self._pass_of(size))
         if progress is not None:
-            progress(f"{CAPTURING} of {self._name}", len(sizes), len(sizes))
+            progress(f"{CAPTURING} of {self.folder.name}", len(sizes), len(sizes))
         after = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(
             "%s: %d sizes of passes captured in %.1f s, %.1f MiB and %.1f MiB of buffers",
-            self._name, count, seconds, num_bytes / 2**20, self.num_bytes / 2**20,
+            self.folder.name, count, seconds, num_bytes / 2**20, self.num_bytes / 2**20,
         )  # fmt: skip
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece]) -> Tensor:
-        """Return [rows, vocab] float32 logits as `ModelRunner.forward`; the runner's next pass overwrites them."""
+    def forward(self, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
+        """Return what `model.forward.forward` returns; the runner's next pass overwrites it.
+
+        Args:
+            hidden: [tokens, width] output of the previous stage.
+        """
         scan = Scan(pieces, self._store.states, self._device, recomputes=self._recurs) if self._taps else None
         exact = Size.of(pieces, scan.num_tokens if scan is not None else 0)
         size = exact.padded()
@@ -133,18 +131,21 @@ class GraphRunner:
             or not self._is_at_hand(size)
             or (lora_indices := self._lora_indices(pieces, size)) is None
         ):
-            return self._run_once(exact, pieces)
+            return self._run_once(exact, pieces, hidden)
         ready = self._pass_of(size)
         if self._is_worth_capturing(ready):
             self._capture(ready)
         try:
             ready.buffers.fill(pieces, lora_indices, scan)
+            if hidden is not None and self._received is not None:
+                self._received[: exact.tokens] = hidden
+                self._received[exact.tokens : size.tokens] = 0  # a pass adds to its padding, too
             self._run(ready)
         except BaseException:  # an interrupt too: changes of the table may not have been written
             self._table.forget()
             raise
         self._store.states.finish()
-        return self._logits[: exact.rows]
+        return self._results[: self._num_results(exact)]
 
     def _table_holds(self, pieces: Sequence[Piece]) -> bool:
         longest = max(len(piece.prefix_slots) for piece in pieces)
@@ -184,7 +185,7 @@ class GraphRunner:
             self._is_capturable, ready.replay = False, ready.program
             self.why_not_captured = f"they cannot be captured: {first_line(error)}"
             logger.warning("passes of %s are launched kernel by kernel, since they cannot be captured: %s",
-                           self._name, str(error).partition("\n")[0])  # fmt: skip
+                           self.folder.name, str(error).partition("\n")[0])  # fmt: skip
 
     def _run(self, ready: _Pass) -> None:
         if ready.replay is not None:
@@ -196,25 +197,40 @@ class GraphRunner:
         ready.times.append(time.perf_counter() - started)
 
     def _program(self, buffers: Buffers) -> Program:
-        batch, logits = buffers.batch(self._store, self.adapter_slots), self._logits[: buffers.size.rows]
+        batch, size = buffers.batch(self._store, self.adapter_slots), buffers.size
+        hidden = None if self._received is None else self._received[: size.tokens]
+        results = self._results[: self._num_results(size)]
 
         def program() -> None:
             buffers.update_table()
-            logits.copy_(forward(self._model, batch))
+            results.copy_(forward(self._model, batch, hidden))
 
         return program
 
-    def _run_once(self, exact: Size, pieces: Sequence[Piece]) -> Tensor:
+    def _num_results(self, size: Size) -> int:
+        return size.rows if self._gives_logits else size.tokens
+
+    def _run_once(self, exact: Size, pieces: Sequence[Piece], hidden: Tensor | None) -> Tensor:
         """Run a pass without padding, in buffers of its own."""
         if self._taps:  # the number of states that it needs at a time is known, and may be small
-            return forward(self._model, pack(pieces, self._store, self._device, native=False))
+            return forward(self._model, pack(pieces, self._store, self._device, native=False), hidden)
         longest = max(len(piece.prefix_slots) for piece in pieces)
         table = SlotTable(exact.requests, _whole(longest), self._device)
         buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)
         buffers.fill(pieces)
         buffers.update_table()
         batch = replace(buffers.batch(self._store), adapters=runs_of(pieces))
-        return forward(self._model, batch)
+        return forward(self._model, batch, hidden)
+
+
+def _ends(loaded: LoadedModel) -> tuple[Tensor | None, Tensor]:
+    """Return static hidden states that passes begin with, or None for the first stage, and static results of passes."""
+
+    def hidden() -> Tensor:
+        return received(loaded.model, TOKENS[-1], loaded.dtype, loaded.device).zero_()
+
+    logits = torch.empty((MAX_ROWS, loaded.num_logits), dtype=torch.float32, device=loaded.device)
+    return None if loaded.shard.is_first else hidden(), logits if loaded.shard.has_head else hidden()
 
 
 def _whole(count: int) -> int:

@@ -60,10 +60,13 @@ class TargetEnds(NamedTuple):
                 lambda hidden: norm(hidden.float().contiguous(), last.norm, last.eps),
             )
         if isinstance(model, DeviceDecoder):
+            own = model.norm
+            assert own is not None
+            assert model.head is not None
             return cls(
-                model.embedding,
+                model.embedded,
                 model.head,
-                lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], model.norm, model.eps),
+                lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], own.weight, own.eps),
             )
         trunk: Any = model
         head = output_head(model)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specinfer.core.errors import RanksError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece
+from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
@@ -53,6 +54,7 @@ class DistributedRunner:
 
     Args:
         copies: The copies of rank 0's shard that draft, by name.
+        graphs, max_requests, progress: As for `ShardRunner`.
     """
 
     def __init__(
@@ -65,6 +67,9 @@ class DistributedRunner:
         capacity: PassCapacity | None = None,
         num_states: int = 0,
         copies: Mapping[str, LoadedModel] | None = None,
+        graphs: Graphs | None = None,
+        max_requests: int = 32,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.loaded, self.capacity = loaded, capacity
         copies = copies or {}
@@ -73,18 +78,29 @@ class DistributedRunner:
         self._ranks, self._writer = ranks, PieceWriter()
         self._sending = threading.Lock()  # adapters are sent by the threads that ask for them
         self.adapters = SharedAdapters(ranks, partial(self._send, Command.ADAPTERS))
-        # Rank 0 sends no hidden states.
-        self.shard_runner = ShardRunner(
-            loaded, num_slots, ranks.connections.stages, (), loaded.taps, num_states, tuple(copies.values())
-        )
         taps = () if loaded.taps is None else (loaded.taps.width, *loaded.taps.layers)
         self._send(Command.SLOTS, torch.tensor([num_slots, *taps], dtype=torch.int32))
+        # Rank 0 sends no hidden states. The others capture at the same time.
+        self.shard_runner = ShardRunner(
+            loaded, num_slots, ranks.connections.stages, (), loaded.taps, num_states, tuple(copies.values()),
+            graphs=graphs, max_requests=max_requests, progress=progress,
+        )  # fmt: skip
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()
 
     @property
     def compute_path(self) -> str:
-        return f"{self.loaded.compute_path}, on {self._ranks.place.world_size} ranks"
+        captured = ", captured passes" if self.why_not_captured is None else ""
+        return f"{self.loaded.compute_path}{captured}, on {self._ranks.place.world_size} ranks"
+
+    @property
+    def why_not_captured(self) -> str | None:
+        return self.shard_runner.why_not_captured
+
+    @property
+    def num_programs(self) -> int:
+        """Count those of rank 0; passes on other ranks have the same sizes."""
+        return self.shard_runner.num_programs
 
     @property
     def max_in_flight(self) -> int:

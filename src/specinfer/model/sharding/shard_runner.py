@@ -6,7 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece
+from specinfer.model.device import on_device
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
+from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import Slots
 from specinfer.model.kv_tensors import KVTensors, TapShape, put_rows
 from specinfer.model.load import LoadedModel
@@ -47,6 +52,9 @@ class ShardRunner:
         taps: Hidden states to store, by layers of the whole target, or None. Each stage hands on those up to its end.
         num_states: Number of states of recurrent layers to keep. Ranks may keep different ones.
         copies: The shard's copies that draft, which compute in its cache.
+        graphs: Captured graphs, which nothing else may use, or None to run passes unpadded.
+        max_requests: Usual largest number of requests at a time in captured passes.
+        progress: Callback for the progress of the captures.
     """
 
     def __init__(
@@ -58,6 +66,10 @@ class ShardRunner:
         taps: TapShape | None = None,
         num_states: int = 0,
         copies: Sequence[LoadedModel] = (),
+        *,
+        graphs: Graphs | None = None,
+        max_requests: int = 32,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.loaded, self._stages, self._models, self._next_dtypes = loaded, stages, (loaded, *copies), next_dtypes
         layers, self._received = range(0), tuple[int, ...]()
@@ -72,6 +84,25 @@ class ShardRunner:
         # A pass counts the layers of its stage only.
         self._stored = self.tensors.taps
         self.tensors.taps = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
+        self._graphs = graphs
+        self._padded: GraphRunner | None = None
+        self._why_unpadded: str | None = "capturing is off"
+        if graphs is not None:
+            self._capture(graphs, max_requests, progress)
+
+    @property
+    def why_not_captured(self) -> str | None:
+        return self._why_unpadded if self._padded is None else self._padded.why_not_captured
+
+    @property
+    def num_programs(self) -> int:
+        return 0 if self._graphs is None else self._graphs.num_programs
+
+    def _capture(self, graphs: Graphs, max_requests: int, progress: ProgressCallback | None) -> None:
+        with on_device(self.loaded.device):
+            made = make_graph_runner(self.loaded, self.tensors, graphs, max_requests)
+            self._why_unpadded = made if isinstance(made, str) else capture_usual_sizes(made, progress)
+            self._padded = made if self._why_unpadded is None and not isinstance(made, str) else None
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece], model: int = 0) -> Tensor:
@@ -90,7 +121,12 @@ class ShardRunner:
             stages.recv(hidden, stages.rank + 1)
             if self._received:
                 self._receive_taps(self._slots_of(pieces))
-        out = compute(loaded, self.tensors, pieces, hidden)
+        with on_device(loaded.device):
+            if self._padded is not None and model == 0:
+                # The next pass overwrites the result, which may not have been sent or read by then.
+                out = self._padded.forward(pieces, hidden).clone()
+            else:
+                out = compute(loaded, self.tensors, pieces, hidden)
         if not loaded.shard.is_last:
             stages.send(out.to(self._next_dtypes[model]), stages.rank - 1)
             if self._stored:

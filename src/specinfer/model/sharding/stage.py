@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.linears import layer_lists, output_head
@@ -56,10 +57,12 @@ def received(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torc
     Args:
         dtype: The model's type.
     """
-    if isinstance(model, FusedDecoder):
-        return torch.empty(num_tokens, model.width, dtype=torch.float32, device=device)
-    config: Any = model.config
-    return torch.empty(num_tokens, config.get_text_config().hidden_size, dtype=dtype, device=device)
+    if isinstance(model, FusedDecoder | DeviceDecoder):
+        width, dtype = model.width, torch.float32 if isinstance(model, FusedDecoder) else dtype
+    else:
+        config: Any = model.config
+        width = config.get_text_config().hidden_size
+    return torch.empty(num_tokens, width, dtype=dtype, device=device)
 
 
 def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:

@@ -11,6 +11,8 @@ import torch
 from specinfer.core.errors import ModelError, RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place
 from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_bytes, num_states
+from specinfer.model.graphs.capture import make_graphs
+from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.kv_tensors import TapShape
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import Budget
@@ -105,7 +107,9 @@ class Worker:
         budget = Budget(settings.offload.budget_bytes, loaded.device) if loaded.stream is not None else None
         most = None if budget is None else budget.cache_bytes
         models = (loaded, *service_models)
-        memory = cache_bytes(settings.limits, loaded.device, most, num_sharing(loaded.device, self._place))
+        graphs = make_graphs(loaded.device, enforce_eager=settings.enforce_eager)
+        reserved = 0 if graphs is None else captured_bytes(loaded, settings.limits.max_num_seqs)
+        memory = cache_bytes(settings.limits, loaded.device, most, num_sharing(loaded.device, self._place), reserved)
         kept = num_states(settings.limits, models, memory)
         fitting = (memory - kept * bytes_per_state(models)) // bytes_per_token(models)
         descriptions = connections.world.all_gather(describe_shard((loaded, *copies), fitting))
@@ -119,7 +123,10 @@ class Worker:
             )
         taken = next_dtypes(descriptions, self._place.rank, loaded.shard.tensor.size)
         taps = TapShape(tuple(command[3:]), command[2]) if command[2:] else None
-        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept, copies)
+        runner = ShardRunner(
+            loaded, command[1], connections.stages, taken, taps, kept, copies,
+            graphs=graphs, max_requests=settings.limits.max_num_seqs,
+        )  # fmt: skip
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
