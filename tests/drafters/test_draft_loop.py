@@ -3,13 +3,15 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from heads import drafter_of, ids_of, llm_of, save_eagle3
 from native import native
-from specinfer.core.draws import Distribution, Draws
+from specinfer.core.draws import Draws
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -20,7 +22,7 @@ from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance, verify
-from tiny import VOCAB, make_request, random_prompts, resized
+from tiny import VOCAB, make_request, random_prompts, resized, save_model
 
 pytestmark = native
 GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_tokens=99), SamplingParams(temperature=0.8, max_tokens=99)
@@ -59,11 +61,7 @@ class _Twins:
         for request, tree, numbers in zip(requests, one, used, strict=True):
             assert numbers == request.num_draws or not any(draw.distribution for draw in tree.draws)
         for mine, expected in zip(one, other, strict=True):
-            assert (mine.tokens, mine.parents) == (expected.tokens, expected.parents)
-            assert [draw[:2] for draw in mine.draws] == [draw[:2] for draw in expected.draws]
-            _check_alike([draw.distribution for draw in mine.draws], [draw.distribution for draw in expected.draws])
-            sure = [[draw.confidence for draw in tree.draws] for tree in (mine, expected)]
-            assert sure[0] == pytest.approx(sure[1], rel=1e-5)
+            _check_alike(mine, expected)
         return one
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
@@ -81,8 +79,12 @@ class _Twins:
         assert cached[0] == cached[1]
 
 
-def _check_alike(ones: list[Distribution | None], others: list[Distribution | None]) -> None:
-    for one, other in zip(ones, others, strict=True):
+def _check_alike(mine: TokenTree, expected: TokenTree) -> None:
+    assert (mine.tokens, mine.parents) == (expected.tokens, expected.parents)
+    assert [draw[:2] for draw in mine.draws] == [draw[:2] for draw in expected.draws]
+    sure = [[draw.confidence for draw in tree.draws] for tree in (mine, expected)]
+    assert sure[0] == pytest.approx(sure[1], rel=1e-5)
+    for one, other in zip(*([draw.distribution for draw in tree.draws] for tree in (mine, expected)), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -215,3 +217,50 @@ def test_a_draft_continues_with_other_weights(runner_of: Callable[..., ModelRunn
         drafter.replace(runner_of("llama", seed=5).loaded)
     (after,) = twins.draft([request], [TreeBudget(12, 4)])
     assert before.tokens != after.tokens
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "normed": {"layout": "speculators", "norm_output": True, "norm_before_residual": True},
+    "own tokens": {"draft_ids": range(2, 90), "own_embedding": True},
+    "two layers": {"num_layers": 2, "family": "qwen3"},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("verification", ["coupled", "traversal"])
+@pytest.mark.parametrize("tree", ["best-first:12", "2,2,1"])
+def test_trees_of_heads_are_those_that_grow_step_by_step(
+    head: str, dtype: str, verification: str, tree: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, params = _count_calls(monkeypatch), [replace(one, max_tokens=12) for one in PARAMS["both"]]
+    options = {"dtype": dtype, "tree": tree, "verification": verification, "max_num_batched_tokens": 64}
+    with llm_of(target, save_eagle3(tmp_path, **HEADS[head]), **options) as llm:
+        drafter, num_trees = drafter_of(llm), 0
+        draft, loop = drafter.draft, drafter._loop
+        assert isinstance(loop, DraftLoop)
+
+        def both(spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+            nonlocal num_trees
+            counts, drafted = [dict(span.request.num_draws) for span in spans], []
+            for drafter._loop in (None, loop):
+                for span, before in zip(spans, counts, strict=True):
+                    span.request.num_draws = dict(before)
+                drafted.append(draft(spans, budgets))
+            for expected, mine in zip(*drafted, strict=True):
+                _check_alike(mine, expected)
+                num_trees += mine.num_guessed > 0
+            return drafted[1]
+
+        monkeypatch.setattr(drafter, "draft", both)
+        outputs = llm.generate(ids_of(random_prompts([9, 2, 90])), params, use_tqdm=False)
+        assert not any(output.error for output in outputs)
+    assert num_trees > 20
+    assert set(used) == {True}

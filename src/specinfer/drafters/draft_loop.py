@@ -1,14 +1,15 @@
-"""The drafts of a small model on a CPU, each in one native call: tokens are chosen, or drawn without replacement.
+"""The drafts of a small model or a head on a CPU, each in one native call: tokens are chosen, or drawn without
+replacement.
 
 `small_model.py` does the same in steps, for all other models and requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from specinfer.core.draws import Distribution, Draws, Ints
 from specinfer.core.noise import derive_seed, draws_of
@@ -24,6 +25,7 @@ from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules
 from specinfer.kernels.toss import sources_at
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.heads.head import FeatureHead
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted, log_min_p
 
@@ -43,6 +45,7 @@ class DraftLoop:
 
     Args:
         name: Name of the drafter.
+        features: For a head, function that returns the [end - start, width] features of a request's tokens.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class DraftLoop:
         draft_sampling: str,
         calibration: Calibration,
         name: str,
+        features: Callable[[str, int, int], Tensor] | None = None,
     ) -> None:
         assert not vocabulary.translates
+        self._features = features
         self._runner, self._cache, self._vocabulary = runner, cache, vocabulary
         self._draft_sampling, self._calibration, self._name = draft_sampling, calibration, name
         self._model: nn.Module | None = None  # that the call is of
@@ -105,7 +110,7 @@ class DraftLoop:
         model, tensors = self._runner.loaded.model, self._runner.tensors
         if self._call is None or self._model is not model or positions > self._call.parts.num_positions:
             parts = None
-            if isinstance(model, FusedDecoder) and not tensors.taps and self._runner.graphs is None:
+            if isinstance(model, FusedDecoder | FeatureHead) and self._runner.graphs is None:
                 parts = model.parts(tensors, positions)
             self._model, self._call = model, None if parts is None else self._made(parts)
         return self._call
@@ -125,6 +130,10 @@ class DraftLoop:
         tokens = np.array(ids[len(ids) - num_new :], dtype=np.int64)
         tree = DraftTree(tokens.ctypes.data, prefix.ctypes.data, slots.ctypes.data, len(prefix), num_new)
         alive += tokens, prefix, slots
+        if self._features is not None:
+            features = self._features(request_id, len(prefix), len(ids)).float().contiguous()
+            alive.append(features)
+            tree.features = features.data_ptr()
         tree.max_nodes, tree.max_depth = budget.max_nodes, budget.max_depth
         if budget.widths:
             widths = np.array(budget.widths, dtype=np.int64)

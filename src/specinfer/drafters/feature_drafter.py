@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.draft_loop import DraftLoop
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
 from specinfer.drafters.merge.scoring import Scoring
@@ -101,6 +102,14 @@ class FeatureDrafter(SmallModelDrafter):
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, HeadRunner)
         return FeatureCache(runner, self.vocabulary, None)  # it is scored on drafts alone
+
+    def _make_loop(self) -> DraftLoop | None:
+        if type(self) is not FeatureDrafter or type(self.runner) is not HeadRunner:
+            return None
+        return DraftLoop(
+            self.runner, self._cache, self.vocabulary, self.draft_sampling, self._calibration, self.name,
+            self.runner.features,
+        )  # fmt: skip
 
     def can_read(self, request: Request) -> bool:
         return self.runner.has_read(request)

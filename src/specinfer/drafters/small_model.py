@@ -70,13 +70,16 @@ class SmallModelDrafter:
         self.vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
         self._scoring = Scoring(draft_sampling, self.vocabulary) if is_scored else None
         self._cache = self._make_cache(runner)
-        self._loop: DraftLoop | None = None
-        if type(runner) is ModelRunner and self._scoring is None and not self.vocabulary.translates:
-            self._loop = DraftLoop(runner, self._cache, self.vocabulary, draft_sampling, self._calibration, name)
+        self._loop = None if is_scored or self.vocabulary.translates else self._make_loop()
         self._drafted: dict[str, _Drafted] = {}
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         return DrafterCache(runner, self.vocabulary, self._scoring)
+
+    def _make_loop(self) -> DraftLoop | None:
+        if type(self.runner) is not ModelRunner:  # others have passes of their own
+            return None
+        return DraftLoop(self.runner, self._cache, self.vocabulary, self.draft_sampling, self._calibration, self.name)
 
     @property
     def shares_vocabulary(self) -> bool:

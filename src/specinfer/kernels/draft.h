@@ -1,4 +1,4 @@
-// A whole draft in one call: the passes of a small model, and what grows from their scores, level by level.
+// A whole draft in one call: the passes of a small model or a head, and what grows from their scores, level by level.
 //
 // The steps are those of small_model.py, draft_sampling.py and expansion.py for tokens that are chosen, or drawn without
 // replacement. A level takes the nodes of all trees together: embedding, layers, norm and head, then each node's candidates, then growth.
@@ -141,6 +141,48 @@ struct Drafting {
         pieces.layer_inputs = inputs, pieces.layer_stride = size;
     }
 
+    // What a head's layers begin with: `hidden`, of embeddings, becomes what they add to; returns what the first one reads.
+    const float *read_features(bool reads, float *hidden, int64_t rows) {
+        const Features *one = d->features;
+        const int64_t size = d->hidden;
+        float *inputs = hold_aligned(room.inputs, most_rows * 2 * size);
+        const auto norm = [&](const float *x, const float *weight, float *y) { native->norm(x, weight, y, 1, size, d->eps, 1); };
+        for (int64_t r = 0; r < rows; r++) norm(hidden + r * size, one->embedding_norm, inputs + 2 * r * size);
+        int64_t row = 0;
+        for (int64_t i = 0; i < g.count; i++) {
+            if (at(i).first == at(i).end) continue;
+            const int64_t count = reads ? d->trees[i].num_new : at(i).end - at(i).first;
+            for (int64_t r = 0; r < count; r++, row++) {
+                float *feature = hidden + row * size, *normed = inputs + (2 * row + 1) * size;
+                if (reads)
+                    memcpy(feature, d->trees[i].features + r * size, (size_t)size * sizeof(float));
+                else
+                    load_feature(slots[key_starts[i] + known(i) - 1 + g.parents[at(i).start + at(i).first + r]], feature);
+                norm(feature, one->feature_norm, normed);
+                if (one->adds_to_normed) memcpy(feature, normed, (size_t)size * sizeof(float));
+            }
+        }
+        return inputs;
+    }
+
+    void load_feature(int64_t slot, float *to) const {
+        const int type = d->features->type;
+        const void *stored = d->features->stored;
+        for (int64_t k = slot * d->hidden, end = k + d->hidden; k < end; k++)
+            *to++ = type == FP32 ? ((const float *)stored)[k]
+                                 : (type == BF16 ? from_bf16 : from_fp16)(((const uint16_t *)stored)[k]);
+    }
+
+    void store_feature(int64_t slot, const float *from) const {
+        const int type = d->features->type;
+        void *stored = d->features->stored;
+        for (int64_t k = slot * d->hidden, end = k + d->hidden; k < end; k++, from++)
+            if (type == FP32)
+                ((float *)stored)[k] = *from;
+            else
+                ((uint16_t *)stored)[k] = (type == BF16 ? to_bf16 : to_fp16)(*from);
+    }
+
     // Logits [rows] of the last known tokens or of the frontiers' nodes; returns the number of rows.
     int64_t score(bool reads) {
         const int64_t rows = place_rows(reads), size = d->hidden;
@@ -148,16 +190,17 @@ struct Drafting {
         float *scratch = hold_aligned(room.scratch, most_rows * d->floats);
         embed(d->embedding, d->rows, d->type, d->embedding_scale, room.ids.data(), hidden, rows, size, threads);
         read_layer_inputs(hidden, rows);
-        decode_all(d->places, d->layers, &pieces, nullptr, hidden, scratch, nullptr, threads);
-        int64_t scored = rows;
-        if (reads) {
-            scored = pieces.count;
-            for (int64_t i = 0; i < scored; i++) {
-                const int64_t last = pieces.first_row[i] + pieces.num_new[i] - 1;
-                memmove(hidden + i * size, hidden + last * size, (size_t)size * sizeof(float));
-            }
-        }
+        const float *inputs = d->features ? read_features(reads, hidden, rows) : nullptr;
+        decode_all(d->places, d->layers, &pieces, inputs, hidden, scratch, nullptr, threads);
+        const int64_t scored = reads ? pieces.count : rows;
+        const auto row_of = [&](int64_t i) { return reads ? pieces.first_row[i] + pieces.num_new[i] - 1 : i; };
+        if (reads)
+            for (int64_t i = 0; i < scored; i++)
+                memmove(hidden + i * size, hidden + row_of(i) * size, (size_t)size * sizeof(float));
         native->norm(hidden, d->norm, normed, scored, size, d->eps, threads);
+        if (d->features)
+            for (int64_t i = 0; i < scored; i++)
+                store_feature(pieces.new_slots[row_of(i)], (d->features->stores_normed ? normed : hidden) + i * size);
         float *logits = hold_aligned(room.logits, scored * d->head->stride);
         native->linear(d->head, normed, logits, scratch, scored, STORE, nullptr, threads);
         return scored;
@@ -272,7 +315,7 @@ struct Drafting {
         int64_t row = 0;
         for (int64_t i = 0; i < g.count; i++)
             for (int64_t node = at(i).start + at(i).first; node < at(i).start + at(i).end; node++, row++)
-                parents[row] = {i, node, known(i) + g.depths[node]};
+                parents[row] = {i, node, known(i) + g.depths[node] + (d->features ? 1 : 0)};  // heads skip the first token
         const float *logits = hold_aligned(room.logits, rows * d->head->stride);
         in_parallel(rows, 1, rows * d->columns > 1 << 15 ? threads : 1, [&](int64_t r) {
             float *mine = values + r * (2 * size + blocks);

@@ -1,4 +1,4 @@
-"""A whole draft in one native call: the passes of a small model and the growth of trees, see draft.h."""
+"""A whole draft in one native call: the passes of a small model or a head, and the growth of trees, see draft.h."""
 
 import ctypes
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ class DraftTree(ctypes.Structure):
             and of the slots of the tokens to read, followed by one for each node.
         widths: Address of the number of children of each node, by level; None to grow best first.
         heights, slopes, by_rank: Addresses of a calibration's numbers; None in a fixed expansion.
+        features: Address of what a head reads beside the known tokens; None for a small model.
         temperature: 0 for the best tokens.
         choice: How children are chosen: `BEST`, `NOISY`, with the noise of the target, which `seed` determines, or
             `DRAWN`, with noise that `seed` determines, from number `first_draw` at the root.
@@ -36,7 +37,7 @@ class DraftTree(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tokens", "prefix", "slots")),
         *((name, ctypes.c_int64) for name in ("num_prefix", "num_new", "max_nodes", "max_depth")),
-        *((name, ctypes.c_void_p) for name in ("widths", "heights", "slopes", "by_rank")),
+        *((name, ctypes.c_void_p) for name in ("widths", "heights", "slopes", "by_rank", "features")),
         *((name, ctypes.c_double) for name in ("min_path_prob", "min_gain", "top_p")),
         ("seed", ctypes.c_uint64),
         ("top_k", ctypes.c_int64),
@@ -49,6 +50,13 @@ class DraftTree(ctypes.Structure):
     )
 
 
+class _Features(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("stored", "embedding_norm", "feature_norm")),
+        *((name, ctypes.c_int32) for name in ("type", "stores_normed", "adds_to_normed")),
+    )
+
+
 class _Draft(ctypes.Structure):
     _fields_ = (
         ("places", ctypes.c_void_p),
@@ -57,13 +65,30 @@ class _Draft(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("columns", "support", "breadth")),
         *((name, ctypes.c_void_p) for name in ("edges", "middles")),
         *((name, ctypes.c_int64) for name in ("bins", "middles_count", "ranks")),
-        ("layer_inputs", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("layer_inputs", "features")),
         *((name, ctypes.c_float) for name in ("embedding_scale", "eps", "cap")),
         ("type", ctypes.c_int32),
         ("count", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("trees", "tokens", "parents", "confidence")),
         *((name, ctypes.c_void_p) for name in ("candidates", "drawn", "probs")),
     )
+
+
+class FeatureParts(NamedTuple):
+    """What a head reads beside each token: the feature of the token before it.
+
+    Attributes:
+        stored: [slots, hidden] in one of `TYPES`: outputs by the slots of tokens, features of the tokens after them.
+        embedding_norm, feature_norm: [hidden] float32.
+        stores_normed: Whether outputs have the last norm.
+        adds_to_normed: Whether the layers add to the normed feature, not to the feature.
+    """
+
+    stored: Tensor
+    embedding_norm: Tensor
+    feature_norm: Tensor
+    stores_normed: bool
+    adds_to_normed: bool
 
 
 class DecoderParts(NamedTuple):
@@ -79,6 +104,7 @@ class DecoderParts(NamedTuple):
     num_positions: int  # that the layers have tables for
     layer_inputs: LayerInputsCall | None = None
     cap: float | None = None  # of the logits
+    features: FeatureParts | None = None  # of a head
 
 
 class GrowthRules(NamedTuple):
@@ -147,6 +173,12 @@ class DraftCall:
         draft.edges, draft.bins = rules.edges.ctypes.data, len(rules.edges) + 1
         draft.middles, draft.middles_count = rules.middles.ctypes.data, len(rules.middles)
         draft.embedding_scale, draft.eps = parts.embedding_scale, parts.eps
+        if parts.features is not None:
+            stored, *norms = parts.features[:3]
+            self._features = _Features(
+                stored.data_ptr(), *(norm.data_ptr() for norm in norms), TYPES[stored.dtype], *parts.features[3:]
+            )
+            draft.features = ctypes.addressof(self._features)
         self._address = ctypes.addressof(draft)
         self._nodes: tuple[Ints, Floats] = np.empty((2, 0), dtype=np.int64), np.empty(0)
 

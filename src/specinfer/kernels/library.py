@@ -18,7 +18,7 @@ import torch
 from specinfer.core.cpus import usable_cpus
 from specinfer.core.systems import call_c
 
-_LAYOUT = 31  # version of structures and functions, as in types.h
+_LAYOUT = 32  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 _bytes_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 Item = TypeVar("Item")

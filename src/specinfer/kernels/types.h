@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 31;
+static const int LAYOUT = 32;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -234,6 +234,7 @@ struct DraftTree {  // as in draft.py
     int64_t num_prefix, num_new, max_nodes, max_depth;
     const int64_t *widths;                           // [max_depth] children of each node, or null: best first
     const double *heights, *slopes, *by_rank;        // of the calibration, best first
+    const float *features;                           // [num_new][hidden] of the tokens before the known ones; of heads
     double min_path_prob, min_gain, top_p;
     uint64_t seed;
     int64_t top_k, first_draw;     // 0: no limit; number of the root's draw
@@ -252,7 +253,13 @@ struct LayerInputs {  // of tokens, by a table and by a projection of their embe
     int32_t type;      // of `rows`
 };
 
-struct Draft {  // by a small model; as in draft.py
+struct Features {  // of the token before each, which a head reads beside it; as in draft.py
+    void *stored;  // [slots][hidden] what it computes for a token, read for the tokens after it
+    const float *embedding_norm, *feature_norm;  // [hidden]
+    int32_t type, stores_normed, adds_to_normed;  // of `stored`; which has the last norm; whether layers add to a normed feature
+};
+
+struct Draft {  // by a small model or a head; as in draft.py
     const void *const *places;  // [layers][4] as specinfer_decode_all has them
     int64_t layers, hidden, floats;     // floats: of scratch memory for each token
     const Linear *embedding;            // panels with its rows, or null
@@ -264,6 +271,7 @@ struct Draft {  // by a small model; as in draft.py
     const double *edges, *middles;      // as in Growth
     int64_t bins, middles_count, ranks;
     const LayerInputs *layer_inputs;    // or null
+    const Features *features;           // of a head, or null
     float embedding_scale, eps, cap;    // cap: of logits, which become cap * tanh(logits / cap); 0: none
     int32_t type;  // of `rows`
     // Of a call.

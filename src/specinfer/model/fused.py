@@ -12,11 +12,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import LayersCall, QuantizedEmbedding, norm, packs_type
+from specinfer.kernels import LayersCall, LinearCall, QuantizedEmbedding, norm, packs_type
 from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.fused_layer import Layer, can_fuse_layers, norm_weight, taken_apart
+from specinfer.model.fused_layer import (
+    Layer,
+    call_of_layers,
+    can_fuse_layers,
+    norm_weight,
+    scratch_floats,
+    taken_apart,
+)
 from specinfer.model.layer_families import eps_of, kind_of, trunk_of
 from specinfer.model.layer_inputs import can_take_inputs, inputs_of
 from specinfer.model.linears import HEAD_BITS
@@ -168,24 +175,16 @@ class FusedDecoder(nn.Module):
         tables = [self._rotations.table(layer.rotation, positions) for layer in self.layers]
         calls = self._calls.get(store)
         if calls is None or not calls.has_tables(tables):
-            mixers = [
-                layer.mixers(store, i, table) for i, (layer, table) in enumerate(zip(self.layers, tables, strict=True))
-            ]
-            calls = self._calls[store] = LayersCall([layer.call for layer in self.layers], mixers, tables)
+            calls = self._calls[store] = call_of_layers(self.layers, store, tables)
         return calls
 
     def parts(self, store: KVStore, positions: int) -> DecoderParts | None:
         """Return the native calls of a whole pass for positions up to a number, or None if it has other parts."""
-        embedding = self.embedding.call if isinstance(self.embedding, QuantizedEmbedding) else self.embedding
-        floats = self._scratch_floats(1)
-        if self.head is None or floats is None or self.stream is not None or self.group.size > 1 or not self.is_first:
+        embedding, floats = self.table, self._scratch_floats(1)
+        if self.head is None or floats is None or self.stream is not None or self.group.size > 1 or embedding is None:
             return None
-        if self._taps:  # a level of a draft has no scan
+        if self._taps or store.taps:  # a level of a draft has no scan, and stores no hidden states
             return None
-        if embedding is None:
-            if isinstance(self.embedding, QuantizedEmbedding):
-                return None
-            embedding = self.head.call
         layers, head = self._in_one_call(store, positions), self.head
         return DecoderParts(
             layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, layers.num_positions,
@@ -202,6 +201,15 @@ class FusedDecoder(nn.Module):
         for number, layer in zip(self._numbers, self.layers, strict=True):
             for kind, part in zip(layer.kinds, layer.call.parts, strict=True):
                 part.is_split = f"{self.layers_name}.{number}.{kind.second}" in sums
+
+    @property
+    def table(self) -> LinearCall | Tensor | None:
+        """The embedding's rows without its scale, as in `DecoderParts`, or None if native code cannot read them."""
+        if isinstance(self.embedding, QuantizedEmbedding):
+            return self.embedding.call
+        if self.embedding is None and self.is_first and self.head is not None:
+            return self.head.call
+        return self.embedding
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] float32 rows of the embedding, without its scale."""
@@ -230,9 +238,7 @@ class FusedDecoder(nn.Module):
 
     def _scratch_floats(self, tokens: int) -> int | None:
         """Return the same for a layer, without the hidden states."""
-        floats = [layer.call.scratch_floats(tokens) for layer in self.layers]
-        known = [count for count in floats if count is not None]
-        return max(known) if len(known) == len(floats) else None
+        return scratch_floats(self.layers, tokens)
 
     @property
     def num_bytes(self) -> int:

@@ -4,7 +4,7 @@ Products with the same input are computed together (queries, keys and values; ga
 float32 from layer to layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from specinfer.kernels import (
     Attends,
     AttentionCall,
     LayerCall,
+    LayersCall,
     LinearCall,
     NativePieces,
     Opens,
@@ -220,6 +221,15 @@ class FusedLayers(nn.Module):
             )
         return hidden
 
+    def in_one_call(self, store: KVStore, positions: int) -> tuple[LayersCall, int] | None:
+        """Return a call of all layers on a store for positions up to a number, and its scratch floats for each token.
+
+        None if PyTorch runs some of it.
+        """
+        floats = scratch_floats(self.layers, 1)
+        tables = [self._rotations.table(layer.rotation, positions) for layer in self.layers]
+        return None if floats is None else (call_of_layers(self.layers, store, tables), floats)
+
     def read(self, batch: ForwardBatch, inputs: Tensor) -> None:
         """Store the keys and values that each layer makes of contiguous float32 `inputs` [tokens, inputs]."""
         pieces, positions = batch.native, int(batch.positions.max()) + 1
@@ -231,6 +241,19 @@ class FusedLayers(nn.Module):
     def num_bytes(self) -> int:
         """Bytes of the weights, which are not parameters of this module."""
         return sum(call.num_bytes for layer in self.layers for call in layer.call.calls)
+
+
+def call_of_layers(layers: Sequence[Layer], store: KVStore, tables: Sequence[Table]) -> LayersCall:
+    """Return one call of all layers on a store, with the rotations of each."""
+    mixers = [layer.mixers(store, i, table) for i, (layer, table) in enumerate(zip(layers, tables, strict=True))]
+    return LayersCall([layer.call for layer in layers], mixers, tables)
+
+
+def scratch_floats(layers: Sequence[Layer], tokens: int) -> int | None:
+    """Return the floats per token that layers need in a pass over `tokens`, or None if PyTorch runs some of it."""
+    floats = [layer.call.scratch_floats(tokens) for layer in layers]
+    known = [count for count in floats if count is not None]
+    return max(known) if len(known) == len(floats) else None
 
 
 def can_fuse_layers(layers: nn.ModuleList, config: Any) -> bool:

@@ -76,7 +76,7 @@ def test_a_head_is_scored_on_drafts_of_text_that_it_missed(target: Path, tmp_pat
     slow = SlowEagle3(save_eagle3(tmp_path / "head"), model.model.embed_tokens.weight.detach())
     with llm_of(target, tmp_path / "head", tree="1") as llm:
         drafter = drafter_of(llm)
-        drafter._scoring = Scoring("shared-noise", drafter.vocabulary)
+        drafter._scoring, drafter._loop = Scoring("shared-noise", drafter.vocabulary), None  # scored drafts go in steps
         request = Request("one", random_prompts([21])[0], GREEDY, seed=0)
         llm.engine.add(request)
         drafter.replay([request])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import norm
+from specinfer.kernels.draft import DecoderParts, FeatureParts
 from specinfer.kernels.layer_ops import add_norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
@@ -27,6 +28,7 @@ from specinfer.model.device_decoder import DeviceLayers
 from specinfer.model.fused_layer import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
+from specinfer.model.kv_tensors import KVTensors
 
 _USUAL_BLOCK = 8  # rows of a P-EAGLE head whose configuration proposes none
 
@@ -153,6 +155,22 @@ class Eagle3Head(FeatureHead):
         inputs = torch.cat([norm(embedded, embedding_norm, self.eps), normed], dim=-1)
         hidden = fused(batch, normed if self.dialect.norm_before_residual else hidden, inputs)
         return self._finished(batch, hidden, norm(hidden, last_norm, self.eps))
+
+    def parts(self, store: KVTensors, positions: int) -> DecoderParts | None:
+        ends = self.ends
+        if self.fused is None or ends is None or self.block is not None:
+            return None
+        layers = self.fused.in_one_call(store, positions)
+        embedding_norm = self.fused.layers[0].call.parts[0].norm
+        if layers is None or embedding_norm is None:
+            return None
+        hidden_norm, last_norm = self._norms
+        features = FeatureParts(
+            store.taps[0], embedding_norm, hidden_norm, self.dialect.norm_output, self.dialect.norm_before_residual
+        )
+        return DecoderParts(
+            *layers, ends[0], 1.0, last_norm, self.eps, ends[1], layers[0].num_positions, features=features
+        )
 
     def _forward_on_device(self, layers: DeviceLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
         """Return what `forward` does; `features` may be overwritten."""

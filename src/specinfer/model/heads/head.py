@@ -7,14 +7,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
+from specinfer.kernels import LinearCall, PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
+from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import FusedLayers, can_fuse_layers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.kv_tensors import LayerShape, put_rows
+from specinfer.model.kv_tensors import KVTensors, LayerShape, put_rows
 from specinfer.model.linears import output_head
 
 
@@ -42,11 +43,15 @@ class TargetEnds(NamedTuple):
         embed: Function from [tokens] ids to [tokens, width].
         head: Function from [rows, width] to [rows, vocab] logits.
         norm: Function from [tokens, width] to the same, or None where it is not known.
+        table: The rows of the embedding, as in `DecoderParts`, or None if native code cannot read them.
+        head_call: The native call of the output head, or None if it is not one.
     """
 
     embed: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
     norm: Callable[[Tensor], Tensor] | None = None
+    table: LinearCall | Tensor | None = None
+    head_call: LinearCall | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "TargetEnds":
@@ -58,6 +63,8 @@ class TargetEnds(NamedTuple):
                 model.embedded,
                 lambda hidden: call(hidden.float().contiguous()),
                 lambda hidden: norm(hidden.float().contiguous(), last.norm, last.eps),
+                model.table,
+                call if last.cap is None else None,
             )
         if isinstance(model, DeviceDecoder):
             own = model.norm
@@ -166,6 +173,10 @@ class FeatureHead(nn.Module):
         """Return the [1, width] feature of mask tokens, or None if rows of a block have none."""
         return None
 
+    def parts(self, store: KVTensors, positions: int) -> DecoderParts | None:
+        """Return the native calls of a whole pass for positions up to a number, or None if it has other parts."""
+        return None
+
     def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return [nodes, vocab] logits after each node's token, and [nodes] probabilities of acceptance if predicted.
 
@@ -217,6 +228,14 @@ class FeatureHead(nn.Module):
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, of [tokens, width] of all."""
         rows = batch.logit_rows
         return self.logits(last if len(rows) == len(last) else last.index_select(0, rows))
+
+    @property
+    def ends(self) -> tuple[LinearCall | Tensor, LinearCall] | None:
+        """The rows of the embedding and the call of the output head, or None if native code cannot read them."""
+        table = self._ends.table if self.embedding is None else self.embedding.detach()
+        head: Any = self.lm_head
+        call: LinearCall | None = self._ends.head_call if head is None else getattr(head, "call", None)
+        return None if table is None or call is None else (table, call)
 
     @staticmethod
     def store(batch: ForwardBatch, features: Tensor) -> None:

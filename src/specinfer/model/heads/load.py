@@ -115,7 +115,7 @@ def _ends_of(target: LoadedModel) -> TargetEnds:
     if target.shard.is_first:
         return ends
     table = read_weight(target.folder, "embed_tokens.weight").to(target.device, target.dtype)  # in another stage
-    return ends._replace(embed=lambda ids: functional.embedding(ids, table))
+    return ends._replace(embed=lambda ids: functional.embedding(ids, table), table=table)
 
 
 def taps_of(target: LoadedModel, drafters: Iterable[LoadedModel]) -> TapShape | None:
