@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from specinfer.core.draws import Distribution, Draws, Ints
@@ -118,7 +119,7 @@ class DraftLoop:
     def _made(self, parts: DecoderParts) -> DraftCall:
         token_map = self._vocabulary.token_map
         outputs = parts.head.outputs
-        columns = min(outputs, self._vocabulary.compact(parts.norm.new_empty(0, outputs)).shape[1])
+        columns = min(outputs, self._vocabulary.compact(torch.empty(0, outputs)).shape[1])
         return DraftCall(parts, _RULES, None if token_map is None else token_map.ids, columns)
 
     def _tree(self, wanted: Wanted, num_new: int, alive: list[object]) -> DraftTree:

@@ -141,28 +141,37 @@ struct Drafting {
         pieces.layer_inputs = inputs, pieces.layer_stride = size;
     }
 
-    // What a head's layers begin with: `hidden`, of embeddings, becomes what they add to; returns what the first one reads.
-    const float *read_features(bool reads, float *hidden, int64_t rows) {
+    // What a head's layers begin with: `hidden`, of embeddings, becomes what they add to. Returns what the first layer
+    // reads in place of the norm of that, or null.
+    const float *read_features(bool reads, float *hidden, float *scratch, int64_t rows) {
         const Features *one = d->features;
-        const int64_t size = d->hidden;
-        float *inputs = hold_aligned(room.inputs, most_rows * 2 * size);
-        const auto norm = [&](const float *x, const float *weight, float *y) { native->norm(x, weight, y, 1, size, d->eps, 1); };
-        for (int64_t r = 0; r < rows; r++) norm(hidden + r * size, one->embedding_norm, inputs + 2 * r * size);
+        const int64_t size = d->hidden, own = one->feature_is_first ? 0 : size;  // where features are in pairs
+        float *pairs = hold_aligned(room.inputs, most_rows * 2 * size);
+        const auto norm = [&](const float *x, const float *weight, float *y) {
+            if (weight)
+                native->norm(x, weight, y, 1, size, d->eps, 1);
+            else
+                memcpy(y, x, (size_t)size * sizeof(float));
+        };
         int64_t row = 0;
         for (int64_t i = 0; i < g.count; i++) {
             if (at(i).first == at(i).end) continue;
             const int64_t count = reads ? d->trees[i].num_new : at(i).end - at(i).first;
             for (int64_t r = 0; r < count; r++, row++) {
-                float *feature = hidden + row * size, *normed = inputs + (2 * row + 1) * size;
+                float *place = hidden + row * size, *pair = pairs + 2 * row * size;
+                if (one->blanks_first && pieces.positions[row] == 0) std::fill(place, place + size, 0.0f);
+                norm(place, one->embedding_norm, pair + size - own);
                 if (reads)
-                    memcpy(feature, d->trees[i].features + r * size, (size_t)size * sizeof(float));
+                    memcpy(place, d->trees[i].features + r * size, (size_t)size * sizeof(float));
                 else
-                    load_feature(slots[key_starts[i] + known(i) - 1 + g.parents[at(i).start + at(i).first + r]], feature);
-                norm(feature, one->feature_norm, normed);
-                if (one->adds_to_normed) memcpy(feature, normed, (size_t)size * sizeof(float));
+                    load_feature(slots[key_starts[i] + known(i) - 1 + g.parents[at(i).start + at(i).first + r]], place);
+                norm(place, one->feature_norm, pair + own);
+                if (one->adds_to_normed) memcpy(place, pair + own, (size_t)size * sizeof(float));
             }
         }
-        return inputs;
+        if (!one->join) return pairs;
+        native->linear(one->join, pairs, hidden, scratch, rows, STORE, nullptr, threads);
+        return one->norms_joined ? nullptr : hidden;
     }
 
     void load_feature(int64_t slot, float *to) const {
@@ -190,14 +199,17 @@ struct Drafting {
         float *scratch = hold_aligned(room.scratch, most_rows * d->floats);
         embed(d->embedding, d->rows, d->type, d->embedding_scale, room.ids.data(), hidden, rows, size, threads);
         read_layer_inputs(hidden, rows);
-        const float *inputs = d->features ? read_features(reads, hidden, rows) : nullptr;
+        const float *inputs = d->features ? read_features(reads, hidden, scratch, rows) : nullptr;
         decode_all(d->places, d->layers, &pieces, inputs, hidden, scratch, nullptr, threads);
         const int64_t scored = reads ? pieces.count : rows;
         const auto row_of = [&](int64_t i) { return reads ? pieces.first_row[i] + pieces.num_new[i] - 1 : i; };
         if (reads)
             for (int64_t i = 0; i < scored; i++)
                 memmove(hidden + i * size, hidden + row_of(i) * size, (size_t)size * sizeof(float));
-        native->norm(hidden, d->norm, normed, scored, size, d->eps, threads);
+        if (d->norm)
+            native->norm(hidden, d->norm, normed, scored, size, d->eps, threads);
+        else
+            normed = hidden;
         if (d->features)
             for (int64_t i = 0; i < scored; i++)
                 store_feature(pieces.new_slots[row_of(i)], (d->features->stores_normed ? normed : hidden) + i * size);

@@ -52,8 +52,9 @@ class DraftTree(ctypes.Structure):
 
 class _Features(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("stored", "embedding_norm", "feature_norm")),
+        *((name, ctypes.c_void_p) for name in ("stored", "embedding_norm", "feature_norm", "join")),
         *((name, ctypes.c_int32) for name in ("type", "stores_normed", "adds_to_normed")),
+        *((name, ctypes.c_int32) for name in ("feature_is_first", "blanks_first", "norms_joined")),
     )
 
 
@@ -79,32 +80,47 @@ class FeatureParts(NamedTuple):
 
     Attributes:
         stored: [slots, hidden] in one of `TYPES`: outputs by the slots of tokens, features of the tokens after them.
-        embedding_norm, feature_norm: [hidden] float32.
+        embedding_norm, feature_norm: [hidden] float32, or None for no norm.
         stores_normed: Whether outputs have the last norm.
-        adds_to_normed: Whether the layers add to the normed feature, not to the feature.
+        join: Layer that makes hidden states of embedding and feature; None if the layers add to the feature, and the
+            first of them reads both.
+        adds_to_normed: Whether they add to the normed feature.
+        feature_is_first: Whether the feature comes before the embedding.
+        blanks_first: Whether the embedding at position 0 is zero.
+        norms_joined: Whether the first layer norms what was joined.
     """
 
     stored: Tensor
-    embedding_norm: Tensor
-    feature_norm: Tensor
+    embedding_norm: Tensor | None
+    feature_norm: Tensor | None
     stores_normed: bool
-    adds_to_normed: bool
+    join: LinearCall | None = None
+    adds_to_normed: bool = False
+    feature_is_first: bool = False
+    blanks_first: bool = False
+    norms_joined: bool = True
 
 
 class DecoderParts(NamedTuple):
     """A decoder whose passes are made of native calls."""
 
     layers: LayersCall
-    floats: int  # scratch floats of the layers for each token
+    layer_floats: int  # scratch floats of the layers for each token
     embedding: LinearCall | Tensor  # panels with its rows, or [vocab, hidden] in one of `TYPES`
     embedding_scale: float
-    norm: Tensor  # [hidden] float32
+    norm: Tensor | None  # [hidden] float32, before the head
     eps: float
     head: LinearCall
     num_positions: int  # that the layers have tables for
     layer_inputs: LayerInputsCall | None = None
     cap: float | None = None  # of the logits
     features: FeatureParts | None = None  # of a head
+
+    @property
+    def floats(self) -> int:
+        """Scratch floats for each token."""
+        calls = [self.head, self.layer_inputs, None if self.features is None else self.features.join]
+        return max(self.layer_floats, *(one.scratch_floats for one in calls if one is not None))
 
 
 class GrowthRules(NamedTuple):
@@ -147,6 +163,15 @@ class Drafted(NamedTuple):
     drawn_from: DrawnFrom | None  # None if all were chosen
 
 
+def _features(parts: FeatureParts) -> _Features:
+    stored, join, norms = parts.stored, parts.join, (parts.embedding_norm, parts.feature_norm)
+    return _Features(
+        stored.data_ptr(), *(None if norm is None else norm.data_ptr() for norm in norms),
+        None if join is None else join.address, TYPES[stored.dtype], parts.stores_normed, parts.adds_to_normed,
+        parts.feature_is_first, parts.blanks_first, parts.norms_joined,
+    )  # fmt: skip
+
+
 class DraftCall:
     """The drafts of one model on one cache, ready to be called.
 
@@ -161,23 +186,19 @@ class DraftCall:
         draft, embedding = self._draft, parts.embedding
         draft.places, draft.layers = parts.layers.arguments
         inputs = parts.layer_inputs
-        floats = (parts.floats, parts.head.scratch_floats, 0 if inputs is None else inputs.scratch_floats)
-        draft.hidden, draft.floats, draft.cap = parts.norm.shape[0], max(floats), parts.cap or 0.0
+        draft.hidden, draft.floats, draft.cap = parts.head.panels.inputs, parts.floats, parts.cap or 0.0
         draft.layer_inputs = None if inputs is None else inputs.address
         draft.embedding = embedding.address if isinstance(embedding, LinearCall) else None
         if isinstance(embedding, Tensor):
             draft.rows, draft.type = embedding.data_ptr(), TYPES[embedding.dtype]
-        draft.norm, draft.head = parts.norm.data_ptr(), parts.head.address
+        draft.norm, draft.head = None if parts.norm is None else parts.norm.data_ptr(), parts.head.address
         draft.token_map, draft.columns = None if token_map is None else token_map.data_ptr(), columns
         draft.support, draft.breadth, draft.ranks = rules.support, rules.breadth, rules.ranks
         draft.edges, draft.bins = rules.edges.ctypes.data, len(rules.edges) + 1
         draft.middles, draft.middles_count = rules.middles.ctypes.data, len(rules.middles)
         draft.embedding_scale, draft.eps = parts.embedding_scale, parts.eps
         if parts.features is not None:
-            stored, *norms = parts.features[:3]
-            self._features = _Features(
-                stored.data_ptr(), *(norm.data_ptr() for norm in norms), TYPES[stored.dtype], *parts.features[3:]
-            )
+            self._features = _features(parts.features)
             draft.features = ctypes.addressof(self._features)
         self._address = ctypes.addressof(draft)
         self._nodes: tuple[Ints, Floats] = np.empty((2, 0), dtype=np.int64), np.empty(0)

@@ -255,8 +255,12 @@ struct LayerInputs {  // of tokens, by a table and by a projection of their embe
 
 struct Features {  // of the token before each, which a head reads beside it; as in draft.py
     void *stored;  // [slots][hidden] what it computes for a token, read for the tokens after it
-    const float *embedding_norm, *feature_norm;  // [hidden]
-    int32_t type, stores_normed, adds_to_normed;  // of `stored`; which has the last norm; whether layers add to a normed feature
+    const float *embedding_norm, *feature_norm;  // [hidden] or null
+    const Linear *join;  // makes hidden states of both, or null: layers add to the feature, and the first reads both
+    int32_t type, stores_normed;  // of `stored`, which has the last norm or not
+    // Whether layers add to a normed feature; the feature is the first of both; the embedding at position 0 is zero;
+    // the first layer norms what was joined.
+    int32_t adds_to_normed, feature_is_first, blanks_first, norms_joined;
 };
 
 struct Draft {  // by a small model or a head; as in draft.py
@@ -264,7 +268,7 @@ struct Draft {  // by a small model or a head; as in draft.py
     int64_t layers, hidden, floats;     // floats: of scratch memory for each token
     const Linear *embedding;            // panels with its rows, or null
     const void *rows;                   // [vocab][hidden] its rows otherwise
-    const float *norm;                  // [hidden]
+    const float *norm;                  // [hidden], or null
     const Linear *head;
     const int64_t *token_map;           // [columns] tokens of the logits, or null
     int64_t columns, support, breadth;  // logits that count, candidates that probabilities cover, children best first

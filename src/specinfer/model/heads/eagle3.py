@@ -166,8 +166,9 @@ class Eagle3Head(FeatureHead):
             return None
         hidden_norm, last_norm = self._norms
         features = FeatureParts(
-            store.taps[0], embedding_norm, hidden_norm, self.dialect.norm_output, self.dialect.norm_before_residual
-        )
+            store.taps[0], embedding_norm, hidden_norm, self.dialect.norm_output,
+            adds_to_normed=self.dialect.norm_before_residual,
+        )  # fmt: skip
         return DecoderParts(
             *layers, ends[0], 1.0, last_norm, self.eps, ends[1], layers[0].num_positions, features=features
         )

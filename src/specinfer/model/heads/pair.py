@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels.draft import DecoderParts, FeatureParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
+from specinfer.model.fused_layer import norm_weight
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
+from specinfer.model.kv_tensors import KVTensors
+from specinfer.model.layer_families import kind_of
 
 
 class Normed(NamedTuple):
@@ -59,10 +63,29 @@ class PairHead(FeatureHead):
         self.layers, self.rotary, self.norm_class = trunk.layers, trunk.rotary_emb, type(trunk.norm)
         self.layer_shapes = shapes_of(trunk)
         self._config = trunk.config
+        self._norms: list[Tensor | None] | None = None  # of embedding, feature and output, for native code
 
     def fuse(self, quantization: str | None) -> bool:
         self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+        norms = (self.embedding_norm, self.feature_norm, self.output_norm)
+        if self.fused is not None and all(type(norm) in (self.norm_class, nn.Identity) for norm in norms):
+            kind = kind_of(self._config)
+            assert kind is not None
+            self._norms = [None if isinstance(norm, nn.Identity) else norm_weight(norm, kind) for norm in norms]
         return self.fused is not None
+
+    def parts(self, store: KVTensors, positions: int) -> DecoderParts | None:
+        ends, join, norms = self.ends, getattr(self.join, "call", None), self._norms
+        layers = None if self.fused is None else self.fused.in_one_call(store, positions)
+        if layers is None or ends is None or join is None or norms is None:
+            return None
+        features = FeatureParts(
+            store.taps[0], norms[0], norms[1], self.dialect.is_normed, join, feature_is_first=self.feature_is_first,
+            blanks_first=self.blanks_first, norms_joined=self.norms_input,
+        )  # fmt: skip
+        return DecoderParts(
+            *layers, ends[0], 1.0, norms[2], self.eps, ends[1], layers[0].num_positions, features=features
+        )
 
     def fuse_on_device(self, max_position: int) -> bool:
         self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
