@@ -84,7 +84,7 @@ class _LateCopies:
 def make_captures_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     """Captured programs are launched, and run once when they are captured."""
 
-    def captured(graphs: Graphs, program: Program) -> Program:
+    def captured(graphs: Graphs, program: Program, *_: Any) -> Program:
         graphs.num_programs += 1
         stream.finish()
         with torch.inference_mode():

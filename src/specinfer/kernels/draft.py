@@ -76,7 +76,7 @@ class _Draft(ctypes.Structure):
 
 
 class FeatureParts(NamedTuple):
-    """What a head reads beside each token: the feature of the token before it.
+    """The feature of the token before each, which a head reads in addition to the token.
 
     Attributes:
         stored: [slots, hidden] in one of `TYPES`: outputs by the slots of tokens, features of the tokens after them.

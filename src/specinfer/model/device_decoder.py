@@ -25,7 +25,8 @@ from specinfer.model.layer_families import LLAMA, activation_of, kind_of
 from specinfer.model.layer_kind import linears_of, window_of
 from specinfer.model.linears import can_join, joined
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
-from specinfer.parallel.group import Alone, Group
+from specinfer.parallel.group import Group
+from specinfer.parallel.rank_sums import RankSums
 
 
 class DeviceDecoder(nn.Module):
@@ -50,6 +51,7 @@ class DeviceDecoder(nn.Module):
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(layers))
         device = next(self.layers.parameters()).device
         self.register_buffer("rotations", _rotations(trunk.rotary_emb, max_position, device), persistent=False)
+        self.sums: RankSums | None = None  # over the ranks that have the other heads and the other gates
 
     def connect(self, group: Group, sums: Sequence[str]) -> None:
         """Add up results over the ranks with shards of the same layers, where each computes a part of them.
@@ -60,9 +62,10 @@ class DeviceDecoder(nn.Module):
         if not sums:
             return
         assert len(sums) == 2 * len(self.layers)
+        self.sums = RankSums(group)
         for layer in self.layers:
             assert isinstance(layer, _Layer)
-            layer.group = group
+            layer.sums = self.sums
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] rows of the embedding; not of later stages."""
@@ -171,7 +174,7 @@ class _Layer(nn.Module):
         self.names, made_of = LLAMA.linear_names(layer), linears_of(layer, LLAMA)
         self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
         self.qkv, self.output, self.gated, self.down = map(joined, made_of)
-        self.group: Group = Alone()  # the ranks that have the other heads and the other gates
+        self.sums: RankSums | None = None
 
     def forward(
         self,
@@ -191,9 +194,11 @@ class _Layer(nn.Module):
         qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs)
         query = self.rotate_and_store(batch, qkv, rotations)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
-        attended = self.group.all_reduce(self.output(seen.flatten(1)))
-        gated = self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps))
-        return self.group.all_reduce(self.down(gate(gated)))
+        attended = self._summed(self.output(seen.flatten(1)))
+        return self._summed(self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps)))))
+
+    def _summed(self, result: Tensor) -> Tensor:
+        return result if self.sums is None else self.sums.all_reduce(result)
 
     def read(self, batch: ForwardBatch, inputs: Tensor, rotations: Tensor) -> None:
         """Store the keys and values of `inputs` [tokens, width]."""

@@ -16,14 +16,8 @@ from specinfer.kernels import LayersCall, LinearCall, QuantizedEmbedding, norm, 
 from specinfer.kernels.draft import DecoderParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.fused_layer import (
-    Layer,
-    call_of_layers,
-    can_fuse_layers,
-    norm_weight,
-    scratch_floats,
-    taken_apart,
-)
+from specinfer.model.fused_layer import Layer, can_fuse_layers, norm_weight, taken_apart
+from specinfer.model.fused_layers import call_of_layers, scratch_floats
 from specinfer.model.layer_families import eps_of, kind_of, trunk_of
 from specinfer.model.layer_inputs import can_take_inputs, inputs_of
 from specinfer.model.linears import HEAD_BITS

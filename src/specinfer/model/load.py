@@ -24,7 +24,7 @@ from specinfer.model.definition import check_architecture, load_config, max_posi
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.fused_layer import FusedLayers
+from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears

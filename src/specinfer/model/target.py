@@ -73,6 +73,7 @@ class TargetConfig:
             "kv_cache_dtype": self.kv_cache_dtype,
             "offload": str(self.offload.offload),
             "copies of the target": ", ".join(self.copies),
+            "enforce_eager": str(self.enforce_eager),
             "version of specinfer": _version(),
         }
 

@@ -471,7 +471,7 @@ def test_step_costs_are_reported_as_measured(pair: Pair, monkeypatch: pytest.Mon
     """All levels of a shape are drafted, whatever is taken of them; captures are no part of any step."""
     captured = Graphs.captured
 
-    def slowly(self: Graphs, program: Program) -> Program:
+    def slowly(self: Graphs, program: Program, *_: Any) -> Program:
         time.sleep(0.3)
         return captured(self, program)
 
@@ -868,7 +868,7 @@ def test_after_failures_in_a_row_all_steps_are_ordinary(
 def test_what_cannot_be_captured_is_tried_once(
     pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(self: Graphs, program: Program) -> Program:
+    def refused(*_: Any) -> Program:
         raise CaptureError("it waits for the device")
 
     monkeypatch.setattr(Graphs, "captured", refused)

@@ -376,7 +376,7 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
     def refused(tensor: torch.Tensor) -> None:
         raise SynchronizationError("its numbers are read")
 
-    def watched(self: Graphs, program: Program) -> Program:
+    def watched(self: Graphs, program: Program, *_: Any) -> Program:
         run = watch(self, program)
 
         def watching() -> None:
@@ -459,7 +459,7 @@ def test_programs_run_with_the_kernels_of_gpus(
     runs: list[Program] = []
     captured = Graphs.captured
 
-    def warmed_up(self: Graphs, program: Program) -> Program:
+    def warmed_up(self: Graphs, program: Program, *_: Any) -> Program:
         pools = [*runners[1].tensors.keys, *runners[1].tensors.values, *runners[1].tensors.states.pools.values()]
         before = [pool.nan_to_num(7.0) for pool in pools]
         program()
@@ -573,7 +573,7 @@ class _Refusing(Graphs):
         super().__init__(CPU)
         self.num_good = num_good
 
-    def captured(self, program: Program) -> Program:
+    def captured(self, program: Program, *_: Any) -> Program:
         self.num_good -= 1
         if self.num_good < 0:
             raise CaptureError("operation not permitted when stream is capturing")
@@ -636,7 +636,7 @@ def test_a_size_is_captured_once_its_launches_have_taken_as_long(
 class _WarmingUp(Graphs):
     """As on a GPU, a program runs before it is captured; other captures have taken some time."""
 
-    def captured(self, program: Program) -> Program:
+    def captured(self, program: Program, *_: Any) -> Program:
         program()
         program()
         self.num_captured += 1
@@ -689,7 +689,7 @@ def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
 ) -> None:
     runner, right = _runner(loaded_of("llama")), Graphs.captured
 
-    def captured(self: Graphs, program: Program) -> Program:
+    def captured(self: Graphs, program: Program, *_: Any) -> Program:
         if self.num_captured == 3:
             raise ValueError("out of resource: shared memory")
         self.num_captured += 1

@@ -2,22 +2,28 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from on_device import as_on_a_gpu
+from recorded_graphs import Recorder, num_replays, record_graphs
+from specinfer.core.tree import TokenTree
 from specinfer.model.adapters.peft_folder import Pair
 from specinfer.model.adapters.sites import AdapterSites
+from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_tensors import TapShape
+from specinfer.model.load import LoadedModel
+from specinfer.model.sharding import shard_runner
 from specinfer.model.sharding.shard_runner import ShardRunner
 from specinfer.model.sharding.stage import received
-from thread_group import WHOLE, Ranks, ThreadGroup, passes
-from tiny import save_model
+from thread_group import WHOLE, Ranks, ThreadGroup, at_once, passes
+from tiny import random_prompts, save_model
 
 CPU = torch.device("cpu")
 SPLITS = [(2, 1), (4, 1), (1, 3), (2, 2)]  # ranks of a tensor group, and stages
@@ -139,7 +145,58 @@ def test_captured_passes_of_stages_are_those_without_padding(tmp_path: Path) -> 
         torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_shards_that_add_up_results_are_not_captured(tmp_path: Path) -> None:
-    loaded = Ranks(_folder(tmp_path), (2, 1)).all[0]
-    group: Any = _Hands(0, [])
-    assert "split over ranks" in str(ShardRunner(loaded, 64, group, [], graphs=Graphs(CPU)).why_not_captured)
+def _one_request() -> list[list[Piece]]:
+    """A prompt, a tree on it, and a token more, each a pass of a size that is captured at load."""
+    (prompt,), slots = random_prompts((4,), seed=3), np.arange(40)
+    tree = TokenTree((7, 3, 5, 9), (-1, 0, 0, 1))
+    return [
+        [Piece.of_span(prompt, TokenTree.root(prompt[-1]), slots[:0], slots[:4])],
+        [Piece.of_span([7], tree, slots[:4], slots[4:8])],
+        [Piece.of_span([8], TokenTree.root(8), slots[:5], slots[8:9])],
+    ]
+
+
+def test_passes_of_ranks_that_add_up_results_are_captured_between_the_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_graphs(monkeypatch)
+    folder, found = _folder(tmp_path), []
+    for is_captured in (False, True):
+        ranks = Ranks(folder, (2, 1)).all
+
+        def work(loaded: LoadedModel, is_captured: bool = is_captured) -> list[Tensor]:
+            group = cast(Any, _Hands(0, []))
+            with Recorder():
+                graphs = Graphs(torch.device("cuda")) if is_captured else None
+                runner = ShardRunner(loaded, 64, group, [], graphs=graphs, max_requests=2)
+                assert (runner.why_not_captured is None) == is_captured
+                before, logits = num_replays(), [runner.run(pieces) for pieces in _one_request()]
+                # Of each pass the graphs around two sums of each of three layers.
+                assert num_replays() - before == (3 * (2 * 3 + 1) if is_captured else 0)
+                return logits
+
+        found.append(at_once(work, ranks)[0])
+    for plain, captured in zip(*found, strict=True):
+        torch.testing.assert_close(captured, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_that_add_up_results_pad_their_passes_together_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(_folder(tmp_path), (2, 1)).all
+    wanted = Ranks(tmp_path, WHOLE, native=False).logits()
+    right = shard_runner.make_graph_runner
+
+    def made(loaded: LoadedModel, *args: Any) -> Any:
+        return "it does not agree" if loaded.shard.tensor.rank else right(loaded, *args)
+
+    monkeypatch.setattr(shard_runner, "make_graph_runner", made)
+
+    def work(loaded: LoadedModel) -> tuple[str | None, list[Tensor]]:
+        runner = ShardRunner(loaded, 64, cast(Any, _Hands(0, [])), [], graphs=Graphs(CPU))
+        return runner.why_not_captured, [runner.run(pieces) for pieces in passes()]
+
+    (why, found), (other_why, _) = at_once(work, ranks)
+    assert (why, other_why) == ("another rank cannot pad its passes", "it does not agree")
+    for one, whole in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)

@@ -9,12 +9,16 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
+from specinfer.parallel.rank_sums import RankSums
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +58,14 @@ class Graphs:
                 self._nothing = torch.zeros(1, device=device)
             self._open_pool()
 
-    def captured(self, program: Program) -> Program:
+    def captured(self, program: Program, sums: RankSums | None = None) -> Program:
         """Return the program captured as one launch, or the program itself where nothing is captured.
 
         The capture runs the program on the current contents of its buffers, so these must be harmless.
+
+        Args:
+            sums: Sums over ranks in the program: it becomes a launch between any two of them. No rank waits for another
+                during the capture.
 
         Raises:
             CaptureError: The program cannot be captured. It can still run uncaptured.
@@ -69,18 +77,20 @@ class Graphs:
         started = time.perf_counter()
         current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode():
-                self._warm_up(program)
+                with nullcontext() if sums is None else sums.instead_of_sums(lambda _: None):
+                    self._warm_up(program)
                 stream.synchronize()
-                self._capture(graph, program)
+                graphs, summed = self._capture(program, sums)
         finally:
             current.wait_stream(stream)
         self.num_captured += 1
         self.times.append(time.perf_counter() - started)
-        replay: Program = graph.replay
-        return replay
+        if sums is None:
+            replay: Program = graphs[0].replay
+            return replay
+        return partial(_replay, graphs, summed, sums)
 
     @property
     def median_seconds(self) -> float:
@@ -108,16 +118,27 @@ class Graphs:
         except SynchronizationError as error:
             raise CaptureError(str(error)) from error
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, program: Program) -> None:
+    def _capture(self, program: Program, sums: RankSums | None) -> tuple[list[torch.cuda.CUDAGraph], list[Tensor]]:
+        """Return the program as graphs, and what is summed between any two of them."""
+        graphs, summed = [torch.cuda.CUDAGraph()], list[Tensor]()
+
+        def cut(own: Tensor) -> None:
+            graphs[-1].capture_end()
+            graphs.append(torch.cuda.CUDAGraph())
+            summed.append(own)
+            self._begin(graphs[-1])
+
         try:
-            self._begin(graph)
-            program()
-            graph.capture_end()
+            self._begin(graphs[0])
+            with nullcontext() if sums is None else sums.instead_of_sums(cut):
+                program()
+            graphs[-1].capture_end()
         except BaseException as error:
-            self._break_off(graph)
+            self._break_off(graphs[-1])
             if isinstance(error, RuntimeError):
                 raise CaptureError(str(error).partition("\n")[0]) from error
             raise
+        return graphs, summed
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         # PyTorch's generator allocates state here for all graphs of the process; others may write to it in any mode.
@@ -156,6 +177,13 @@ class Graphs:
         except RuntimeError:
             logger.warning("nothing is captured any more, since a capture failed", exc_info=True)
             self._stream = None
+
+
+def _replay(graphs: Sequence[torch.cuda.CUDAGraph], summed: Sequence[Tensor], sums: RankSums) -> None:
+    for graph, own in zip(graphs, summed, strict=False):
+        graph.replay()
+        sums.complete(own)
+    graphs[-1].replay()
 
 
 def make_graphs(device: torch.device, *, enforce_eager: bool = False) -> Graphs | None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from specinfer.kernels.triton import runs_on
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
+from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner, sums_of
 from specinfer.model.graphs.sizes import MAX_STATES, REQUESTS, at_least, loaded_sizes
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
@@ -45,7 +46,8 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
         return why
     runner = GraphRunner(loaded, tensors, graphs, max_requests)
     try:
-        verdict = _judged(runner, loaded, tensors)
+        with nullcontext() if runner.sums is None else runner.sums.instead_of_sums(lambda _: None):  # waits for nobody
+            verdict = _judged(runner, loaded, tensors)
         if verdict.is_right:
             return runner
         why = f"they are launched kernel by kernel, which takes longer: {verdict}"
@@ -70,7 +72,7 @@ def capture_usual_sizes(runner: GraphRunner, progress: ProgressCallback | None =
 
 def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     """Return the approximate device bytes of a model's padded passes: their buffers, and what captures keep."""
-    if loaded.stream is not None or loaded.shard.tensor.size > 1:  # they are not captured
+    if loaded.stream is not None or (loaded.shard.tensor.size > 1 and sums_of(loaded.model) is None):  # not captured
         return 0
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
     table *= 2  # for passes, and for steps that run on the device alone
@@ -84,8 +86,8 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
 def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
-    if loaded.shard.tensor.size > 1:
-        return "its layers are split over ranks, which add up results outside of graphs"
+    if loaded.shard.tensor.size > 1 and sums_of(loaded.model) is None:
+        return "its layers are split over ranks, and not fused"
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):

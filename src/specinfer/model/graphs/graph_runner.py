@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, ProgressCallback
 from specinfer.kernels import AdapterSlots
 from specinfer.model.batch import Piece, pack, runs_of
+from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
@@ -27,6 +28,7 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import num_taps
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.sharding.stage import received
+from specinfer.parallel.rank_sums import RankSums
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,9 @@ class GraphRunner:
         with torch.inference_mode(mode=False):
             self._table = SlotTable(rows, _whole(max_context), self._device)
             self._received, self._results = _ends(loaded)
+            self.sums = sums_of(loaded.model)
+            if self.sums is not None:
+                self.sums.buffer = _hidden(loaded)
         self._gives_logits = loaded.shard.has_head
         self._passes: OrderedDict[Size, _Pass] = OrderedDict()
         self._is_capturable = True
@@ -158,8 +163,11 @@ class GraphRunner:
         return None if self.adapter_slots is None else self.adapter_slots.place([piece.adapter for piece in pieces])
 
     def _is_at_hand(self, size: Size) -> bool:
-        """Return whether the size has buffers or may get some; after a failed capture no other is tried."""
-        return self._is_capturable or size in self._passes
+        """Return whether the size has buffers or may get some; after a failed capture no other is tried.
+
+        Ranks that add up results must pad alike, whether their captures fail or not.
+        """
+        return self._is_capturable or size in self._passes or self.sums is not None
 
     def _pass_of(self, size: Size) -> _Pass:
         if size in self._passes:
@@ -180,7 +188,7 @@ class GraphRunner:
     def _capture(self, ready: _Pass) -> None:
         ready.buffers.empty()  # a capture runs the program, and what its last pass wrote may belong to others by now
         try:
-            ready.replay = self._graphs.captured(ready.program)
+            ready.replay = self._graphs.captured(ready.program, self.sums)
         except (CaptureError, torch.OutOfMemoryError) as error:
             self._is_capturable, ready.replay = False, ready.program
             self.why_not_captured = f"they cannot be captured: {first_line(error)}"
@@ -225,12 +233,17 @@ class GraphRunner:
 
 def _ends(loaded: LoadedModel) -> tuple[Tensor | None, Tensor]:
     """Return static hidden states that passes begin with, or None for the first stage, and static results of passes."""
-
-    def hidden() -> Tensor:
-        return received(loaded.model, TOKENS[-1], loaded.dtype, loaded.device).zero_()
-
     logits = torch.empty((MAX_ROWS, loaded.num_logits), dtype=torch.float32, device=loaded.device)
-    return None if loaded.shard.is_first else hidden(), logits if loaded.shard.has_head else hidden()
+    return None if loaded.shard.is_first else _hidden(loaded), logits if loaded.shard.has_head else _hidden(loaded)
+
+
+def _hidden(loaded: LoadedModel) -> Tensor:
+    return received(loaded.model, TOKENS[-1], loaded.dtype, loaded.device).zero_()
+
+
+def sums_of(model: nn.Module) -> RankSums | None:
+    """Return the sums over ranks in a model's passes, if these can be captured, or None if there are none."""
+    return model.sums if isinstance(model, DeviceDecoder) else None
 
 
 def _whole(count: int) -> int:

@@ -25,7 +25,7 @@ from specinfer.kernels.layer_ops import add_norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.device_decoder import DeviceLayers
-from specinfer.model.fused_layer import FusedLayers
+from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 from specinfer.model.kv_tensors import KVTensors

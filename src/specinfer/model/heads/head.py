@@ -13,7 +13,8 @@ from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
 from specinfer.model.fused import FusedDecoder
-from specinfer.model.fused_layer import FusedLayers, can_fuse_layers
+from specinfer.model.fused_layer import can_fuse_layers
+from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.kv_tensors import KVTensors, LayerShape, put_rows
 from specinfer.model.linears import output_head

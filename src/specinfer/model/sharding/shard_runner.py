@@ -11,7 +11,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
-from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.graphs.graph_runner import GraphRunner, sums_of
 from specinfer.model.kv_cache import Slots
 from specinfer.model.kv_tensors import KVTensors, TapShape, put_rows
 from specinfer.model.load import LoadedModel
@@ -102,7 +102,11 @@ class ShardRunner:
         with on_device(self.loaded.device):
             made = make_graph_runner(self.loaded, self.tensors, graphs, max_requests)
             self._why_unpadded = made if isinstance(made, str) else capture_usual_sizes(made, progress)
-            self._padded = made if self._why_unpadded is None and not isinstance(made, str) else None
+        if (sums := sums_of(self.loaded.model)) is not None:  # these ranks pad alike, or not at all
+            own = torch.tensor([self._why_unpadded is None], device=self.loaded.device)
+            are_ready = all(map(bool, sums.group.all_gather(own)))
+            self._why_unpadded = self._why_unpadded or (None if are_ready else "another rank cannot pad its passes")
+        self._padded = made if self._why_unpadded is None and not isinstance(made, str) else None
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece], model: int = 0) -> Tensor:
