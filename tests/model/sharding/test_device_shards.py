@@ -18,11 +18,11 @@ from specinfer.model.batch import Piece
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_tensors import TapShape
-from specinfer.model.load import LoadedModel
+from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.sharding import shard_runner
 from specinfer.model.sharding.shard_runner import ShardRunner
 from specinfer.model.sharding.stage import received
-from thread_group import WHOLE, Ranks, ThreadGroup, at_once, passes
+from thread_group import WHOLE, Ranks, ThreadGroup, at_once, make_shards, passes
 from tiny import random_prompts, save_model
 
 CPU = torch.device("cpu")
@@ -125,10 +125,13 @@ def _stages(folder: Path, taps: TapShape | None, graphs: Graphs | None) -> list[
     sent: list[Tensor] = []
     ranks = Ranks(folder, (1, 3))
     groups: list[Any] = [_Hands(2 - loaded.shard.stage, sent) for loaded in ranks.all]
-    return [
-        ShardRunner(loaded, 64, group, [torch.float32], taps, graphs=graphs)
-        for loaded, group in zip(ranks.all, groups, strict=True)
+    stages = [
+        ShardRunner(loaded, 64, group, [torch.float32], taps) for loaded, group in zip(ranks.all, groups, strict=True)
     ]
+    if graphs is not None:
+        for stage in stages:
+            stage.capture(graphs)
+    return stages
 
 
 def test_captured_passes_of_stages_are_those_without_padding(tmp_path: Path) -> None:
@@ -168,7 +171,9 @@ def test_passes_of_ranks_that_add_up_results_are_captured_between_the_sums(
             group = cast(Any, _Hands(0, []))
             with Recorder():
                 graphs = Graphs(torch.device("cuda")) if is_captured else None
-                runner = ShardRunner(loaded, 64, group, [], graphs=graphs, max_requests=2)
+                runner = ShardRunner(loaded, 64, group, [])
+                if graphs is not None:
+                    runner.capture(graphs, max_requests=2)
                 assert (runner.why_not_captured is None) == is_captured
                 before, logits = num_replays(), [runner.run(pieces) for pieces in _one_request()]
                 # Of each pass the graphs around two sums of each of three layers.
@@ -178,6 +183,12 @@ def test_passes_of_ranks_that_add_up_results_are_captured_between_the_sums(
         found.append(at_once(work, ranks)[0])
     for plain, captured in zip(*found, strict=True):
         torch.testing.assert_close(captured, plain, rtol=1e-5, atol=1e-5)
+
+
+def _captured(loaded: LoadedModel) -> ShardRunner:
+    runner = ShardRunner(loaded, 64, cast(Any, _Hands(0, [])), [])
+    runner.capture(Graphs(CPU))
+    return runner
 
 
 def test_ranks_that_add_up_results_pad_their_passes_together_or_not(
@@ -193,10 +204,22 @@ def test_ranks_that_add_up_results_pad_their_passes_together_or_not(
     monkeypatch.setattr(shard_runner, "make_graph_runner", made)
 
     def work(loaded: LoadedModel) -> tuple[str | None, list[Tensor]]:
-        runner = ShardRunner(loaded, 64, cast(Any, _Hands(0, [])), [], graphs=Graphs(CPU))
+        runner = _captured(loaded)
         return runner.why_not_captured, [runner.run(pieces) for pieces in passes()]
 
     (why, found), (other_why, _) = at_once(work, ranks)
     assert (why, other_why) == ("another rank cannot pad its passes", "it does not agree")
     for one, whole in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_whose_fused_layers_were_refused_answers_the_others(tmp_path: Path) -> None:
+    """It runs the family's definition, which the others do not know before they ask."""
+    folder, ((one, other),) = _folder(tmp_path), make_shards(2, 1)
+    ranks = [
+        load_model(folder, torch.float32, CPU, shard=shard, native=native)
+        for shard, native in ((one, True), (other, False))
+    ]
+    why, other_why = at_once(lambda loaded: _captured(loaded).why_not_captured, ranks)
+    assert why == "another rank cannot pad its passes"
+    assert other_why == "its layers are split over ranks, and not fused"

@@ -54,7 +54,8 @@ class DistributedRunner:
 
     Args:
         copies: The copies of rank 0's shard that draft, by name.
-        graphs, max_requests, progress: As for `ShardRunner`.
+        graphs: Captured graphs, which nothing else may use, or None to run passes unpadded.
+        max_requests, progress: As for `ShardRunner.capture`.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class DistributedRunner:
         self._sending = threading.Lock()  # adapters are sent by the threads that ask for them
         self.adapters = SharedAdapters(ranks, partial(self._send, Command.ADAPTERS))
         taps = () if loaded.taps is None else (loaded.taps.width, *loaded.taps.layers)
-        self._send(Command.SLOTS, torch.tensor([num_slots, *taps], dtype=torch.int32))
-        # Rank 0 sends no hidden states. The others capture at the same time.
+        self._send(Command.SLOTS, torch.tensor([num_slots, max_requests, *taps], dtype=torch.int32))
+        # Rank 0 sends no hidden states.
         self.shard_runner = ShardRunner(
-            loaded, num_slots, ranks.connections.stages, (), loaded.taps, num_states, tuple(copies.values()),
-            graphs=graphs, max_requests=max_requests, progress=progress,
-        )  # fmt: skip
+            loaded, num_slots, ranks.connections.stages, (), loaded.taps, num_states, tuple(copies.values())
+        )
+        if graphs is not None:  # the others capture at the same time
+            ranks.call(partial(self.shard_runner.capture, graphs, max_requests, progress))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()
 

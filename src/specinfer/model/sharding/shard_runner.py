@@ -11,7 +11,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
-from specinfer.model.graphs.graph_runner import GraphRunner, sums_of
+from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.kv_cache import Slots
 from specinfer.model.kv_tensors import KVTensors, TapShape, put_rows
 from specinfer.model.load import LoadedModel
@@ -52,9 +52,6 @@ class ShardRunner:
         taps: Hidden states to store, by layers of the whole target, or None. Each stage hands on those up to its end.
         num_states: Number of states of recurrent layers to keep. Ranks may keep different ones.
         copies: The shard's copies that draft, which compute in its cache.
-        graphs: Captured graphs, which nothing else may use, or None to run passes unpadded.
-        max_requests: Usual largest number of requests at a time in captured passes.
-        progress: Callback for the progress of the captures.
     """
 
     def __init__(
@@ -66,10 +63,6 @@ class ShardRunner:
         taps: TapShape | None = None,
         num_states: int = 0,
         copies: Sequence[LoadedModel] = (),
-        *,
-        graphs: Graphs | None = None,
-        max_requests: int = 32,
-        progress: ProgressCallback | None = None,
     ) -> None:
         self.loaded, self._stages, self._models, self._next_dtypes = loaded, stages, (loaded, *copies), next_dtypes
         layers, self._received = range(0), tuple[int, ...]()
@@ -84,11 +77,9 @@ class ShardRunner:
         # A pass counts the layers of its stage only.
         self._stored = self.tensors.taps
         self.tensors.taps = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
-        self._graphs = graphs
+        self._graphs: Graphs | None = None
         self._padded: GraphRunner | None = None
         self._why_unpadded: str | None = "capturing is off"
-        if graphs is not None:
-            self._capture(graphs, max_requests, progress)
 
     @property
     def why_not_captured(self) -> str | None:
@@ -98,14 +89,21 @@ class ShardRunner:
     def num_programs(self) -> int:
         return 0 if self._graphs is None else self._graphs.num_programs
 
-    def _capture(self, graphs: Graphs, max_requests: int, progress: ProgressCallback | None) -> None:
+    def capture(self, graphs: Graphs, max_requests: int = 32, progress: ProgressCallback | None = None) -> None:
+        """Capture the usual sizes of passes before the first one; all ranks with the same layers do so together.
+
+        Args:
+            graphs: Captured graphs, which nothing else may use.
+            max_requests: Usual largest number of requests at a time, the same on all ranks.
+            progress: Callback for the progress of the captures.
+        """
+        self._graphs, group = graphs, self.loaded.shard.tensor
         with on_device(self.loaded.device):
             made = make_graph_runner(self.loaded, self.tensors, graphs, max_requests)
-            self._why_unpadded = made if isinstance(made, str) else capture_usual_sizes(made, progress)
-        if (sums := sums_of(self.loaded.model)) is not None:  # these ranks pad alike, or not at all
-            own = torch.tensor([self._why_unpadded is None], device=self.loaded.device)
-            are_ready = all(map(bool, sums.group.all_gather(own)))
-            self._why_unpadded = self._why_unpadded or (None if are_ready else "another rank cannot pad its passes")
+            why = made if isinstance(made, str) else capture_usual_sizes(made, progress)
+        # Ranks that add up results pad alike, or not at all. Not all may have fused layers: each checks its own.
+        can_pad = group.all_gather(torch.tensor([why is None], device=self.loaded.device))
+        self._why_unpadded = why or (None if all(map(bool, can_pad)) else "another rank cannot pad its passes")
         self._padded = made if self._why_unpadded is None and not isinstance(made, str) else None
 
     @torch.inference_mode()

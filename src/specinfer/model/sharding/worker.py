@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 class Command(IntEnum):
     """The kind of a message from rank 0; numbers follow it."""
 
-    SLOTS = 1  # number of slots of the caches, and the width and the layers of hidden states to store, if any
+    # Number of slots of the caches, usual largest number of requests, and the width and the layers of hidden states to
+    # store, if any.
+    SLOTS = 1
     PASS = 2  # 0 for the target or the number of its copy, and pieces
     STOP = 3
     ADAPTERS = 4  # a message about adapters
@@ -122,11 +124,10 @@ class Worker:
                 loaded, budget, command[1] * bytes_per_token(models) + kept * bytes_per_state(models), settings.limits
             )
         taken = next_dtypes(descriptions, self._place.rank, loaded.shard.tensor.size)
-        taps = TapShape(tuple(command[3:]), command[2]) if command[2:] else None
-        runner = ShardRunner(
-            loaded, command[1], connections.stages, taken, taps, kept, copies,
-            graphs=graphs, max_requests=settings.limits.max_num_seqs,
-        )  # fmt: skip
+        taps = TapShape(tuple(command[4:]), command[3]) if command[3:] else None
+        runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept, copies)
+        if graphs is not None:
+            runner.capture(graphs, command[2])
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
