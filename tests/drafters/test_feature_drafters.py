@@ -368,7 +368,10 @@ def test_a_target_on_several_ranks_has_a_head_too(sizes: tuple[int, int], target
 def test_a_quantized_head_drafts_for_the_same_text(quantization: str, target: Path, model: Any, head: Path) -> None:
     prompts = random_prompts([8])
     with llm_of(target, head, tree="2,2,1", drafter_quantization=quantization) as llm:
-        assert drafter_of(llm).runner.loaded.quantization == quantization
+        loaded = drafter_of(llm).runner.loaded
+        assert loaded.quantization == quantization
+        output_head: Any = loaded.model.lm_head
+        assert output_head.bits == int(quantization.removeprefix("int")), "as few as the layers"
         found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
 

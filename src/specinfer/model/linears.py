@@ -56,17 +56,18 @@ def quantize_linears(
 ) -> None:
     """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
-    Experts are rounded to integers, too. Embeddings are not quantized, even if they are tied to the head.
+    The output head has 8 bits. That of a draft head has as few as its layers: it is half of what a level reads, and an
+    error costs a draft token at most. Experts are rounded to integers, too. Embeddings are not quantized, even if they are tied to the head.
     Neither are norms, routers, convolutions, and other stacks of matrices.
 
     Args:
-        config: The model's configuration, or None for a drafter's layers, all of whose linear layers are quantized.
+        config: The model's configuration, or None for a draft head, all of whose linear layers are quantized alike.
 
     Raises:
         ModelError: The model has no such linear layers.
     """
     inside = ("",) if config is None else layer_names(model, config.get_text_config().num_hidden_layers)
-    heads = _head_names(model)
+    heads = [] if config is None else _head_names(model)
     names = [name for name in quantizable_names(model, inside) if name not in heads]
     if not names:
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
