@@ -56,9 +56,9 @@ def quantize_linears(
 ) -> None:
     """Replace the linear layers of the decoder layers, and the output head, by quantized ones on the device.
 
-    The output head has 8 bits. That of a draft head has as few as its layers: it is half of what a level reads, and an
-    error costs a draft token at most. Experts are rounded to integers, too. Embeddings are not quantized, even if they are tied to the head.
-    Neither are norms, routers, convolutions, and other stacks of matrices.
+    The output head has 8 bits; that of a draft head has those of its layers, since it is up to half of what a level
+    reads, and an error costs a draft token at most. Experts are rounded to integers, too. Embeddings are not quantized,
+    even if they are tied to the head. Neither are norms, routers, convolutions, and other stacks of matrices.
 
     Args:
         config: The model's configuration, or None for a draft head, all of whose linear layers are quantized alike.
