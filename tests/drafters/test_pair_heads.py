@@ -257,6 +257,15 @@ def test_eagle_heads_that_do_not_fit_are_refused_by_name(
         llm_of(target, folder)
 
 
+def test_an_eagle_head_of_another_width_than_its_target_is_refused(tmp_path: Path) -> None:
+    """Features are hidden states of the target and of the head alike."""
+    target, folder = save_model(tmp_path / "target", hidden_size=64), save_eagle(tmp_path / "head", target_width=64)
+    tensors = load_file(folder / "model.safetensors") | {"lm_head.weight": torch.zeros(96, 32)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"^drafters: hidden size 32 of .* is not its target's 64; take a drafter"):
+        llm_of(target, folder)
+
+
 def test_an_eagle_head_is_no_target_and_needs_a_known_last_norm(tmp_path: Path) -> None:
     head = save_eagle(tmp_path / "head", pickled=True)
     with pytest.raises(ModelError, match=r"is a drafter \(EAGLE\); name its target as the model"):

@@ -88,7 +88,7 @@ class MtpHead(PairHead):
             self.layer_type = layout.layer_type
         self.embedding_norm = self._take_norm(checkpoint, f"{at}{layout.embedding_norm}.")
         self.feature_norm = self._take_norm(checkpoint, f"{at}{layout.feature_norm}.")
-        self.join = self.take_join(checkpoint, f"{at}{layout.join}", target)
+        self.join = self.take_join(checkpoint, f"{at}{layout.join}")
         checkpoint.fill(self.layers[0], f"{at}{layout.block}")
         self.output_norm = _Function(self.last_norm)
         if layout.output_norm is not None:

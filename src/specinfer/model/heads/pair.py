@@ -60,6 +60,11 @@ class PairHead(FeatureHead):
         self.speak(self.dialects[0])
         trunk = make_trunk(fields)
         self.width, self.eps = int(trunk.config.hidden_size), float(trunk.config.rms_norm_eps)
+        if self.width != target.width:  # a feature is a hidden state of either
+            raise ModelError(
+                f"drafters: hidden size {self.width} of {checkpoint.folder} is not its target's {target.width}; take a "
+                "drafter that was trained for this target"
+            )
         self.layers, self.rotary, self.norm_class = trunk.layers, trunk.rotary_emb, type(trunk.norm)
         self.layer_shapes = shapes_of(trunk)
         self._config = trunk.config
@@ -96,10 +101,10 @@ class PairHead(FeatureHead):
                 setattr(self, name, DeviceNorm(getattr(self, name)))
         return True
 
-    def take_join(self, checkpoint: HeadCheckpoint, name: str, target: TargetShape) -> nn.Linear:
+    def take_join(self, checkpoint: HeadCheckpoint, name: str) -> nn.Linear:
         """Take the linear layer that joins embedding and feature."""
         bias = f"{name}.bias" in checkpoint
-        join = nn.Linear(self.width + target.width, self.width, bias=bias, device="meta")
+        join = nn.Linear(2 * self.width, self.width, bias=bias, device="meta")
         checkpoint.fill(join, f"{name}.")
         return join
 
@@ -148,7 +153,7 @@ class EagleHead(PairHead):
     def __init__(self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds) -> None:
         super().__init__(checkpoint, target, ends, checkpoint.layer_fields())
         self.embedding_norm, self.feature_norm, self.output_norm = (nn.Identity() for _ in range(3))
-        self.join = self.take_join(checkpoint, "fc", target)
+        self.join = self.take_join(checkpoint, "fc")
         self.layers[0].input_layernorm = nn.Identity()
         for i, layer in enumerate(self.layers):
             checkpoint.fill(layer, f"layers.{i}.")
