@@ -85,8 +85,7 @@ class DistributedRunner:
         self.shard_runner = ShardRunner(
             loaded, num_slots, ranks.connections.stages, (), loaded.taps, num_states, tuple(copies.values())
         )
-        if graphs is not None:  # the others capture at the same time
-            ranks.call(partial(self.shard_runner.capture, graphs, max_requests, progress))
+        ranks.call(partial(self.shard_runner.capture, graphs, max_requests, progress))
         ranks.call(partial(ranks.connections.world.all_gather, torch.zeros(1, dtype=torch.int64)))  # all are ready
         ranks.serve()
 

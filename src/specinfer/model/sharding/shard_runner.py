@@ -89,17 +89,19 @@ class ShardRunner:
     def num_programs(self) -> int:
         return 0 if self._graphs is None else self._graphs.num_programs
 
-    def capture(self, graphs: Graphs, max_requests: int = 32, progress: ProgressCallback | None = None) -> None:
-        """Capture the usual sizes of passes before the first one; all ranks with the same layers do so together.
+    def capture(self, graphs: Graphs | None, max_requests: int = 32, progress: ProgressCallback | None = None) -> None:
+        """Capture the usual sizes of passes before the first one; all ranks with the same layers call this together.
 
         Args:
-            graphs: Captured graphs, which nothing else may use.
+            graphs: Captured graphs, which nothing else may use, or None to run passes unpadded.
             max_requests: Usual largest number of requests at a time, the same on all ranks.
             progress: Callback for the progress of the captures.
         """
         self._graphs, group = graphs, self.loaded.shard.tensor
+        made: GraphRunner | str = "capturing is off"
         with on_device(self.loaded.device):
-            made = make_graph_runner(self.loaded, self.tensors, graphs, max_requests)
+            if graphs is not None:
+                made = make_graph_runner(self.loaded, self.tensors, graphs, max_requests)
             why = made if isinstance(made, str) else capture_usual_sizes(made, progress)
         # Ranks that add up results pad alike, or not at all. Not all may have fused layers: each checks its own.
         can_pad = group.all_gather(torch.tensor([why is None], device=self.loaded.device))

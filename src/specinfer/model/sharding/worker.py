@@ -126,8 +126,7 @@ class Worker:
         taken = next_dtypes(descriptions, self._place.rank, loaded.shard.tensor.size)
         taps = TapShape(tuple(command[4:]), command[3]) if command[3:] else None
         runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept, copies)
-        if graphs is not None:
-            runner.capture(graphs, command[2])
+        runner.capture(graphs, command[2])
         if self._service is not None:
             self._service.serve(command[1], connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
