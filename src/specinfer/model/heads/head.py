@@ -42,7 +42,7 @@ class TargetEnds(NamedTuple):
 
     Attributes:
         embed: Function from [tokens] ids to [tokens, width].
-        head: Function from [rows, width] to [rows, vocab] logits.
+        head: Function from [rows, width] to [rows, vocab] logits, without the cap or the scale of some targets.
         norm: Function from [tokens, width] to the same, or None where it is not known.
         table: The rows of the embedding, as in `DecoderParts`, or None if native code cannot read them.
         head_call: The native call of the output head, or None if it is not one.
@@ -65,7 +65,7 @@ class TargetEnds(NamedTuple):
                 lambda hidden: call(hidden.float().contiguous()),
                 lambda hidden: norm(hidden.float().contiguous(), last.norm, last.eps),
                 model.table,
-                call if last.cap is None else None,
+                call,
             )
         if isinstance(model, DeviceDecoder):
             own = model.norm
@@ -81,9 +81,11 @@ class TargetEnds(NamedTuple):
         assert head is not None
         last_norm = getattr(trunk.get_decoder(), "norm", None)
         embedding = trunk.get_input_embeddings()
+        head_call = getattr(head, "call", None)
         if isinstance(embedding, QuantizedEmbedding):
-            return cls(embedding.rows, head, last_norm)
-        return cls(lambda ids: functional.embedding(ids, embedding.weight), head, last_norm)
+            return cls(embedding.rows, head, last_norm, embedding.call, head_call)
+        table = getattr(embedding, "weight", None)
+        return cls(lambda ids: functional.embedding(ids, embedding.weight), head, last_norm, table, head_call)
 
 
 MAX_BLOCK = 128  # rows of a pass
