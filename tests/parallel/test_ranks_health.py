@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from specinfer import LLM, EngineDeadError, SamplingParams
+from specinfer.engine import host_executor
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, children_of, free_port, is_alive, workers
 
@@ -176,7 +177,7 @@ def test_an_interrupt_leaves_the_ranks_as_they_were(folder: str, monkeypatch: py
         expected = _say(llm)
         for number in (1, 3, 6):
             with monkeypatch.context() as patch:
-                _before(llm.engine.host, "_by_tree", number, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+                _before(host_executor, "logits_by_tree", number, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
                 with pytest.raises(KeyboardInterrupt):
                     _say(llm)
             assert _say(llm) == expected
