@@ -27,7 +27,7 @@ class DraftTree(ctypes.Structure):
             and of the slots of the tokens to read, followed by one for each node.
         widths: Address of the number of children of each node, by level; None to grow best first.
         heights, slopes, by_rank: Addresses of a calibration's numbers; None in a fixed expansion.
-        features: Address of what a head reads beside the known tokens; None for a small model.
+        features: Address of the features that a head reads with the known tokens; None for a small model.
         temperature: 0 for the best tokens.
         choice: How children are chosen: `BEST`, `NOISY`, with the noise of the target, which `seed` determines, or
             `DRAWN`, with noise that `seed` determines, from number `first_draw` at the root.

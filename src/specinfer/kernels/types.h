@@ -253,7 +253,7 @@ struct LayerInputs {  // of tokens, by a table and by a projection of their embe
     int32_t type;      // of `rows`
 };
 
-struct Features {  // of the token before each, which a head reads beside it; as in draft.py
+struct Features {  // of the token before each, which a head reads in addition; as in draft.py
     void *stored;  // [slots][hidden] what it computes for a token, read for the tokens after it
     const float *embedding_norm, *feature_norm;  // [hidden] or null
     const Linear *join;  // makes hidden states of both, or null: layers add to the feature, and the first reads both
