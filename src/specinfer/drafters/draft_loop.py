@@ -1,7 +1,7 @@
-"""The drafts of a small model or a head on a CPU, each in one native call: tokens are chosen, or drawn without
-replacement.
+"""The drafts of a small model or a head on a CPU, each in one native call.
 
-`small_model.py` does the same in steps, for all other models and requests.
+Tokens are chosen, or drawn without replacement. `small_model.py` does the same in steps, for all other models and
+requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class DraftLoop:
     def _ready_call(self, positions: int) -> DraftCall | None:
         """Return the call for the model as it is now, with tables for this many positions, or None if there is none."""
         model, tensors = self._runner.loaded.model, self._runner.tensors
-        if self._call is None or self._model is not model or positions > self._call.parts.num_positions:
+        if self._call is None or self._model is not model or positions > self._call.parts.layers.num_positions:
             parts = None
             if isinstance(model, FusedDecoder | FeatureHead) and self._runner.graphs is None:
                 parts = model.parts(tensors, positions)

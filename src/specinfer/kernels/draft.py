@@ -111,7 +111,6 @@ class DecoderParts(NamedTuple):
     norm: Tensor | None  # [hidden] float32, before the head
     eps: float
     head: LinearCall
-    num_positions: int  # that the layers have tables for
     layer_inputs: LayerInputsCall | None = None
     cap: float | None = None  # of the logits
     features: FeatureParts | None = None  # of a head

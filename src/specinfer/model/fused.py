@@ -181,8 +181,7 @@ class FusedDecoder(nn.Module):
             return None
         layers, head = self._in_one_call(store, positions), self.head
         return DecoderParts(
-            layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, layers.num_positions,
-            self.layer_inputs, head.cap,
+            layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, self.layer_inputs, head.cap
         )  # fmt: skip
 
     def connect(self, group: Group, sums: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.layer_check import Reference, Verdict, judge, recording
 from specinfer.model.recurrent.layers import num_stored, stores
 from specinfer.model.recurrent.states import RecurrentStates
-from specinfer.model.sharding.stage import check_stage, received
+from specinfer.model.sharding.stage import check_stage, random_hidden
 
 # Vocabularies have their most common words after the special tokens and bytes.
 _FIRST_COMMON, _APART = 261, 37
@@ -88,7 +88,8 @@ def probe(
     store, spare = _ProbeStore(count), _ProbeStore(count)
     # Without native kernels, because their results are compared with this pass.
     batch, other = (pack([piece], one, device, native=False) for one in (store, spare))
-    hidden = _hidden(model, len(piece.tokens), device) if layers.start else None
+    dtype = next(model.parameters()).dtype
+    hidden = random_hidden(model, len(piece.tokens), dtype, device) if layers.start else None
     reference = Reference(piece) if records else None
     try:
         with torch.inference_mode():
@@ -136,11 +137,6 @@ def _piece(config: Any) -> Piece:
     if isinstance(first, int) and 0 <= first < text_config.vocab_size:
         tokens[0] = first
     return Piece(tokens, positions, NO_SLOTS, np.arange(count), np.tri(count, dtype=np.bool_), count)
-
-
-def _hidden(model: nn.Module, num_tokens: int, device: torch.device) -> Tensor:
-    like = received(model, num_tokens, next(model.parameters()).dtype, device)
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 
 def _has_window(config: Any, layers: range) -> bool:

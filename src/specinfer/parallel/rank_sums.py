@@ -24,7 +24,7 @@ class RankSums:
         self._between: Callable[[Tensor], None] | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks, or what `instead_of_sums` puts in its place."""
+        """Return the sum over all ranks, or do what `instead_of_sums` asks for in its place."""
         if self._between is None:
             return self.group.all_reduce(tensor)
         assert self.buffer is not None
@@ -40,11 +40,19 @@ class RankSums:
         else:
             self._between(own)
 
-    @contextmanager
-    def instead_of_sums(self, between: Callable[[Tensor], None]) -> Iterator[None]:
-        """Call `between` with what would be summed, a part of the buffer, within the context."""
-        before, self._between = self._between, between
-        try:
-            yield
-        finally:
-            self._between = before
+
+@contextmanager
+def instead_of_sums(sums: RankSums | None, between: Callable[[Tensor], None] = lambda _: None) -> Iterator[None]:
+    """Call `between` with what would be summed, a part of the buffer, within the context; no rank waits for another.
+
+    Args:
+        sums: The sums, or None if there are none.
+    """
+    if sums is None:
+        yield
+        return
+    before, sums._between = sums._between, between
+    try:
+        yield
+    finally:
+        sums._between = before

@@ -10,7 +10,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
-from specinfer.parallel.rank_sums import RankSums
+from specinfer.parallel.rank_sums import RankSums, instead_of_sums
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Graphs:
         stream.wait_stream(current)
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode():
-                with nullcontext() if sums is None else sums.instead_of_sums(lambda _: None):
+                with instead_of_sums(sums):
                     self._warm_up(program)
                 stream.synchronize()
                 graphs, summed = self._capture(program, sums)
@@ -130,7 +129,7 @@ class Graphs:
 
         try:
             self._begin(graphs[0])
-            with nullcontext() if sums is None else sums.instead_of_sums(cut):
+            with instead_of_sums(sums, cut):
                 program()
             graphs[-1].capture_end()
         except BaseException as error:

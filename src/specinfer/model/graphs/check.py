@@ -1,8 +1,7 @@
 """Check that a model may run at padded sizes, by comparing a padded pass with one without padding."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ from specinfer.model.layer_check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
 from specinfer.model.recurrent.layers import largest_state_bytes
-from specinfer.model.sharding.stage import received
+from specinfer.model.sharding.stage import random_hidden
+from specinfer.parallel.rank_sums import instead_of_sums
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
         return why
     runner = GraphRunner(loaded, tensors, graphs, max_requests)
     try:
-        with nullcontext() if runner.sums is None else runner.sums.instead_of_sums(lambda _: None):  # waits for nobody
+        with instead_of_sums(runner.sums):
             verdict = _judged(runner, loaded, tensors)
         if verdict.is_right:
             return runner
@@ -72,7 +72,7 @@ def capture_usual_sizes(runner: GraphRunner, progress: ProgressCallback | None =
 
 def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     """Return the approximate device bytes of a model's padded passes: their buffers, and what captures keep."""
-    if loaded.stream is not None or (loaded.shard.tensor.size > 1 and sums_of(loaded.model) is None):  # not captured
+    if _why_never_captured(loaded) is not None:
         return 0
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
     table *= 2  # for passes, and for steps that run on the device alone
@@ -83,11 +83,17 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     return table + logits + states + len(loaded_sizes(max_requests)) * _GRAPH_BYTES
 
 
-def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
+def _why_never_captured(loaded: LoadedModel) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
     if loaded.shard.tensor.size > 1 and sums_of(loaded.model) is None:
         return "its layers are split over ranks, and not fused"
+    return None
+
+
+def _refused(loaded: LoadedModel, tensors: KVTensors) -> str | None:
+    if (why := _why_never_captured(loaded)) is not None:
+        return why
     if tensors.num_slots < len(_SLOTS):
         return f"its cache has {tensors.num_slots} slots"
     if loaded.device.type == "cuda" and not runs_on(tensors.keys[0]):
@@ -114,7 +120,10 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
         ],
     ]
 
-    hidden = [_hidden(loaded, pieces) for pieces in passes]
+    hidden: list[Tensor | None] = [None] * len(passes)
+    if not loaded.shard.is_first:
+        counts = [sum(len(piece.tokens) for piece in pieces) for pieces in passes]
+        hidden = [random_hidden(loaded.model, count, loaded.dtype, loaded.device) for count in counts]
 
     def plain(store: KVTensors, dtype: torch.dtype | None = None) -> Tensor:
         batches = [pack(pieces, store, loaded.device, native=loaded.native) for pieces in passes]
@@ -124,14 +133,6 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
     wanted = plain(tensors)
     found = [runner.forward(*inputs) for inputs in zip(passes, hidden, strict=True)][-1]
     return judge_pass("a padded pass", found, wanted, _exact(plain, wanted, loaded), loaded.dtype)
-
-
-def _hidden(loaded: LoadedModel, pieces: Sequence[Piece]) -> Tensor | None:
-    """Return hidden states that a later stage may receive, or None for the first one."""
-    if loaded.shard.is_first:
-        return None
-    like = received(loaded.model, sum(len(piece.tokens) for piece in pieces), loaded.dtype, loaded.device)
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
 
 
 def _exact(plain: Callable[..., Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:

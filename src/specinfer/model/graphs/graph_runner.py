@@ -233,8 +233,10 @@ class GraphRunner:
 
 def _ends(loaded: LoadedModel) -> tuple[Tensor | None, Tensor]:
     """Return static hidden states that passes begin with, or None for the first stage, and static results of passes."""
-    logits = torch.empty((MAX_ROWS, loaded.num_logits), dtype=torch.float32, device=loaded.device)
-    return None if loaded.shard.is_first else _hidden(loaded), logits if loaded.shard.has_head else _hidden(loaded)
+    first = None if loaded.shard.is_first else _hidden(loaded)
+    if not loaded.shard.has_head:
+        return first, _hidden(loaded)
+    return first, torch.empty((MAX_ROWS, loaded.num_logits), dtype=torch.float32, device=loaded.device)
 
 
 def _hidden(loaded: LoadedModel) -> Tensor:

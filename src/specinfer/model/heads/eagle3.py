@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import norm
-from specinfer.kernels.draft import DecoderParts, FeatureParts
+from specinfer.kernels.draft import FeatureParts
 from specinfer.kernels.layer_ops import add_norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
@@ -156,22 +156,15 @@ class Eagle3Head(FeatureHead):
         hidden = fused(batch, normed if self.dialect.norm_before_residual else hidden, inputs)
         return self._finished(batch, hidden, norm(hidden, last_norm, self.eps))
 
-    def parts(self, store: KVTensors, positions: int) -> DecoderParts | None:
-        ends = self.ends
-        if self.fused is None or ends is None or self.block is not None:
+    def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:
+        embedding_norm = None if self.fused is None else self.fused.layers[0].call.parts[0].norm
+        if embedding_norm is None or self.block is not None:
             return None
-        layers = self.fused.in_one_call(store, positions)
-        embedding_norm = self.fused.layers[0].call.parts[0].norm
-        if layers is None or embedding_norm is None:
-            return None
-        hidden_norm, last_norm = self._norms
+        (hidden_norm, last_norm), dialect = self._norms, self.dialect
         features = FeatureParts(
-            store.taps[0], embedding_norm, hidden_norm, self.dialect.norm_output,
-            adds_to_normed=self.dialect.norm_before_residual,
-        )  # fmt: skip
-        return DecoderParts(
-            *layers, ends[0], 1.0, last_norm, self.eps, ends[1], layers[0].num_positions, features=features
+            store.taps[0], embedding_norm, hidden_norm, dialect.norm_output, adds_to_normed=dialect.norm_before_residual
         )
+        return features, last_norm
 
     def _forward_on_device(self, layers: DeviceLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
         """Return what `forward` does; `features` may be overwritten."""

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels import LinearCall, PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
-from specinfer.kernels.draft import DecoderParts
+from specinfer.kernels.draft import DecoderParts, FeatureParts
 from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
@@ -133,6 +133,7 @@ class FeatureHead(nn.Module):
 
     reads: tuple[int, ...]
     width: int
+    eps: float  # of its norms
     layer_shapes: tuple[LayerShape, ...]
     token_map: Tensor | None
 
@@ -178,6 +179,18 @@ class FeatureHead(nn.Module):
 
     def parts(self, store: KVTensors, positions: int) -> DecoderParts | None:
         """Return the native calls of a whole pass for positions up to a number, or None if it has other parts."""
+        inputs, ends = self.native_inputs(store), self.ends
+        if self.fused is None or inputs is None or ends is None:
+            return None
+        (features, last_norm), (table, head) = inputs, ends
+        layers = self.fused.in_one_call(store, positions)
+        return layers and DecoderParts(*layers, table, 1.0, last_norm, self.eps, head, features=features)
+
+    def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:
+        """Return how native code reads features, and the weight of the norm before the output head, if there is one.
+
+        None if it cannot read them.
+        """
         return None
 
     def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:

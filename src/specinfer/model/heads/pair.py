@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.draft import DecoderParts, FeatureParts
+from specinfer.kernels.draft import FeatureParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
@@ -79,18 +79,16 @@ class PairHead(FeatureHead):
             self._norms = [None if isinstance(norm, nn.Identity) else norm_weight(norm, kind) for norm in norms]
         return self.fused is not None
 
-    def parts(self, store: KVTensors, positions: int) -> DecoderParts | None:
-        ends, join, norms = self.ends, getattr(self.join, "call", None), self._norms
-        layers = None if self.fused is None else self.fused.in_one_call(store, positions)
-        if layers is None or ends is None or join is None or norms is None:
+    def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:
+        join = getattr(self.join, "call", None)
+        if join is None or self._norms is None:
             return None
+        embedding_norm, feature_norm, output_norm = self._norms
         features = FeatureParts(
-            store.taps[0], norms[0], norms[1], self.dialect.is_normed, join, feature_is_first=self.feature_is_first,
-            blanks_first=self.blanks_first, norms_joined=self.norms_input,
+            store.taps[0], embedding_norm, feature_norm, self.dialect.is_normed, join,
+            feature_is_first=self.feature_is_first, blanks_first=self.blanks_first, norms_joined=self.norms_input,
         )  # fmt: skip
-        return DecoderParts(
-            *layers, ends[0], 1.0, norms[2], self.eps, ends[1], layers[0].num_positions, features=features
-        )
+        return features, output_norm
 
     def fuse_on_device(self, max_position: int) -> bool:
         self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)

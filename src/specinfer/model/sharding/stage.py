@@ -65,6 +65,12 @@ def received(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torc
     return torch.empty(num_tokens, width, dtype=dtype, device=device)
 
 
+def random_hidden(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return hidden states as `received` has them, with random numbers that are always the same."""
+    like = received(model, num_tokens, dtype, device)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
 def check_stage(model: nn.Module, batch: ForwardBatch, hidden: Tensor) -> None:
     """Refuse a stage, not the first, whose result depends on more than the hidden states that it received.
 
