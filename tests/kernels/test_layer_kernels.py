@@ -20,8 +20,8 @@ from specinfer.kernels.routes import Routes
 
 pytest.importorskip("triton")
 import interpreter as interpreter
+from specinfer.kernels.triton import few_rows, low_rank, rotary, weights
 from specinfer.kernels.triton import gate as gates
-from specinfer.kernels.triton import low_rank, rotary, weights
 from specinfer.kernels.triton import norm as norms
 from specinfer.kernels.triton import product as products
 
@@ -172,6 +172,60 @@ def test_gates(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     assert gates.gate(gated, out) is out
     opened, x = gated[:, width:].double(), gated[:, :width].double()
     torch.testing.assert_close(wanted.double(), x * x.sigmoid() * opened, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "parts"), [(1, 1), (17, 2), (64, 4), (0, 1)])
+def test_products_of_few_rows(tokens: int, parts: int, dtype: torch.dtype) -> None:
+    rows, weight, bias = _random((tokens, 2048), 0, dtype), _random((64, 2048), 1, dtype), _random((64,), 2, dtype)
+    for added in (None, bias):
+        found = few_rows.few_rows_product(rows, weight, added, division=few_rows.Division(64, 128, 4, parts))
+        assert found.shape == ((tokens, 64) if parts == 1 else (parts, tokens, 64))
+        assert found.dtype == (dtype if parts == 1 else torch.float32)
+        exact = plain_layer.few_rows_product(rows.double(), weight.double(), None if added is None else added.double())
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        sums = 2**-18 * (rows.double().abs() @ weight.double().abs().T)  # of tensor cores
+        assert ((plain_layer.whole(found, dtype).double() - exact).abs() <= rounding + sums).all()
+        bound = 0.01 if dtype == torch.bfloat16 else 0.002
+        wanted = plain_layer.few_rows_product(rows, weight, added)
+        assert (plain_layer.whole(found, dtype) - wanted).norm() <= bound * wanted.norm()
+
+
+@pytest.mark.parametrize(("tokens", "biased"), [(1, False), (40, True)])
+def test_gated_products_of_few_rows(tokens: int, biased: bool) -> None:
+    rows, weight = _random((tokens, 256), 0, torch.bfloat16), _random((192, 256), 1, torch.bfloat16) / 16
+    bias = _random((192,), 2, torch.bfloat16) if biased else None
+    wanted = plain_layer.gated_product(rows, weight, bias)
+    torch.testing.assert_close(few_rows.gated_product(rows, weight, bias), wanted, rtol=0.03, atol=0.01)
+
+
+def test_products_of_few_rows_give_every_multiprocessor_work() -> None:
+    hopper = 132
+    for num_rows, shape, parts in (
+        (1, (6144, 4096), 4), (1, (4096, 4096), 4), (32, (28672, 4096), 1), (32, (4096, 14336), 4),
+        (33, (6144, 4096), 2), (64, (4096, 14336), 2), (64, (64, 128), 1), (1, (64, 1024), 2), (1, (128, 8192), 8),
+    ):  # fmt: skip
+        division = few_rows.divide(num_rows, *shape, num_cores=hopper)
+        assert division.parts == parts
+        held = division.stages * division.step * 2 * (division.rows + 64)
+        assert held <= (113 if shape[0] > 64 * hopper or num_rows <= 32 else 227) * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_of_products_are_summed_by_the_next_kernel(dtype: torch.dtype) -> None:
+    parts, hidden, weight = _random((3, 5, 24), 0), _random((5, 24), 1, dtype), _random((24,), 2, dtype)
+    whole = plain_layer.whole(parts, dtype)
+    for add_norm in (norms.add_norm, plain_layer.add_norm):
+        ours, theirs = hidden.clone(), hidden.clone()
+        _close(add_norm(ours, parts, weight, 1e-5), plain_layer.add_norm(theirs, whole, weight, 1e-5))
+        _close(ours, theirs)
+    qkv, slots = _random((2, 5, 4 * 8), 3), torch.arange(5, device=DEVICE)
+    pools = [torch.zeros(5, 1, 8, dtype=dtype, device=DEVICE) for _ in range(4)]
+    wanted = plain_layer.rotate_and_store(plain_layer.whole(qkv, dtype), slots, _table(9, 8), slots, *pools[:2])
+    for rotate_and_store in (rotary.rotate_and_store, plain_layer.rotate_and_store):
+        _close(rotate_and_store(qkv, slots, _table(9, 8), slots, *pools[2:], dtype=dtype), wanted)
+        for mine, its in zip(pools[2:], pools[:2], strict=True):
+            _close(mine, its)
 
 
 # ----------------------------------------------------------------------------------------------- rounded weights

@@ -27,6 +27,7 @@ OF_LAYERS = [
     "rotate bfloat16 128 n",
     "rotate bfloat16 to float8_e4m3fn",
     "gate bf",
+    "few rows bfloat16, 32",
     "low rank bf",
     "product bfloat16 fp8, 32",
     "routed product int4, 1 ",
@@ -76,6 +77,7 @@ def test_kernels_of_logits_compile(report: str) -> None:
 
 def test_kernels_of_layers_compile(report: str) -> None:
     between, products = {"add_norm_program", "rotate_program", "gate_program"}, {"product_program", "widen_program"}
+    products.add("few_rows_program")
     adapters = {"down_program", "up_program"}
     assert kernels_of(report, OF_LAYERS) == {*between, *products, "add_parts_program", *adapters}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn import functional
 
 from gguf_files import write_model
 from on_device import as_on_a_gpu
@@ -91,6 +92,21 @@ def test_logits_are_those_of_transformers(name: str, model_folder: Folders) -> N
     wanted, found = _logits(theirs), _logits(ours)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_parts_of_products_are_added_up(family: str, model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = _both(model_folder(family), torch.float32)
+
+    def in_parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As the kernel for few rows returns them, with the bias in the first one."""
+        halves = zip(rows.chunk(2, dim=1), weight.chunk(2, dim=1), (bias, None), strict=True)
+        return torch.stack([functional.linear(*half) for half in halves])
+
+    wanted = _logits(theirs)
+    monkeypatch.setattr(device_decoder, "has_few_rows", lambda rows, _: len(rows) > 3)
+    monkeypatch.setattr(device_decoder, "few_rows_product", in_parts)
+    torch.testing.assert_close(_logits(ours), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.covering(1)

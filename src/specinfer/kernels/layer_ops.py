@@ -3,7 +3,7 @@
 Each is documented at its plain version in `plain_layer` or `plain_recurrence`.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specinfer.kernels import plain_layer, plain_recurrence
 from specinfer.kernels.quantized_weight import QuantizedWeight
@@ -22,7 +22,18 @@ rotate_and_store = by_device(_runs_on, plain_layer.rotate_and_store, "rotary")
 gate = by_device(_runs_on, plain_layer.gate, "gate")
 convolve = by_device(_runs_on, plain_recurrence.convolve, "recurrence")
 recur = by_device(_runs_on, plain_recurrence.recur, "recurrence")
+few_rows_product = by_device(_runs_on, plain_layer.few_rows_product, "few_rows")
+gated_product = by_device(_runs_on, plain_layer.gated_product, "few_rows")
 routed_product = by_device(_runs_on, plain_layer.routed_product, "product")
+
+
+def has_few_rows(rows: Tensor, linear: nn.Module) -> bool:
+    """Return whether `few_rows_product` and `gated_product` have a kernel for a linear layer with these inputs."""
+    if type(linear) is not nn.Linear or not runs_on(rows):
+        return False
+    from specinfer.kernels.triton import few_rows
+
+    return few_rows.fits(rows, linear.weight)
 
 
 def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -22,16 +22,21 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, o
 
     Args:
         hidden: [tokens, width] residual stream, contiguous, modified in place.
-        added: Tensor of the same shape and type, or None to add nothing.
+        added: Tensor of the same shape and type, its parts as `few_rows_product` returns them, or None to add nothing.
         weight: [width].
         out: [tokens, width] of contiguous rows, which may be parts of longer ones, or None for a new tensor.
     """
     if added is not None:
-        hidden += added
+        hidden += whole(added, hidden.dtype)
     values = hidden.float()
     scale = torch.rsqrt(values.pow(2).mean(dim=-1, keepdim=True) + eps)
     normed = weight * (values * scale).to(hidden.dtype)
     return normed if out is None else out.copy_(normed)
+
+
+def whole(result: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [tokens, width] in a type: the sum of float32 [parts, tokens, width], or what has no parts as it is."""
+    return result if result.dim() == 2 else result.sum(dim=0).to(dtype)
 
 
 def rotation_table(cosines: Tensor, sines: Tensor) -> Tensor:
@@ -57,11 +62,13 @@ def rotate_and_store(
     eps: float = 0.0,
     scales: KVScales = NO_SCALES,
     out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return [tokens, heads, dim] rotated queries, and store rotated keys and values in their slots.
 
     Args:
-        qkv: [tokens, (heads + 2 * kv_heads) * dim] queries, keys and values, contiguous.
+        qkv: [tokens, (heads + 2 * kv_heads) * dim] queries, keys and values, contiguous, or their parts as
+            `few_rows_product` returns them.
         positions: [tokens].
         rotations: [positions, dim], see `rotation_table`.
         slots: [tokens] slots for keys and values; rows with a slot below 0 are skipped.
@@ -69,7 +76,9 @@ def rotate_and_store(
         values: [slots, kv_heads, dim], written to.
         norms: [dim] each, weights of the RMS norms of each head of queries and keys before rotation, or None.
         scales: What keys and values are stored as multiples of, in 8 bits.
+        dtype: Type of the queries, or None for that of `qkv`.
     """
+    qkv = whole(qkv, dtype or qkv.dtype)
     kv_heads, dim = keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query, key, value = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
@@ -109,6 +118,22 @@ def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
     gates, opened = gated.chunk(2, dim=-1)
     result = functional.silu(gates) * opened
     return result if out is None else out.copy_(result)
+
+
+def few_rows_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the product of a linear layer: [rows, outputs], or float32 [parts, rows, outputs] to be added up.
+
+    Args:
+        rows: [rows, inputs], contiguous.
+        weight: [outputs, inputs] of the same type.
+        bias: [outputs].
+    """
+    return functional.linear(rows, weight, bias)
+
+
+def gated_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return [rows, width] `gate` of the product with `weight` [2 * width, inputs]; otherwise as `few_rows_product`."""
+    return gate(functional.linear(rows, weight, bias))
 
 
 def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

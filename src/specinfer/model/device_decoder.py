@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.kernels.layer_ops import add_norm, gate, rotate_and_store
-from specinfer.kernels.plain_layer import rotation_table
+from specinfer.kernels.layer_ops import (
+    add_norm,
+    few_rows_product,
+    gate,
+    gated_product,
+    has_few_rows,
+    rotate_and_store,
+)
+from specinfer.kernels.plain_layer import rotation_table, whole
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch
@@ -88,12 +95,12 @@ class DeviceDecoder(nn.Module):
         for i, layer in enumerate(self.layers):
             added = layer(batch, hidden, added, self.rotations)
             if watch is not None and (not batch.store.taps or i + 1 in batch.store.taps):  # a sum costs two launches
-                watch(i + 1, hidden.add_(added))
+                watch(i + 1, hidden.add_(whole(added, hidden.dtype)))
                 added.zero_()
         assert added is not None
         if self.norm is None or self.head is None:
-            return hidden.add_(added)
-        hidden, added = hidden[batch.logit_rows], added[batch.logit_rows]  # the head is the widest product
+            return hidden.add_(whole(added, hidden.dtype))
+        hidden, added = hidden[batch.logit_rows], added[..., batch.logit_rows, :]  # the head is the widest product
         logits: Tensor = self.head(self.norm(hidden, added))
         return logits.float()
 
@@ -128,7 +135,7 @@ class DeviceLayers(nn.Module):
     def forward(
         self, batch: ForwardBatch, hidden: Tensor, inputs: Tensor | None = None, windowed: ForwardBatch | None = None
     ) -> Tensor:
-        """Update `hidden` [tokens, width] in place, and return [tokens, width], which the caller adds to it.
+        """Update `hidden` [tokens, width] in place, and return what `add_norm` adds to it.
 
         Args:
             inputs: What the first layer's attention reads in place of the norm of `hidden`, or None.
@@ -184,21 +191,27 @@ class _Layer(nn.Module):
         rotations: Tensor,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Return [tokens, width], which the caller adds to `hidden`.
+        """Return what the caller adds to `hidden`: [tokens, width], or the parts that `few_rows_product` returns.
 
         Args:
             hidden: [tokens, width] residual stream, updated in place.
-            added: [tokens, width] result of the previous layer, not yet added to `hidden`.
+            added: Result of the previous layer, not yet added to `hidden`.
             inputs: [tokens, inputs] what attention reads in place of the norm of `hidden`, or None.
         """
-        qkv = self.qkv(add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs)
-        query = self.rotate_and_store(batch, qkv, rotations)
+        inputs = add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs
+        query = self.rotate_and_store(batch, _product(self.qkv, inputs), rotations, hidden.dtype)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
-        attended = self._summed(self.output(seen.flatten(1)))
-        return self._summed(self.down(gate(self.gated(add_norm(hidden, attended, self.mlp_norm, self.eps)))))
+        attended = self._summed(self.output, seen.flatten(1))
+        return self._summed(self.down, self._opened(add_norm(hidden, attended, self.mlp_norm, self.eps)))
 
-    def _summed(self, result: Tensor) -> Tensor:
-        return result if self.sums is None else self.sums.all_reduce(result)
+    def _opened(self, rows: Tensor) -> Tensor:
+        gated: Any = self.gated
+        if has_few_rows(rows, gated):
+            return gated_product(rows, gated.weight, gated.bias)
+        return gate(gated(rows))
+
+    def _summed(self, linear: nn.Module, rows: Tensor) -> Tensor:
+        return _product(linear, rows) if self.sums is None else self.sums.all_reduce(linear(rows))
 
     def read(self, batch: ForwardBatch, inputs: Tensor, rotations: Tensor) -> None:
         """Store the keys and values of `inputs` [tokens, width]."""
@@ -210,12 +223,19 @@ class _Layer(nn.Module):
         else:
             self.rotate_and_store(batch, linear(inputs), rotations)
 
-    def rotate_and_store(self, batch: ForwardBatch, qkv: Tensor, rotations: Tensor) -> Tensor:
-        """Return [tokens, heads, dim] rotated queries, and store keys and values."""
+    def rotate_and_store(
+        self, batch: ForwardBatch, qkv: Tensor, rotations: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return [tokens, heads, dim] rotated queries in a type, and store keys and values."""
         store = batch.store
         keys, values, scales = store.keys[self.index], store.values[self.index], store.scales[self.index]
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
-        return rotate_and_store(qkv, batch.positions, rotations, batch.slots, keys, values, norms, self.eps, scales)
+        rows = qkv, batch.positions, rotations, batch.slots
+        return rotate_and_store(*rows, keys, values, norms, self.eps, scales, dtype=dtype)
+
+
+def _product(linear: Any, rows: Tensor) -> Tensor:
+    return few_rows_product(rows, linear.weight, linear.bias) if has_few_rows(rows, linear) else linear(rows)
 
 
 def _rotations(rotary: nn.Module, max_position: int, device: torch.device) -> Tensor:

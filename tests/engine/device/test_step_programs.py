@@ -228,11 +228,11 @@ class Kernels:
         return out
 
     @staticmethod
-    def rotate_and_store(qkv: Tensor, *given: Any) -> Tensor:
+    def rotate_and_store(qkv: Tensor, *given: Any, dtype: torch.dtype | None) -> Tensor:
         keys = given[3]
         _on_device(qkv, *given[:5], contiguous=True)
         heads, dim = keys.shape[1:]
-        return qkv.new_empty((len(qkv), qkv.shape[1] // dim - 2 * heads, dim))
+        return qkv.new_empty((len(qkv), qkv.shape[1] // dim - 2 * heads, dim), dtype=dtype)
 
     @staticmethod
     def gate(both: Tensor) -> Tensor:

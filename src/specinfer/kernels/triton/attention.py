@@ -14,10 +14,12 @@ from torch import Tensor
 
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.kernels.triton.blocks import MAX_SPLITS, Blocks, choose_blocks, device_of, padded
+from specinfer.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 from specinfer.kernels.triton.float8 import AS_STORED, as_stored, has_float8_instructions, kind_of, widened
 
 # With this many, Triton loads slots two iterations ahead of the product, keys and values one.
 _STAGES = 5
+_LEAST_KEYS = tl.constexpr(128)  # of a split: combining more of them takes longer than reading their keys
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -58,11 +60,13 @@ def attend_program(
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_CHAIN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of rows. Grid: [blocks of rows, requests + 1, kv_heads * splits].
 
-    The last request stands for the padding.
+    The last request stands for the padding; with splits `combine_program` writes it instead.
     """
+    wait_for_inputs(DEPENDENT)
     block, request = tl.program_id(0), tl.program_id(1)
     kv_head, split = tl.program_id(2) // splits, tl.program_id(2) % splits
     kv_heads = tl.num_programs(2) // splits
@@ -70,14 +74,13 @@ def attend_program(
     value_dims = tl.arange(0, BLOCK_VALUE)
     start = tl.load(starts + request)
     if request == num_requests:
-        if not IS_SPLIT:
-            for first in range(start * REPEATS, num_tokens * REPEATS, tl.num_programs(0) * ROWS):
-                row = first + rows
-                place = (row // REPEATS).to(tl.int64) * stride_out
-                place += (kv_head * REPEATS + row % REPEATS) * stride_out_head
-                mask = (row < num_tokens * REPEATS)[:, None] & (value_dims < VALUE_DIM)[None, :]
-                zeros = tl.zeros((ROWS, BLOCK_VALUE), out.dtype.element_ty)
-                tl.store(out + place[:, None] + value_dims[None, :], zeros, mask)
+        for first in range(start * REPEATS, num_tokens * REPEATS, tl.num_programs(0) * ROWS):
+            row = first + rows
+            place = (row // REPEATS).to(tl.int64) * stride_out
+            place += (kv_head * REPEATS + row % REPEATS) * stride_out_head
+            mask = (row < num_tokens * REPEATS)[:, None] & (value_dims < VALUE_DIM)[None, :]
+            zeros = tl.zeros((ROWS, BLOCK_VALUE), out.dtype.element_ty)
+            tl.store(out + place[:, None] + value_dims[None, :], zeros, mask)
         return
     num_new = tl.load(starts + request + 1) - start
     if block * ROWS >= num_new * REPEATS:
@@ -103,9 +106,14 @@ def attend_program(
     first = 0
     if WINDOW > 0:
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // KEYS, prefix_blocks)
-    each = tl.cdiv(last - first, splits)
+    each = tl.maximum(tl.cdiv(last - first, splits), _LEAST_KEYS // KEYS)
     low = first + split * each
     high = tl.minimum(low + each, last)
+    split_row = (split.to(tl.int64) * num_tokens + token) * (kv_heads * REPEATS) + head
+    log_totals = parts + (tl.num_programs(2) * REPEATS).to(tl.int64) * num_tokens * VALUE_DIM + split_row
+    if IS_SPLIT and (split > 0) & (low >= last):
+        tl.store(log_totals, tl.full((ROWS,), float("-inf"), tl.float32), is_row)
+        return
 
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -165,18 +173,17 @@ def attend_program(
         place = out + token[:, None] * stride_out + head[:, None] * stride_out_head + value_dims[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask)
     else:
-        row = (split.to(tl.int64) * num_tokens + token) * (kv_heads * REPEATS) + head
-        tl.store(parts + row[:, None] * VALUE_DIM + value_dims[None, :], result, mask)
-        log_totals = parts + (tl.num_programs(2) * REPEATS).to(tl.int64) * num_tokens * VALUE_DIM
-        tl.store(log_totals + row, m + tl.log2(tl.where(total == 0, 1.0, total)), is_row)
+        tl.store(parts + split_row[:, None] * VALUE_DIM + value_dims[None, :], result, mask)
+        tl.store(log_totals, m + tl.log2(tl.where(total == 0, 1.0, total)), is_row)
 
 
 @triton.jit(do_not_specialize=["num_requests", "splits"])
 def combine_program(
     parts, out, starts, num_requests, splits, stride_out, stride_out_head,
-    VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, MOST_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one token and head, one variant for all numbers of parts. Grid: [tokens, heads]."""
+    wait_for_inputs(DEPENDENT)
     token, head = tl.program_id(0), tl.program_id(1)
     tokens, heads = tl.num_programs(0), tl.num_programs(1)
     value_dims = tl.arange(0, BLOCK_VALUE)
@@ -189,10 +196,10 @@ def combine_program(
     rows = (split.to(tl.int64) * tokens + token) * heads + head
     log_totals = parts + tokens.to(tl.int64) * heads * splits * VALUE_DIM
     log_totals = tl.load(log_totals + rows, is_part, other=float("-inf"))
-    # A part that saw nothing has weight 0. NaN in a part must reach the result.
+    # A part that saw nothing has weight 0, and may be missing. NaN in a part must reach the result.
     highest = tl.max(log_totals, 0)
     weights = tl.exp2(log_totals - tl.where(highest == float("-inf"), 0.0, highest))
-    inside = is_part[:, None] & (value_dims < VALUE_DIM)[None, :]
+    inside = (log_totals != float("-inf"))[:, None] & (value_dims < VALUE_DIM)[None, :]
     of_parts = tl.load(parts + rows[:, None] * VALUE_DIM + value_dims[None, :], inside, 0.0)
     result = tl.sum(of_parts * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(place, result.to(out.dtype.element_ty), value_dims < VALUE_DIM)
@@ -239,7 +246,10 @@ def attend(
         size = blocks.splits * tokens * heads * (value_dim + 1)
         parts = torch.empty(size, dtype=torch.float32, device=query.device)
     repeats = heads // kv_heads
-    grid = (triton.cdiv(layout.max_new * repeats, blocks.rows), layout.num_requests + 1, kv_heads * blocks.splits)
+    padding = int(blocks.splits == 1)
+    blocks_of_rows = triton.cdiv(layout.max_new * repeats, blocks.rows)
+    grid = (blocks_of_rows, layout.num_requests + padding, kv_heads * blocks.splits)
+    options = launch_options(query.device)
     attend_program[grid](
         query, as_stored(keys), as_stored(values), out, parts,
         sinks if sinks is not None else query, key_bias if key_bias is not None else query,
@@ -253,12 +263,12 @@ def attend(
         BLOCK_KEY=padded(key_dim), BLOCK_VALUE=padded(value_dim), IS_SPLIT=blocks.splits > 1, IS_CHAIN=layout.is_chain,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None, HAS_BIAS=key_bias is not None,
         KIND=kind_of(keys), NATIVE=has_float8,
-        num_warps=blocks.num_warps, num_stages=_STAGES, enable_fp_fusion=True,
+        num_warps=blocks.num_warps, num_stages=_STAGES, enable_fp_fusion=True, **options,
     )  # fmt: skip
     if blocks.splits > 1:
         combine_program[(tokens, heads)](
             parts, out, layout.starts, layout.num_requests, blocks.splits, out.stride(0), out.stride(1),
             VALUE_DIM=value_dim, BLOCK_VALUE=padded(value_dim), MOST_SPLITS=MAX_SPLITS, num_warps=2,
-            enable_fp_fusion=True,
+            enable_fp_fusion=True, **options,
         )  # fmt: skip
     return out

@@ -4,12 +4,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specinfer.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+
 _BLOCK = 1024
 
 
 @triton.jit
-def gate_program(gated, out, width, BLOCK: tl.constexpr):
+def gate_program(gated, out, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Compute a block of one token's numbers."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
@@ -28,6 +31,6 @@ def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(width))
         gate_program[(tokens, triton.cdiv(width, block))](
-            gated, result, width, BLOCK=block, num_warps=4, enable_fp_fusion=True
+            gated, result, width, BLOCK=block, num_warps=4, enable_fp_fusion=True, **launch_options(gated.device)
         )
     return result

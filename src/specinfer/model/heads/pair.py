@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.draft import FeatureParts
+from specinfer.kernels.plain_layer import whole
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
@@ -132,7 +133,8 @@ class PairHead(FeatureHead):
             decoded: Tensor = self.fused(batch, hidden, None if self.norms_input else hidden)
             return decoded.to(joined.dtype)
         if self.on_device is not None:
-            return joined.add_(self.on_device(batch, joined, None if self.norms_input else joined))
+            added = self.on_device(batch, joined, None if self.norms_input else joined)
+            return joined.add_(whole(added, joined.dtype))
         hidden, positions = joined.unsqueeze(0), batch.positions.unsqueeze(0)
         rotation = self.rotary(hidden, positions, *([] if self.layer_type is None else [self.layer_type]))
         for layer in self.layers:
