@@ -199,19 +199,19 @@ class _Layer(nn.Module):
             inputs: [tokens, inputs] what attention reads in place of the norm of `hidden`, or None.
         """
         inputs = add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs
-        query = self.rotate_and_store(batch, _product(self.qkv, inputs), rotations, hidden.dtype)
+        query = self.rotate_and_store(batch, _product(batch, self.qkv, inputs), rotations, hidden.dtype)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
-        attended = self._summed(self.output, seen.flatten(1))
-        return self._summed(self.down, self._opened(add_norm(hidden, attended, self.mlp_norm, self.eps)))
+        attended = self._summed(batch, self.output, seen.flatten(1))
+        return self._summed(batch, self.down, self._opened(batch, add_norm(hidden, attended, self.mlp_norm, self.eps)))
 
-    def _opened(self, rows: Tensor) -> Tensor:
+    def _opened(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
         gated: Any = self.gated
-        if has_few_rows(rows, gated):
+        if _has_few_rows(batch, rows, gated):
             return gated_product(rows, gated.weight, gated.bias)
         return gate(gated(rows))
 
-    def _summed(self, linear: nn.Module, rows: Tensor) -> Tensor:
-        return _product(linear, rows) if self.sums is None else self.sums.all_reduce(linear(rows))
+    def _summed(self, batch: ForwardBatch, linear: nn.Module, rows: Tensor) -> Tensor:
+        return _product(batch, linear, rows) if self.sums is None else self.sums.all_reduce(linear(rows))
 
     def read(self, batch: ForwardBatch, inputs: Tensor, rotations: Tensor) -> None:
         """Store the keys and values of `inputs` [tokens, width]."""
@@ -234,8 +234,16 @@ class _Layer(nn.Module):
         return rotate_and_store(*rows, keys, values, norms, self.eps, scales, dtype=dtype)
 
 
-def _product(linear: Any, rows: Tensor) -> Tensor:
-    return few_rows_product(rows, linear.weight, linear.bias) if has_few_rows(rows, linear) else linear(rows)
+def _product(batch: ForwardBatch, linear: Any, rows: Tensor) -> Tensor:
+    if _has_few_rows(batch, rows, linear):
+        return few_rows_product(rows, linear.weight, linear.bias)
+    result: Tensor = linear(rows)
+    return result
+
+
+def _has_few_rows(batch: ForwardBatch, rows: Tensor, linear: nn.Module) -> bool:
+    # Adapters add to what a linear layer returns, by hooks.
+    return batch.adapters is None and batch.adapter_rows is None and has_few_rows(rows, linear)
 
 
 def _rotations(rotary: nn.Module, max_position: int, device: torch.device) -> Tensor:
