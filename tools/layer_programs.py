@@ -77,12 +77,11 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"gate {name}", partial(gate, gated)
         x, slots, places = _empty(64, 4096, dtype=dtype), _empty(64, dtype=torch.int32), _empty(3, 5, dtype=torch.int64)
         yield f"low rank {name}", partial(add_low_rank, _empty(64, 14336, dtype=dtype), x, slots, places, 64)
-        if arch // 10 == few_rows.CAPABILITY and dtype != torch.float32:
-            for rows in (1, 32, 64):
-                yield f"few rows {name}, {rows} rows", _few_rows(dtype, rows)
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
+    for rows in (1, 32, 64) if arch // 10 == few_rows.CAPABILITY else ():
+        yield f"few rows, {rows}", _few_rows(rows)
     for kind in _ROUTED:
         for tokens in (1, 512):
             yield f"routed product {kind}, {tokens} tokens", _routed_product(kind, tokens, has_float8[0])
@@ -127,14 +126,13 @@ def _rotation(
     return partial(rotate_and_store, qkv, places, table, places, pool, pool, norms, 1e-5)
 
 
-def _few_rows(dtype: torch.dtype, rows: int) -> Callable[[], object]:
-    x, weight, bias = _empty(rows, 4096, dtype=dtype), _empty(28672, 4096, dtype=dtype), _empty(28672, dtype=dtype)
+def _few_rows(rows: int) -> Callable[[], object]:
+    x, weight, bias = (_empty(*shape, dtype=torch.bfloat16) for shape in ((rows, 4096), (28672, 4096), (28672,)))
 
     def call() -> object:
         for outputs in (28672, 4096):  # in one part, and in several
             division = few_rows.divide(rows, outputs, 4096, num_cores=132)
-            for added in (bias[:outputs], None):
-                few_rows.few_rows_product(x, weight[:outputs], added, division=division)
+            few_rows.few_rows_product(x, weight[:outputs], bias[:outputs] if rows == 1 else None, division=division)
         return few_rows.gated_product(x, weight, division=few_rows.divide(rows, 28672, 4096, num_cores=132))
 
     return call

@@ -36,6 +36,7 @@ from specinfer.kernels.triton.blocks import Device, choose_blocks
 from specinfer.kernels.triton.candidates import add_candidates
 from specinfer.kernels.triton.choose import choose
 from specinfer.kernels.triton.commit import commit
+from specinfer.kernels.triton.compilation import compiling
 from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
 from specinfer.kernels.triton.drawn import draw_candidates
 from specinfer.kernels.triton.multi_step import walk_multi_step
@@ -246,23 +247,25 @@ class _AbsentDevice:
 
 def compile_all(cases: Iterator[Case], arch: int) -> Iterator[tuple[str, str, Any]]:
     """(case, kernel's name, compiled kernel), of every launch of every case."""
-    compiled: list[Any] = []
-    run = JITFunction.run
+    compiled: list[tuple[str, Any]] = []
+    name, run = "", JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
-        return compiled[-1]
+    def noted(*args: Any, **options: Any) -> Any:
+        compiled.append((name, run(*args, **options)))
+        return compiled[-1][1]
 
     triton.runtime.driver.set_active(_AbsentDevice(arch))
-    JITFunction.run = compile_only
+    JITFunction.run = noted
     try:
-        for name, call in cases:
-            call()
-            for kernel in compiled:
-                yield name, kernel.metadata.name, kernel
-            compiled.clear()
+        with compiling(ignore_errors=False):
+            for case, call in cases:
+                name = case
+                call()
     finally:
         JITFunction.run = run
+    for name, kernel in compiled:
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        yield name, kernel.metadata.name, kernel
 
 
 def resources(kernel: Any) -> tuple[int, int]:

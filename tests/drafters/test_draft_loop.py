@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from specinfer.drafters.draft_loop import DraftLoop
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.model.fused import FusedDecoder
+from specinfer.model.kv_cache import OutOfSlotsError
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance, verify
 from tiny import VOCAB, make_request, random_prompts, resized, save_model
@@ -193,7 +195,65 @@ def test_requests_whose_logits_are_adjusted_are_drafted_for_step_by_step(
     twins = _Twins(runner_of("llama"))
     for params in (SamplingParams(repetition_penalty=1.3), SamplingParams(allowed_token_ids=(3, 4, 5))):
         twins.draft([make_request("0", random_prompts([6])[0], params)], [TreeBudget(8, 3)])
-    assert used == [False] * 2
+    assert not used
+
+
+def test_other_requests_are_drafted_for_in_one_call(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = _count_calls(monkeypatch)
+    twins = _Twins(runner_of("llama"))
+    all_params = (SAMPLED, replace(SAMPLED, repetition_penalty=1.3), GREEDY)
+    requests = [
+        make_request(str(i), prompt, params, seed=i)
+        for i, (prompt, params) in enumerate(zip(random_prompts([6, 9, 3]), all_params, strict=True))
+    ]
+    for _ in range(3):
+        trees = twins.draft(requests, [TreeBudget(8, 3)] * 3)
+        assert all(tree.num_guessed for tree in trees)
+        for request, tree in zip(requests, trees, strict=True):
+            twins.observe(request, tree, _deepest(tree))
+    assert used == [True] * 3
+
+
+def test_wide_trees_next_to_drawn_ones_are_not_in_their_call(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call's trees share the number of candidates of a node, and the distribution of a draw has 128 tokens."""
+    used = _count_calls(monkeypatch)
+    vocabulary = SharedVocabulary(300, 300, None)
+    twins = _Twins(runner_of("llama", vocab_size=300), vocabulary=vocabulary, draft_sampling="without-replacement")
+    requests = [make_request(str(i), [7, 8, i], params, seed=i) for i, params in enumerate((GREEDY, SAMPLED))]
+    budgets = [TreeBudget.expansion((200,)), TreeBudget.expansion((2, 1))]
+    spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
+    trees = twins.drafters[0].draft(spans, budgets)
+    assert [tree.num_guessed for tree in trees] == [200, 4]
+    assert used == [True]
+    for request, span, budget, tree in zip(requests, spans, budgets, trees, strict=True):
+        request.num_draws.clear()
+        (alone,) = twins.drafters[1].draft([span], [budget])
+        _check_alike(tree, alone)
+
+
+def test_trees_of_one_call_are_kept_if_others_run_out_of_slots(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = SmallModelDrafter(resized(runner_of("llama"), 400), VOCAB, calibration=Calibration())
+    requests = [
+        make_request("0", [3, 4, 5], GREEDY),
+        make_request("1", [5, 6], replace(GREEDY, repetition_penalty=1.3)),
+    ]
+    spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
+    monkeypatch.setattr(drafter.runner, "forward", Mock(side_effect=OutOfSlotsError))
+    trees = drafter.draft(spans, [TreeBudget(8, 3)] * 2)
+    assert [tree.num_guessed > 0 for tree in trees] == [True, False]
+    for request, tree in zip(requests, trees, strict=True):
+        request.append(7, None)
+        drafter.observe(request, tree, Acceptance((), 7))
+        drafter.forget(request.request_id)
+    cache = drafter.runner.cache
+    assert cache.is_balanced()
+    assert cache.num_owned == 0
 
 
 def test_logits_that_are_no_numbers_draft_nothing(runner_of: Callable[..., ModelRunner]) -> None:

@@ -27,7 +27,7 @@ OF_LAYERS = [
     "rotate bfloat16 128 n",
     "rotate bfloat16 to float8_e4m3fn",
     "gate bf",
-    "few rows bfloat16, 32",
+    "few rows, 32",
     "low rank bf",
     "product bfloat16 fp8, 32",
     "routed product int4, 1 ",
@@ -101,8 +101,8 @@ def test_all_of_them_compile_and_fit(arch: str, tmp_path: Path) -> None:
     output = compiled(tmp_path, "--arch", arch)
     assert f"for sm_{arch}" in output
     (variants,) = re.findall(r", (\d+) variants", output)
-    # Each takes a second or more where it is first used; a model has weights of few types, and one type of cache.
-    assert 50 < int(variants) <= 280
+    # Each takes a second or more of a core; a model has weights of few types, and one type of cache.
+    assert 50 < int(variants) <= 300
 
 
 @pytest.mark.slow

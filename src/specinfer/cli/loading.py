@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from specinfer.core.progress import CAPTURING, ProgressCallback, gigabytes, how_much
+from specinfer.core.progress import ProgressCallback, gigabytes, how_much, unit_of
 
 if TYPE_CHECKING:
     from specinfer.llm import LLM
@@ -51,7 +51,7 @@ class LoadingLog:
             self._name, self._started, self._next = name, now, now + _LOG_SECONDS
         elif now >= self._next or done >= total:
             self._next = now + _LOG_SECONDS
-            read = "" if name.startswith(CAPTURING) else "read "
+            read = "read " if unit_of(name) is None else ""
             self._logger.info("%s: %s%s", name, read, how_much(name, done, total, now - self._started))
 
 

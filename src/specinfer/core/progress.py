@@ -1,12 +1,15 @@
-"""Progress of long work: loading, timing the passes of a streamed target, and capturing passes."""
+"""Progress of long work: loading, timing the passes of a streamed target, compiling kernels, and capturing passes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
-# Receives the name of the work, the bytes done and the total bytes; for `CAPTURING`, numbers of pass sizes instead.
+# Receives the name of the work, the bytes done and the total bytes; for names in `UNITS`, numbers of these instead.
 # It is called by the thread that does the work, and must be quick.
 ProgressCallback: TypeAlias = Callable[[str, int, int], None]
 CAPTURING = "capturing passes"
+COMPILING = "compiling kernels"
+UNITS = {CAPTURING: "sizes", COMPILING: "kernels"}  # by the first words of a name
 DOWNLOADING = "downloading"
 
 
@@ -15,8 +18,18 @@ def gigabytes(num_bytes: float, seconds: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB at {num_bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
 
 
+def counted(progress: ProgressCallback | None, name: str) -> Callable[[int, int], None]:
+    """Return a callback of the numbers done and in all, for work with this name."""
+    return (lambda done, total: None) if progress is None else partial(progress, name)
+
+
+def unit_of(name: str) -> str | None:
+    """Return what the progress of a name counts, or None for bytes."""
+    return next((unit for work, unit in UNITS.items() if name.startswith(work)), None)
+
+
 def how_much(name: str, done: int, total: int, seconds: float) -> str:
     """Return the reported progress as text."""
-    if name.startswith(CAPTURING):
-        return f"{done} of {total} sizes"
+    if (unit := unit_of(name)) is not None:
+        return f"{done} of {total} {unit}"
     return f"{gigabytes(done, seconds)}, {total / 1e9:.1f} GB in all"

@@ -41,6 +41,13 @@ class Wanted(NamedTuple):
     budget: TreeBudget
 
 
+class Grown(NamedTuple):
+    """A tree, and its nodes that have keys and values."""
+
+    tree: TokenTree
+    computed: Sequence[int]
+
+
 class DraftLoop:
     """Drafts of one model, whose tokens are the target's.
 
@@ -66,13 +73,8 @@ class DraftLoop:
         self._model: nn.Module | None = None  # that the call is of
         self._call: DraftCall | None = None
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[TokenTree, Sequence[int]]] | None:
-        """Return the tree of each request and the nodes with keys and values, or None if it cannot grow them all."""
-        if not all(self._can_draft(request) for request, _ in wanted):
-            return None
-        is_wide = any(max(budget.widths, default=0) > SUPPORT for _, budget in wanted)
-        if is_wide and any(self._draws(request) for request, _ in wanted):
-            return None
+    def draft(self, wanted: Sequence[Wanted]) -> list[Grown] | None:
+        """Return the tree of each request, which fit together, or None if the model cannot grow them now."""
         cache, known = self._runner.cache, self._cache.known
         call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
         if call is None:
@@ -92,11 +94,18 @@ class DraftLoop:
             cache.give_back(request.request_id, tree.num_computed)
             if tree.drawn_from is not None:
                 request.num_draws[self._name] += 1 + tree.num_computed
-        return [(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
+        return [Grown(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
 
     def _num_new(self, request: Request) -> int:
         """Return the number of known tokens that the model has not computed."""
         return len(self._cache.known[request.request_id].ids) - len(self._runner.cache.slots(request.request_id))
+
+    def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Return those whose trees can be grown in one call, if the model can grow any."""
+        found = [one for one in wanted if self._can_draft(one.request)]
+        if any(self._draws(one.request) for one in found):  # the distribution of each draw is over so many tokens
+            found = [one for one in found if max(one.budget.widths, default=0) <= SUPPORT]
+        return found
 
     def _can_draft(self, request: Request) -> bool:
         return not is_adjusted(request) and (chooses_for(self._draft_sampling, request) or self._draws(request))

@@ -109,24 +109,37 @@ class SmallModelDrafter:
         return trees
 
     def _draft(self, wanted: Sequence[Wanted]) -> list["_Drafted"]:
-        growing_trees = []
+        drafted = self._drafted_at_once(wanted)
+        growing_trees = [
+            GrowingTree(request, budget, self.name) for request, budget in wanted if request.request_id not in drafted
+        ]
+        in_steps: dict[str, _Drafted] = {}
         try:
-            grown = None if self._loop is None else self._loop.draft(wanted)
-            if grown is None:
-                growing_trees = [GrowingTree(request, budget, self.name) for request, budget in wanted]
+            if growing_trees:
                 self._grow(growing_trees)
         except OutOfSlotsError:
             # Keep what was drawn: the number of slots may depend on the draws, so dropping them would bias the output.
-            for request, _ in wanted:
-                self._cache.release(request.request_id)
-            return [_Drafted(tree.request, tree.tree(), ()) for tree in growing_trees]
+            for one in growing_trees:
+                self._cache.release(one.request.request_id)
+                in_steps[one.request.request_id] = _Drafted(one.request, one.tree(), ())
+            self._drafted |= drafted
+        else:
+            in_steps = {
+                one.request.request_id: _Drafted(one.request, one.tree(), one.computed) for one in growing_trees
+            }
+            self._drafted |= drafted | in_steps
+        drafted |= in_steps
+        return [drafted[request.request_id] for request, _ in wanted]
+
+    def _drafted_at_once(self, wanted: Sequence[Wanted]) -> dict[str, "_Drafted"]:
+        """Return what one native call grows, by request: none, or the trees of all requests that it can grow."""
+        if self._loop is None:
+            return {}
+        fitting = self._loop.fitting(wanted)
+        grown = self._loop.draft(fitting) if fitting else None
         if grown is None:
-            grown = [(tree.tree(), tree.computed) for tree in growing_trees]
-        drafted = [
-            _Drafted(request, tree, computed) for (request, _), (tree, computed) in zip(wanted, grown, strict=True)
-        ]
-        self._drafted |= {one.request.request_id: one for one in drafted}
-        return drafted
+            return {}
+        return {request.request_id: _Drafted(request, *one) for (request, _), one in zip(fitting, grown, strict=True)}
 
     def read(self, request: Request) -> bool:
         """Compute all known tokens but the last, for a caller that grows trees in its place.

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import save_eagle3, save_tiny_block, save_tiny_head
-from on_device import load_device_head
-from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import HeadRunner
-from specinfer.drafters.vocabulary.token_map import SharedVocabulary
-from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.growth import DraftKind
-from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import Programs
-from specinfer.engine.device.sizes import shape_of, shape_of_guesses
-from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import tree_ops
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
@@ -35,17 +24,12 @@ from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
-from specinfer.model.heads.eagle3 import Eagle3Head
-from specinfer.model.heads.load import load_head, taps_of
-from specinfer.model.load import LoadedModel, load_model
-from specinfer.model.runner import ModelRunner
 from specinfer.planning.device_costs import StepDesign
+from step_programs import META, head_on_meta, on_meta, programs_of, save_head
 from tiny import FAMILIES
 
-CPU, META = torch.device("cpu"), torch.device("meta")
 # Operations that only look at memory in another way, or allocate it.
 VIEWS = {
     "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "permute", "transpose", "t", "detach",
@@ -265,57 +249,6 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_meta(folder: Path, *, is_fused: bool = False) -> LoadedModel:
-    loaded = load_model(folder, torch.bfloat16, CPU, native=False)
-    if is_fused:
-        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
-    loaded.model.to(META)
-    return replace(loaded, device=META)
-
-
-def head_on_meta(folder: Path, target: Path, *, is_fused: bool = False) -> tuple[LoadedModel, LoadedModel]:
-    """Return a target that stores what a head reads, and the head."""
-    loaded = load_model(target, torch.bfloat16, CPU, native=False)
-    if is_fused:
-        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
-    head = (load_device_head if is_fused else load_head)(folder, loaded)
-    loaded = replace(loaded, taps=taps_of(loaded, [head]), device=META)
-    token_map = None if head.token_map is None else head.token_map.to(META)
-    for one in (loaded, head):
-        one.model.to(META)
-    if isinstance(head.model, Eagle3Head) and head.model.mask_hidden is not None:
-        head.model.mask_hidden = head.model.mask_hidden.to(META)
-    return loaded, replace(head, token_map=token_map, device=META)
-
-
-def programs_of(
-    loaded: LoadedModel,
-    budget: TreeBudget | None,
-    rows: int,
-    processing: Processing = Processing.NONE,
-    guess_depth: int = 0,
-    asked: Asked | None = None,
-    num_models: int = 1,
-    rule: str | None = None,
-    head: LoadedModel | None = None,
-) -> Programs:
-    """Return the programs of a step whose drafters are copies of the target, or of a head; none for lookups alone."""
-    target = ModelRunner(loaded, 512)
-    drafter = ModelRunner(loaded, 512) if head is None else HeadRunner(head, target, 512)
-    most = 256 // rows
-    shape = None
-    if budget is not None and num_models:
-        shape = shape_of([budget], most - 1, most, guess_depth, [DraftKind.of(drafter)] * num_models)
-    elif budget is not None:
-        shape = shape_of_guesses(budget.max_nodes, budget.max_depth, most - 1)
-    token_map = None if head is None else head.token_map
-    vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
-    state = DeviceState.empty(rows, 256, META, [head is not None] * num_models)
-    adjustments = Adjustments.empty(rows, loaded.vocab_size, META)
-    size = LaunchSize(rows, shape, processing, asked, rule)
-    return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -365,14 +298,7 @@ def test_kernels_are_given_what_they_read_by_heads(
     """A head reads the target's hidden states on the device, and its own; the walk keeps its known tokens alone."""
     monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
     is_fused, folder = "PyTorch" not in kind, tmp_path / "head"
-    if kind == "MTP":
-        save_mtp(folder, "mimo")
-    elif kind == "P-EAGLE":
-        save_eagle3(folder, "speculators", eagle_aux_hidden_state_layer_ids=[0, 1, 2], parallel=True, mask_token_id=90)
-    elif kind in BLOCKS:
-        save_tiny_block(folder, kind.partition(",")[0].lower())
-    else:
-        (save_eagle if kind == "EAGLE" else save_tiny_head)(folder)
+    save_head(folder, kind)
     target = folder if kind == "MTP" else model_folder("llama")
     loaded, head = head_on_meta(folder, target, is_fused=is_fused)
     kernels = Kernels(monkeypatch)

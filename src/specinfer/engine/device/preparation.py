@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specinfer.core.errors import first_line
-from specinfer.core.progress import CAPTURING, ProgressCallback
+from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, counted
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftKind, DraftShape
@@ -65,14 +65,14 @@ def usual_sizes(
 
 
 def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: ProgressCallback | None) -> None:
-    """Capture the programs of each size until one cannot be captured."""
+    """Compile and capture the programs of each size until one cannot be captured."""
+    rows.compile(sizes, counted(progress, f"{COMPILING} of whole steps"))
+    report = counted(progress, f"{CAPTURING} of whole steps")
     for done, size in enumerate(sizes):
-        if progress is not None:
-            progress(f"{CAPTURING} of whole steps", done, len(sizes))
+        report(done, len(sizes))
         try:
             rows.prepare(size)
         except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it fails too
             logger.warning("steps on the device could not be captured: %s", first_line(error))
             return
-    if progress is not None:
-        progress(f"{CAPTURING} of whole steps", len(sizes), len(sizes))
+    report(len(sizes), len(sizes))

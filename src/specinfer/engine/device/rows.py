@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +181,18 @@ class DeviceRows:
         with on_device(self._place):
             self._programs(size)
 
+    @torch.inference_mode()
+    def compile(self, sizes: Sequence[LaunchSize], progress: Callable[[int, int], None]) -> None:
+        """Compile the kernels of these sizes where they are captured; see `Graphs.compile`."""
+
+        def programs() -> Iterator[Program]:
+            for size in sizes:
+                made = self._made(size)
+                yield from (made.verify,) if size.shape is None else (made.draft, made.verify)
+
+        with on_device(self._place):
+            self._graphs.compile(programs(), progress=progress)
+
     def _launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
         ready = self._programs(launch.size)
         programs, marks = ready.programs, Marks(self._place)
@@ -233,13 +245,18 @@ class DeviceRows:
         if len(self._ready) >= _MAX_SIZES:
             self._graphs.wait()
             self._choice.forget(self._ready.popitem(last=False)[0])
-        drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
-        programs = Programs(size, self.state, self._target, drafters, self._adjustments)
-        programs.inputs.clear()  # captures run the programs without requests
+        programs = self._made(size)
         draft = None if size.shape is None else self._graphs.captured(programs.draft)
         ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
         self.captured_at = time.perf_counter()
         return ready
+
+    def _made(self, size: LaunchSize) -> Programs:
+        """Return programs without requests, as captures run them."""
+        drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
+        programs = Programs(size, self.state, self._target, drafters, self._adjustments)
+        programs.inputs.clear()
+        return programs
 
 
 def _fill(

@@ -9,13 +9,14 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.parallel.rank_sums import RankSums, instead_of_sums
 
@@ -90,6 +91,33 @@ class Graphs:
             replay: Program = graphs[0].replay
             return replay
         return partial(_replay, graphs, summed, sums)
+
+    def compile(
+        self,
+        programs: Iterable[Program],
+        sums: RankSums | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile the kernels of programs that are to be captured, several at a time, on a GPU with Triton.
+
+        The programs run without their kernels, so their buffers must be harmless, as for a capture.
+
+        Args:
+            sums: As for `captured`.
+            progress: Callback with the numbers of compiled kernels and of all.
+        """
+        if self._stream is None or why_not_on(self._device) is not None:
+            return
+        from specinfer.kernels.triton.compilation import compiling
+
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+                with compiling(progress), instead_of_sums(sums):
+                    for program in programs:
+                        program()
+                self._stream.synchronize()
+        except RuntimeError:  # of memory, or an operation that the program cannot do: captures find out by themselves
+            logger.debug("not all kernels could be compiled before the captures", exc_info=True)
 
     @property
     def median_seconds(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import first_line
-from specinfer.core.progress import CAPTURING, ProgressCallback
+from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, counted
 from specinfer.kernels import AdapterSlots
 from specinfer.model.batch import Piece, pack, runs_of
 from specinfer.model.device_decoder import DeviceDecoder
@@ -96,22 +96,24 @@ class GraphRunner:
         return buffers + sum(int(tensor.nbytes) for tensor in tensors)
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
-        """Capture the usual sizes, largest first; others are captured when their passes have taken as long."""
+        """Compile and capture the usual sizes, largest first; others are captured when their passes took as long."""
         graphs, sizes = self._graphs, loaded_sizes(self._max_requests)
         if self._taps:
             # Plain decoding computes each token once. After a tree the accepted ones are computed once more.
             scanning = [size.scanning(size.tokens + (size.new > 1 and self._recurs)) for size in sizes]
             sizes = [size for size in scanning if size is not None]
+        passes = [self._pass_of(size) for size in sizes]
+        report = counted(progress, f"{COMPILING} of {self.folder.name}")
+        graphs.compile((one.program for one in passes), self.sums, report)
         before = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
-        for done, size in enumerate(sizes):
+        report = counted(progress, f"{CAPTURING} of {self.folder.name}")
+        for done, one in enumerate(passes):
             if not self._is_capturable:
                 return
-            if progress is not None:
-                progress(f"{CAPTURING} of {self.folder.name}", done, len(sizes))
+            report(done, len(passes))
             with torch.inference_mode():
-                self._capture(self._pass_of(size))
-        if progress is not None:
-            progress(f"{CAPTURING} of {self.folder.name}", len(sizes), len(sizes))
+                self._capture(one)
+        report(len(passes), len(passes))
         after = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
         logger.info(

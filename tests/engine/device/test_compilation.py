@@ -1,0 +1,99 @@
+"""Kernels are compiled before captures: programs run without their launches, with zeros where these would write."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.logprobs import Asked
+from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.programs import Programs
+from specinfer.kernels import layer_ops, tree_ops
+from specinfer.model import device_decoder
+from specinfer.model.heads import block, eagle3
+from specinfer.model.load import load_model
+from step_programs import CPU, programs_of, save_head, with_head
+from tiny import FAMILIES
+
+pytest.importorskip("triton")
+import interpreter as interpreter
+from specinfer.kernels.triton.compilation import Zeros
+
+KINDS = ["EAGLE-3", "EAGLE-3, as PyTorch has it", "EAGLE", "MTP", "DFlash", "DSpark", "P-EAGLE"]
+ONLY_WRITE = {
+    "store", "commit", "add_candidates", "draw_candidates", "next_frontier", "merge_guesses", "best_tree",
+    "keep_drafted", "adjust_logits", "walk_multi_step", "walk_traversal",
+}  # fmt: skip
+
+
+@pytest.fixture
+def skipped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were left out: tensors that they write to keep their values, and results are zero."""
+    calls: list[str] = []
+
+    def without(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            if name in ONLY_WRITE:
+                return None
+            result = kernel(*copy.deepcopy(args), **copy.deepcopy(options))
+            return tree_map(lambda one: torch.zeros_like(one) if isinstance(one, Tensor) else one, result)
+
+        return run
+
+    names = [name for name in tree_ops.__all__ if not name[0].isupper()]
+    for module, of_module in (
+        (tree_ops, names),
+        (layer_ops, ["convolve", "recur", "routed_product"]),
+        (device_decoder, ["add_norm", "rotate_and_store", "gate"]),
+        (eagle3, ["add_norm"]),
+        (block, ["add_norm"]),
+    ):
+        for name in of_module:
+            monkeypatch.setattr(module, name, without(getattr(module, name), name))
+    return calls
+
+
+def _run(programs: Programs) -> None:
+    programs.inputs.clear()
+    with torch.inference_mode(), Zeros():
+        if programs.size.shape is not None:
+            programs.draft()
+        programs.verify()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_with_heads_run_without_their_kernels(
+    kind: str, model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: list[str]
+) -> None:
+    monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
+    folder = tmp_path / "head"
+    save_head(folder, kind)
+    loaded, head = with_head(folder, folder if kind == "MTP" else model_folder("llama"), is_fused="PyTorch" not in kind)
+    _run(programs_of(loaded, TreeBudget(8, 3), 4, Processing.ADJUSTMENT, 8, Asked(5, 3), 2, head=head))
+    assert {"attend", "add_candidates", "best_tree", "walk", "commit"} <= set(skipped)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_of_every_family_run_without_their_kernels(
+    family: str, model_folder: Callable[..., Path], skipped: list[str]
+) -> None:
+    loaded = load_model(model_folder(family), torch.float32, CPU, native=False)
+    for rule, budget in (("coupled", TreeBudget(8, 2)), ("traversal", TreeBudget.expansion((2, 1))), (None, None)):
+        _run(programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 0, Asked(5, 3), rule=rule))
+    assert {"attend", "store", "choose", "walk_traversal"} <= set(skipped)
+
+
+def test_new_memory_is_zero() -> None:
+    given = torch.ones(2, 3)
+    with Zeros():
+        made = [torch.empty(9), torch.empty_like(given), given.new_empty(4, 2), torch.empty_strided((2, 2), (1, 2))]
+        kept = given + 1
+    assert not any(one.any() for one in made)
+    assert torch.equal(kept, torch.full((2, 3), 2.0))
