@@ -20,7 +20,7 @@ from specinfer.planning.options import ACCELERATORS, Accelerator, PlanConfig
 # 10 layers of 9,000 weights and a head of 10,000: 100,000 weights, of 2 bytes each.
 SHAPE = TargetShape(10, 100, 4, 2, 9000, 2 * 100 * 50, 10_000, 2.0)
 DEVICE = Accelerator("a GPU", bandwidth=1e6, flops=1e7, memory=1e6)
-EXACT = StepDesign(kernel_seconds=1e-3, read_share=1.0, compute_share=1.0)
+EXACT = StepDesign(layer_kernel_seconds=1e-3, kernel_seconds=1e-3, read_share=1.0, compute_share=1.0)
 RATES = (0.7, 0.1, 0.05)
 
 
