@@ -3,12 +3,14 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from specinfer.kernels import triton as kernels
+from specinfer.model.graphs import capture
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 
@@ -165,6 +167,61 @@ def test_what_waits_is_refused_before_a_capture(gpu: Gpu) -> None:
     assert gpu.num_begun == before
     assert gpu.calls[-1] == "current waits for capture", "warm-ups may still run"
     assert len(calls) == 2
+
+
+class _Kernel:
+    """As Triton's, with a record of whether each launch only compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        jit = pytest.importorskip("triton.runtime.jit")
+        self.only_compiled: list[bool] = []
+        monkeypatch.setattr(jit.JITFunction, "run", lambda *_, grid, warmup: self.only_compiled.append(warmup))
+        self._launcher, self._run = jit.JITFunction, jit.JITFunction.run
+
+    def launch(self) -> None:
+        self._launcher.run(self, grid=(1,), warmup=False)
+
+    @property
+    def is_as_before(self) -> bool:
+        return bool(self._launcher.run is self._run)
+
+
+def test_kernels_of_programs_are_compiled_and_not_launched(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that other threads launch meanwhile are launched."""
+    monkeypatch.setattr(capture, "why_not_on", lambda _: None)
+    graphs, kernel, made = Graphs(GPU), _Kernel(monkeypatch), list[torch.Tensor]()
+
+    def program() -> None:
+        kernel.launch()
+        made.append(torch.empty(1000))
+        with ThreadPoolExecutor() as other:
+            other.submit(kernel.launch).result()
+
+    graphs.compile([program])
+    assert kernel.only_compiled == [True, False]
+    assert not made[0].any()
+    assert kernel.is_as_before
+    assert gpu.num_begun == 1, "of the pool alone"
+
+
+def test_a_program_that_fails_without_its_kernels_can_be_captured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "why_not_on", lambda _: None)
+    graphs, kernel = Graphs(GPU), _Kernel(monkeypatch)
+
+    def program() -> None:
+        kernel.launch()
+        if kernel.only_compiled[-1]:
+            raise IndexError
+
+    graphs.compile([program, program])
+    assert kernel.only_compiled == [True]
+    assert kernel.is_as_before
+    graphs.captured(program)()
+
+
+def test_without_triton_nothing_is_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "why_not_on", lambda _: "it is not installed")
+    Graphs(GPU).compile([lambda: pytest.fail("it ran")])
 
 
 THERE = {"device": "meta"}  # any that is not the host

@@ -3,11 +3,12 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -663,7 +664,7 @@ def test_captures_amid_decoding_change_no_prefix(loaded_of: Loaded) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fault", ["wrong", "breaks"])
+@pytest.mark.parametrize("fault", ["wrong", "breaks", "lacks memory"])
 def test_a_model_that_does_not_agree_is_run_as_it_is(
     fault: str, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -675,6 +676,8 @@ def test_a_model_that_does_not_agree_is_run_as_it_is(
         return forward(self, *args) * 1.1
 
     monkeypatch.setattr(GraphRunner, "forward", other)
+    if fault == "lacks memory":
+        monkeypatch.setattr(GraphRunner, "__init__", Mock(side_effect=torch.OutOfMemoryError("no memory is left")))
     loaded = loaded_of("llama")
     with caplog.at_level(logging.WARNING):
         runner = ModelRunner(loaded, NUM_SLOTS, graphs=Graphs(CPU))
@@ -735,8 +738,15 @@ def test_graphs_are_for_gpus() -> None:
     assert calls == [1]
 
 
-def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
-    runner = _runner(loaded_of("llama"), max_requests=4)
+def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their programs can all be run before any is captured, to compile what they launch."""
+    runner, compiled = _runner(loaded_of("llama"), max_requests=4), list[int]()
+
+    def compile_all(graphs: Graphs, programs: Iterable[Program], *_: Any) -> None:
+        with torch.inference_mode():
+            compiled.append(sum(program() is None for program in programs))
+
+    monkeypatch.setattr(Graphs, "compile", compile_all)
     assert runner.padded is not None
     reported: list[tuple[str, int, int]] = []
     runner.prepare(lambda *now: reported.append(now))
@@ -744,6 +754,7 @@ def test_the_usual_sizes_are_made_at_load(loaded_of: Loaded) -> None:
     assert set(wanted) <= set(runner.padded.sizes)
     name = f"capturing passes of {runner.loaded.folder.name}"
     assert reported == [(name, done, len(wanted)) for done in range(len(wanted) + 1)]
+    assert compiled == [len(wanted)]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

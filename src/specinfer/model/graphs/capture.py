@@ -116,7 +116,7 @@ class Graphs:
                     for program in programs:
                         program()
                 self._stream.synchronize()
-        except RuntimeError:  # of memory, or an operation that the program cannot do: captures find out by themselves
+        except Exception:  # of any type, by a program that cannot run: its capture tells
             logger.debug("not all kernels could be compiled before the captures", exc_info=True)
 
     @property

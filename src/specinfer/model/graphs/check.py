@@ -44,14 +44,14 @@ def make_graph_runner(loaded: LoadedModel, tensors: KVTensors, graphs: Graphs, m
     if (why := _refused(loaded, tensors)) is not None:
         logger.info("passes of %s are not captured: %s", loaded.folder, why)
         return why
-    runner = GraphRunner(loaded, tensors, graphs, max_requests)
     try:
+        runner = GraphRunner(loaded, tensors, graphs, max_requests)
         with instead_of_sums(runner.sums):
             verdict = _judged(runner, loaded, tensors)
         if verdict.is_right:
             return runner
         why = f"they are launched kernel by kernel, which takes longer: {verdict}"
-    except Exception as error:  # a definition may raise any type in a pass of an unexpected kind
+    except Exception as error:  # no memory for the buffers, or any type that a definition raises in an unexpected pass
         logger.debug("a padded pass failed", exc_info=True)
         why = first_line(error)
     logger.warning("passes of %s are not captured: %s", loaded.folder, why)
