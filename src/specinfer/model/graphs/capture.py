@@ -94,7 +94,7 @@ class Graphs:
 
     def compile(
         self,
-        programs: Iterable[Program],
+        programs: Iterable[Callable[[], object]],
         sums: RankSums | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:

@@ -7,8 +7,10 @@ taken as long, which loses at most twice the time of the best choice in hindsigh
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 256  # largest number of logit rows of a captured pass
 _ROW = 64
+_PROMPT_TOKENS = (512, 2048)  # of few programs for one request's attention, and of more than there are multiprocessors
 _MAX_SIZES = 128  # captured at a time; the least recently used one is dropped
 
 
@@ -104,7 +107,8 @@ class GraphRunner:
             sizes = [size for size in scanning if size is not None]
         passes = [self._pass_of(size) for size in sizes]
         report = counted(progress, f"{COMPILING} of {self.folder.name}")
-        graphs.compile((one.program for one in passes), self.sums, report)
+        programs = (one.program for one in passes)
+        graphs.compile(chain(programs, self._prompt_programs()), self.sums, report)
         before = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         report = counted(progress, f"{CAPTURING} of {self.folder.name}")
         for done, one in enumerate(passes):
@@ -216,6 +220,15 @@ class GraphRunner:
             results.copy_(forward(self._model, batch, hidden))
 
         return program
+
+    def _prompt_programs(self) -> Iterator[Callable[[], object]]:
+        """Yield passes over prompts that are not captured, but launch kernels that no captured pass does."""
+        if self._taps or self._received is not None:
+            return
+        for count in _PROMPT_TOKENS:
+            with torch.inference_mode(mode=False):
+                buffers = Buffers(Size(count, 1, count, count, 1, is_chain=True), self._table, self._device)
+            yield partial(forward, self._model, buffers.batch(self._store))
 
     def _num_results(self, size: Size) -> int:
         return size.rows if self._gives_logits else size.tokens
