@@ -80,7 +80,7 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
-    for rows in (1, 32, 64) if arch // 10 == few_rows.CAPABILITY else ():
+    for rows in (1, 32, 64) if arch // 10 == few_rows.COMPUTE_CAPABILITY_MAJOR else ():
         yield f"few rows, {rows}", _few_rows(rows)
     for kind in _ROUTED:
         for tokens in (1, 512):

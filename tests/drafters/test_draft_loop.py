@@ -18,7 +18,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.drafters.draft_loop import DraftLoop
+from specinfer.drafters.draft_loop import DraftLoop, Wanted
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.model.fused import FusedDecoder
@@ -233,6 +233,10 @@ def test_wide_trees_next_to_drawn_ones_are_not_in_their_call(
         request.num_draws.clear()
         (alone,) = twins.drafters[1].draft([span], [budget])
         _check_alike(tree, alone)
+    drafter, wide = twins.drafters[0], TreeBudget.expansion((200,))
+    assert drafter._loop is not None
+    fitting = drafter._loop.fitting([Wanted(request, wide) for request in requests])
+    assert fitting == [Wanted(requests[0], wide)], "where none is drawn, wide trees are"
 
 
 def test_trees_of_one_call_are_kept_if_others_run_out_of_slots(

@@ -185,10 +185,10 @@ def test_products_of_few_rows(tokens: int, parts: int, dtype: torch.dtype) -> No
         exact = plain_layer.few_rows_product(rows.double(), weight.double(), None if added is None else added.double())
         rounding = torch.finfo(dtype).eps / 2 * exact.abs()
         sums = 2**-18 * (rows.double().abs() @ weight.double().abs().T)  # of tensor cores
-        assert ((plain_layer.whole(found, dtype).double() - exact).abs() <= rounding + sums).all()
+        assert ((plain_layer.sum_parts(found, dtype).double() - exact).abs() <= rounding + sums).all()
         bound = 0.01 if dtype == torch.bfloat16 else 0.002
         wanted = plain_layer.few_rows_product(rows, weight, added)
-        assert (plain_layer.whole(found, dtype) - wanted).norm() <= bound * wanted.norm()
+        assert (plain_layer.sum_parts(found, dtype) - wanted).norm() <= bound * wanted.norm()
 
 
 @pytest.mark.parametrize(("tokens", "biased"), [(1, False), (40, True)])
@@ -211,18 +211,24 @@ def test_products_of_few_rows_give_every_multiprocessor_work() -> None:
         assert held <= (113 if shape[0] > 64 * hopper or num_rows <= 32 else 227) * 1024
 
 
+ROTATIONS = (rotary.rotate_and_store, plain_layer.rotate_and_store)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_of_products_are_summed_by_the_next_kernel(dtype: torch.dtype) -> None:
     parts, hidden, weight = _random((3, 5, 24), 0), _random((5, 24), 1, dtype), _random((24,), 2, dtype)
-    whole = plain_layer.whole(parts, dtype)
+    whole = plain_layer.sum_parts(parts, dtype)
     for add_norm in (norms.add_norm, plain_layer.add_norm):
         ours, theirs = hidden.clone(), hidden.clone()
         _close(add_norm(ours, parts, weight, 1e-5), plain_layer.add_norm(theirs, whole, weight, 1e-5))
         _close(ours, theirs)
     qkv, slots = _random((2, 5, 4 * 8), 3), torch.arange(5, device=DEVICE)
     pools = [torch.zeros(5, 1, 8, dtype=dtype, device=DEVICE) for _ in range(4)]
-    wanted = plain_layer.rotate_and_store(plain_layer.whole(qkv, dtype), slots, _table(9, 8), slots, *pools[:2])
-    for rotate_and_store in (rotary.rotate_and_store, plain_layer.rotate_and_store):
+    wanted = plain_layer.rotate_and_store(plain_layer.sum_parts(qkv, dtype), slots, _table(9, 8), slots, *pools[:2])
+    whole = plain_layer.sum_parts(qkv, torch.float32)
+    found = [run(whole, slots, _table(9, 8), slots, *pools[2:], dtype=dtype) for run in ROTATIONS]
+    assert [one.dtype for one in found] == [dtype] * 2
+    for rotate_and_store in ROTATIONS:
         _close(rotate_and_store(qkv, slots, _table(9, 8), slots, *pools[2:], dtype=dtype), wanted)
         for mine, its in zip(pools[2:], pools[:2], strict=True):
             _close(mine, its)

@@ -104,7 +104,7 @@ def test_parts_of_products_are_added_up(family: str, model_folder: Folders, monk
         return torch.stack([functional.linear(*half) for half in halves])
 
     wanted = _logits(theirs)
-    monkeypatch.setattr(device_decoder, "has_few_rows", lambda rows, _: len(rows) > 3)
+    monkeypatch.setattr(device_decoder, "has_few_rows_kernel", lambda rows, _: len(rows) > 3)
     monkeypatch.setattr(device_decoder, "few_rows_product", in_parts)
     torch.testing.assert_close(_logits(ours), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 

@@ -18,7 +18,7 @@ def gigabytes(num_bytes: float, seconds: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB at {num_bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
 
 
-def counted(progress: ProgressCallback | None, name: str) -> Callable[[int, int], None]:
+def progress_of(progress: ProgressCallback | None, name: str) -> Callable[[int, int], None]:
     """Return a callback of the numbers done and in all, for work with this name."""
     return (lambda done, total: None) if progress is None else partial(progress, name)
 

@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
     budget: TreeBudget
 
 
-class Grown(NamedTuple):
+class GrownTree(NamedTuple):
     """A tree, and its nodes that have keys and values."""
 
     tree: TokenTree
@@ -73,7 +73,7 @@ class DraftLoop:
         self._model: nn.Module | None = None  # that the call is of
         self._call: DraftCall | None = None
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[Grown] | None:
+    def draft(self, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
         """Return the tree of each request, which fit together, or None if the model cannot grow them now."""
         cache, known = self._runner.cache, self._cache.known
         call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
@@ -94,7 +94,7 @@ class DraftLoop:
             cache.give_back(request.request_id, tree.num_computed)
             if tree.drawn_from is not None:
                 request.num_draws[self._name] += 1 + tree.num_computed
-        return [Grown(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
+        return [GrownTree(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
 
     def _num_new(self, request: Request) -> int:
         """Return the number of known tokens that the model has not computed."""
@@ -103,9 +103,10 @@ class DraftLoop:
     def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Return those whose trees can be grown in one call, if the model can grow any."""
         found = [one for one in wanted if self._can_draft(one.request)]
-        if any(self._draws(one.request) for one in found):  # the distribution of each draw is over so many tokens
-            found = [one for one in found if max(one.budget.widths, default=0) <= SUPPORT]
-        return found
+        narrow = [one for one in found if max(one.budget.widths, default=0) <= SUPPORT]
+        if any(self._draws(one.request) for one in narrow):  # the distribution of each draw is over so many tokens
+            return narrow
+        return [one for one in found if one in narrow or not self._draws(one.request)]
 
     def _can_draft(self, request: Request) -> bool:
         return not is_adjusted(request) and (chooses_for(self._draft_sampling, request) or self._draws(request))

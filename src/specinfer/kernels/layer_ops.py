@@ -27,7 +27,7 @@ gated_product = by_device(_runs_on, plain_layer.gated_product, "few_rows")
 routed_product = by_device(_runs_on, plain_layer.routed_product, "product")
 
 
-def has_few_rows(rows: Tensor, linear: nn.Module) -> bool:
+def has_few_rows_kernel(rows: Tensor, linear: nn.Module) -> bool:
     """Return whether `few_rows_product` and `gated_product` have a kernel for a linear layer with these inputs."""
     if type(linear) is not nn.Linear or not runs_on(rows):
         return False

@@ -27,16 +27,16 @@ def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, o
         out: [tokens, width] of contiguous rows, which may be parts of longer ones, or None for a new tensor.
     """
     if added is not None:
-        hidden += whole(added, hidden.dtype)
+        hidden += sum_parts(added, hidden.dtype)
     values = hidden.float()
     scale = torch.rsqrt(values.pow(2).mean(dim=-1, keepdim=True) + eps)
     normed = weight * (values * scale).to(hidden.dtype)
     return normed if out is None else out.copy_(normed)
 
 
-def whole(result: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [tokens, width] in a type: the sum of float32 [parts, tokens, width], or what has no parts as it is."""
-    return result if result.dim() == 2 else result.sum(dim=0).to(dtype)
+def sum_parts(result: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [tokens, width] in a type, the sum of float32 [parts, tokens, width] where a product has parts."""
+    return (result if result.dim() == 2 else result.sum(dim=0)).to(dtype)
 
 
 def rotation_table(cosines: Tensor, sines: Tensor) -> Tensor:
@@ -76,9 +76,9 @@ def rotate_and_store(
         values: [slots, kv_heads, dim], written to.
         norms: [dim] each, weights of the RMS norms of each head of queries and keys before rotation, or None.
         scales: What keys and values are stored as multiples of, in 8 bits.
-        dtype: Type of the queries, or None for that of `qkv`.
+        dtype: Type of the queries and of summed parts, or None for that of `qkv`.
     """
-    qkv = whole(qkv, dtype or qkv.dtype)
+    qkv = sum_parts(qkv, dtype or qkv.dtype)
     kv_heads, dim = keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query, key, value = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)

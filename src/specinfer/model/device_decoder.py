@@ -20,10 +20,10 @@ from specinfer.kernels.layer_ops import (
     few_rows_product,
     gate,
     gated_product,
-    has_few_rows,
+    has_few_rows_kernel,
     rotate_and_store,
 )
-from specinfer.kernels.plain_layer import rotation_table, whole
+from specinfer.kernels.plain_layer import rotation_table, sum_parts
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch
@@ -95,11 +95,11 @@ class DeviceDecoder(nn.Module):
         for i, layer in enumerate(self.layers):
             added = layer(batch, hidden, added, self.rotations)
             if watch is not None and (not batch.store.taps or i + 1 in batch.store.taps):  # a sum costs two launches
-                watch(i + 1, hidden.add_(whole(added, hidden.dtype)))
+                watch(i + 1, hidden.add_(sum_parts(added, hidden.dtype)))
                 added.zero_()
         assert added is not None
         if self.norm is None or self.head is None:
-            return hidden.add_(whole(added, hidden.dtype))
+            return hidden.add_(sum_parts(added, hidden.dtype))
         hidden, added = hidden[batch.logit_rows], added[..., batch.logit_rows, :]  # the head is the widest product
         logits: Tensor = self.head(self.norm(hidden, added))
         return logits.float()
@@ -202,11 +202,12 @@ class _Layer(nn.Module):
         query = self.rotate_and_store(batch, _product(batch, self.qkv, inputs), rotations, hidden.dtype)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
         attended = self._summed(batch, self.output, seen.flatten(1))
-        return self._summed(batch, self.down, self._opened(batch, add_norm(hidden, attended, self.mlp_norm, self.eps)))
+        gated = self._gated_rows(batch, add_norm(hidden, attended, self.mlp_norm, self.eps))
+        return self._summed(batch, self.down, gated)
 
-    def _opened(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
+    def _gated_rows(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
         gated: Any = self.gated
-        if _has_few_rows(batch, rows, gated):
+        if _has_few_rows_kernel(batch, rows, gated):
             return gated_product(rows, gated.weight, gated.bias)
         return gate(gated(rows))
 
@@ -235,15 +236,15 @@ class _Layer(nn.Module):
 
 
 def _product(batch: ForwardBatch, linear: Any, rows: Tensor) -> Tensor:
-    if _has_few_rows(batch, rows, linear):
+    if _has_few_rows_kernel(batch, rows, linear):
         return few_rows_product(rows, linear.weight, linear.bias)
     result: Tensor = linear(rows)
     return result
 
 
-def _has_few_rows(batch: ForwardBatch, rows: Tensor, linear: nn.Module) -> bool:
+def _has_few_rows_kernel(batch: ForwardBatch, rows: Tensor, linear: nn.Module) -> bool:
     # Adapters add to what a linear layer returns, by hooks.
-    return batch.adapters is None and batch.adapter_rows is None and has_few_rows(rows, linear)
+    return batch.adapters is None and batch.adapter_rows is None and has_few_rows_kernel(rows, linear)
 
 
 def _rotations(rotary: nn.Module, max_position: int, device: torch.device) -> Tensor:

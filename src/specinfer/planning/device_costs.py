@@ -34,8 +34,8 @@ class StepDesign:
         layer_kernels, level_kernels, draft_kernels, verify_kernels: Kernels of a layer, of a draft level and of the
             drafting apart from the passes, and of verification.
         layer_kernel_seconds: Seconds that a kernel of a layer takes in addition to its reading and computing, in a
-            captured graph, where the next kernel is set up meanwhile (Hopper and later).
-        kernel_seconds: The same of all other kernels.
+            captured graph with dependent launches.
+        kernel_seconds: The same of all other kernels, and without dependent launches.
         weight_bytes: Bytes of a weight of the target, or None for those of its dtype.
         kv_bytes: Bytes of a number in the KV cache.
     """
@@ -100,11 +100,8 @@ class StepCosts:
         computing = 2 * weights_of(shape) * np.asarray(rows, dtype=np.float64) / self._flops
         # Of recurrences a state is read and one is written; what they have stored of earlier tokens is not read.
         cache = num_requests * (self._context_bytes(shape) + 2 * shape.state_bytes) / rate
-        return (
-            np.maximum(reading, computing)
-            + cache
-            + shape.num_layers * design.layer_kernels * design.layer_kernel_seconds
-        )
+        each = design.layer_kernel_seconds if device.has_dependent_launches else design.kernel_seconds
+        return np.maximum(reading, computing) + cache + shape.num_layers * design.layer_kernels * each
 
     def _context_bytes(self, shape: TargetShape) -> float:
         """Return the bytes of the keys and values of one request."""

@@ -19,19 +19,21 @@ class Accelerator:
         bandwidth: Bytes of memory per second.
         flops: Dense bfloat16 operations per second.
         memory: Bytes.
+        has_dependent_launches: Whether a kernel can launch during the one before (compute capability 9.0 and higher).
     """
 
     name: str
     bandwidth: float
     flops: float
     memory: float
+    has_dependent_launches: bool = True
 
 
 ACCELERATORS = {
-    "a100": Accelerator("NVIDIA A100 SXM 80 GB", 2.04e12, 312e12, 80e9),
+    "a100": Accelerator("NVIDIA A100 SXM 80 GB", 2.04e12, 312e12, 80e9, has_dependent_launches=False),
     "h100": Accelerator("NVIDIA H100 SXM", 3.35e12, 989e12, 80e9),
     "h200": Accelerator("NVIDIA H200 SXM", 4.8e12, 989e12, 141e9),
-    "4090": Accelerator("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 24e9),
+    "4090": Accelerator("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 24e9, has_dependent_launches=False),
     "5090": Accelerator("NVIDIA GeForce RTX 5090", 1.79e12, 210e12, 32e9),
 }
 

@@ -28,7 +28,7 @@ def test_passes_with_adapters_have_fixed_sizes(
 ) -> None:
     """Each row with the adapter of its request, as in passes without padding, and as if it were alone."""
     monkeypatch.setattr(low_rank, "library", lambda: None)
-    monkeypatch.setattr(device_decoder, "has_few_rows", lambda *_: True)  # whose kernel knows no adapters
+    monkeypatch.setattr(device_decoder, "has_few_rows_kernel", lambda *_: True)  # whose kernel knows no adapters
     base = model_folder("llama")
     loaded = load_model(base, torch.float32, CPU, native=False)
     loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())

@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -202,6 +203,7 @@ def test_kernels_of_programs_are_compiled_and_not_launched(gpu: Gpu, monkeypatch
     assert not made[0].any()
     assert kernel.is_as_before
     assert gpu.num_begun == 1, "of the pool alone"
+    assert gpu.calls == ["capture waits for current", "current waits for capture"]
 
 
 def test_a_program_that_fails_without_its_kernels_can_be_captured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +219,26 @@ def test_a_program_that_fails_without_its_kernels_can_be_captured(gpu: Gpu, monk
     assert kernel.only_compiled == [True]
     assert kernel.is_as_before
     graphs.captured(program)()
+
+
+def test_two_threads_compile_one_after_the_other(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "why_not_on", lambda _: None)
+    kernel, is_inside, may_leave = _Kernel(monkeypatch), Event(), Event()
+
+    def waits() -> None:
+        kernel.launch()
+        is_inside.set()
+        assert may_leave.wait(10)
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(Graphs(GPU).compile, [waits])
+        assert is_inside.wait(10)
+        second = threads.submit(Graphs(GPU).compile, [kernel.launch])
+        may_leave.set()
+        for done in (first, second):
+            done.result()
+    assert kernel.only_compiled == [True, True]
+    assert kernel.is_as_before
 
 
 def test_without_triton_nothing_is_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -709,6 +709,23 @@ def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
     assert run(make_engine(runner), _requests()) == wanted
 
 
+def test_after_a_failed_capture_no_other_size_is_padded(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, right = _runner(loaded_of("llama")), Graphs.captured
+    assert runner.padded is not None
+    before = runner.padded.sizes
+
+    def captured(self: Graphs, program: Program, *_: Any) -> Program:
+        self.num_captured += 1
+        if self.num_captured == 3:
+            raise CaptureError("it waits for the device")
+        return right(self, program)
+
+    monkeypatch.setattr(Graphs, "captured", captured)
+    runner.prepare()
+    made = [size for size in runner.padded.sizes if size not in before]
+    assert made == loaded_sizes(runner.padded._max_requests)[:3]
+
+
 def test_after_a_pass_that_failed_nothing_is_taken_to_stand_in_the_table(
     loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ class DeviceExecutor:
         """Capture plain steps and those with trees of these budgets, with the processing that the model's own sampling
         parameters need; others are captured when they are worth it.
         """
+        assert not self.requests, "programs change the state of rows when their kernels are compiled"
         rows, may_sample = self._device, self._may_sample
         processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
         rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None

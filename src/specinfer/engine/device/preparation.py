@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specinfer.core.errors import first_line
-from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, counted
+from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftKind, DraftShape
@@ -66,8 +66,8 @@ def usual_sizes(
 
 def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: ProgressCallback | None) -> None:
     """Compile and capture the programs of each size until one cannot be captured."""
-    rows.compile(sizes, counted(progress, f"{COMPILING} of whole steps"))
-    report = counted(progress, f"{CAPTURING} of whole steps")
+    rows.compile(sizes, progress_of(progress, f"{COMPILING} of whole steps"))
+    report = progress_of(progress, f"{CAPTURING} of whole steps")
     for done, size in enumerate(sizes):
         report(done, len(sizes))
         try:

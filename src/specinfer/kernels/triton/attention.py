@@ -19,7 +19,7 @@ from specinfer.kernels.triton.float8 import AS_STORED, as_stored, has_float8_ins
 
 # With this many, Triton loads slots two iterations ahead of the product, keys and values one.
 _STAGES = 5
-_LEAST_KEYS = tl.constexpr(128)  # of a split: combining more of them takes longer than reading their keys
+_LEAST_KEYS = tl.constexpr(128)  # of a split: with fewer, combining the splits takes longer than reading the keys
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -62,9 +62,9 @@ def attend_program(
     HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a block of rows. Grid: [blocks of rows, requests + 1, kv_heads * splits].
+    """Compute attention of a block of rows. Grid: [blocks of rows, requests, kv_heads * splits].
 
-    The last request stands for the padding; with splits `combine_program` writes it instead.
+    Without splits there is one request more, for the padding; with splits `combine_program` writes that.
     """
     wait_for_inputs(DEPENDENT)
     block, request = tl.program_id(0), tl.program_id(1)

@@ -5,7 +5,6 @@ they run once with their launches left out, which only finds out what is to be c
 New memory is zero meanwhile, because what kernels would have written may be used as an index.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -16,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
+
+from specinfer.core.cpus import usable_cpus
 
 _MAX_THREADS = 16  # each may run an assembler, which takes some hundred MiB
 _LOCK = threading.Lock()
@@ -38,7 +39,7 @@ class _Pool(ThreadPoolExecutor):
     """Threads, and what they were asked to do."""
 
     def __init__(self) -> None:
-        super().__init__(min(os.cpu_count() or 1, _MAX_THREADS), "specinfer-compiler")
+        super().__init__(min(usable_cpus(), _MAX_THREADS), "specinfer-compiler")
         self.futures: list[Future[Any]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -56,16 +57,21 @@ def compiling(progress: Callable[[int, int], None] | None = None, *, ignore_erro
         progress: Callback with the numbers of compiled kernels and of all.
         ignore_errors: Whether a kernel that cannot be compiled raises only when it is launched, not here.
     """
-    thread, run = threading.get_ident(), JITFunction.run
-
-    def compile_here(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **options)
-
+    thread = threading.get_ident()
     with _LOCK, _Pool() as pool, AsyncCompileMode(pool, ignore_errors=ignore_errors):
+        run = JITFunction.run
+
+        def compile_here(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **options)
+
         JITFunction.run = compile_here
         try:
             with Zeros():
                 yield
+        except BaseException:
+            for future in pool.futures:
+                future.cancel()
+            raise
         finally:
             JITFunction.run = run
         for done, _ in enumerate(as_completed(pool.futures)):

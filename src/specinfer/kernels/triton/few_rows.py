@@ -1,8 +1,9 @@
 """Products of few rows with weights of half precision on Hopper GPUs, where cuBLAS reads weights more slowly.
 
-Weights are the left factor, so that a block of outputs fills the tensor cores even for few rows. Small layers are split
-along their inputs, so that the whole device reads. The parts stay apart, in float32: the kernel after the product sums
-them, always in the same order. Gates and values (SwiGLU) are computed in one program, which returns their product.
+Weights are the left factor, because tensor cores multiply 64 rows of that at a time, but as few as 8 columns of the
+right one. The inputs of small layers are split (split-K), so that the whole device reads. The parts are returned in
+float32, and the kernel after the product sums them, always in the same order. Gates and values (SwiGLU) are computed in
+one program, which returns their product.
 """
 
 from functools import cache
@@ -17,7 +18,7 @@ from specinfer.kernels.triton.blocks import device_of
 from specinfer.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 MAX_ROWS = 64
-CAPABILITY = 9  # Hopper; elsewhere it has not been measured
+COMPUTE_CAPABILITY_MAJOR = 9  # Hopper; elsewhere it has not been measured
 _OUTPUTS = tl.constexpr(64)  # of a program
 _INPUTS = 128  # that all sizes of layers are a multiple of
 _MAX_PARTS = 8
@@ -87,7 +88,7 @@ def fits(rows: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _is_measured(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == CAPABILITY
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == COMPUTE_CAPABILITY_MAJOR
 
 
 def divide(num_rows: int, outputs: int, inputs: int, num_cores: int) -> Division:

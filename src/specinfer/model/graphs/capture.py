@@ -100,24 +100,31 @@ class Graphs:
     ) -> None:
         """Compile the kernels of programs that are to be captured, several at a time, on a GPU with Triton.
 
-        The programs run without their kernels, so their buffers must be harmless, as for a capture.
+        The programs run once without their kernels, whose results are zero. So their buffers must be harmless, as for a
+        capture, and no request may have state that they write.
 
         Args:
             sums: As for `captured`.
             progress: Callback with the numbers of compiled kernels and of all.
         """
-        if self._stream is None or why_not_on(self._device) is not None:
+        stream = self._stream
+        if stream is None or why_not_on(self._device) is not None:
             return
-        from specinfer.kernels.triton.compilation import compiling
-
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-                with compiling(progress), instead_of_sums(sums):
-                    for program in programs:
-                        program()
-                self._stream.synchronize()
+            from specinfer.kernels.triton.compilation import compiling
+
+            with (
+                torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode(),
+                compiling(progress), instead_of_sums(sums),
+            ):  # fmt: skip
+                for program in programs:
+                    program()
         except Exception:  # of any type, by a program that cannot run: its capture tells
             logger.debug("not all kernels could be compiled before the captures", exc_info=True)
+        finally:
+            current.wait_stream(stream)
 
     @property
     def median_seconds(self) -> float:

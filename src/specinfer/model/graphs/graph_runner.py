@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import first_line
-from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, counted
+from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.kernels import AdapterSlots
 from specinfer.model.batch import Piece, pack, runs_of
 from specinfer.model.device_decoder import DeviceDecoder
@@ -106,13 +106,15 @@ class GraphRunner:
             scanning = [size.scanning(size.tokens + (size.new > 1 and self._recurs)) for size in sizes]
             sizes = [size for size in scanning if size is not None]
         passes = [self._pass_of(size) for size in sizes]
-        report = counted(progress, f"{COMPILING} of {self.folder.name}")
+        report = progress_of(progress, f"{COMPILING} of {self.folder.name}")
         programs = (one.program for one in passes)
         graphs.compile(chain(programs, self._prompt_programs()), self.sums, report)
         before = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
-        report = counted(progress, f"{CAPTURING} of {self.folder.name}")
+        report = progress_of(progress, f"{CAPTURING} of {self.folder.name}")
         for done, one in enumerate(passes):
             if not self._is_capturable:
+                for size in [size for size in sizes if self._passes[size].replay is None]:
+                    del self._passes[size]
                 return
             report(done, len(passes))
             with torch.inference_mode():
@@ -223,8 +225,8 @@ class GraphRunner:
 
     def _prompt_programs(self) -> Iterator[Callable[[], object]]:
         """Yield passes over prompts that are not captured, but launch kernels that no captured pass does."""
-        if self._taps or self._received is not None:
-            return
+        if self._taps or self._received is not None or self.sums is not None:
+            return  # their buffers are smaller
         for count in _PROMPT_TOKENS:
             with torch.inference_mode(mode=False):
                 buffers = Buffers(Size(count, 1, count, count, 1, is_chain=True), self._table, self._device)

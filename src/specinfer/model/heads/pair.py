@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.kernels.draft import FeatureParts
-from specinfer.kernels.plain_layer import whole
+from specinfer.kernels.plain_layer import sum_parts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
@@ -134,7 +134,7 @@ class PairHead(FeatureHead):
             return decoded.to(joined.dtype)
         if self.on_device is not None:
             added = self.on_device(batch, joined, None if self.norms_input else joined)
-            return joined.add_(whole(added, joined.dtype))
+            return joined.add_(sum_parts(added, joined.dtype))
         hidden, positions = joined.unsqueeze(0), batch.positions.unsqueeze(0)
         rotation = self.rotary(hidden, positions, *([] if self.layer_type is None else [self.layer_type]))
         for layer in self.layers:
