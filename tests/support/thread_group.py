@@ -31,13 +31,29 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+_turn, _own = threading.Lock(), threading.local()
+
+
+class _Barrier(threading.Barrier):
+    """A barrier at which a thread of `at_once(in_turns=True)` lets another one run while it waits."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not getattr(_own, "has_turn", False):
+            return super().wait(timeout)
+        _turn.release()
+        try:
+            return super().wait(timeout)
+        finally:
+            _turn.acquire()
+
+
 class _Meeting:
     """Where the ranks of a group lay down their tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.tensors: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size)
+        self.barrier = _Barrier(size)
 
 
 class ThreadGroup:
@@ -91,10 +107,22 @@ def make_shards(tensor: int, stages: int) -> list[list[ShardSpec]]:
     return [[ShardSpec(group, stage, stages) for group in ThreadGroup.make(tensor)] for stage in range(stages)]
 
 
-def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """One thread for each item, all at the same time; raises the first error that is not of waiting for others."""
+def at_once(work: Callable[[Item], Result], items: Sequence[Item], *, in_turns: bool = False) -> list[Result]:
+    """One thread for each item, all at the same time; raises the first error that is not of waiting for others.
+
+    Args:
+        in_turns: A thread runs until it waits for the others of its group, or ends.
+    """
+
+    def run(item: Item) -> Result:
+        if not in_turns:
+            return work(item)
+        with _turn:
+            _own.has_turn = True
+            return work(item)
+
     with ThreadPoolExecutor(len(items)) as pool:
-        futures = [pool.submit(work, item) for item in items]
+        futures = [pool.submit(run, item) for item in items]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):

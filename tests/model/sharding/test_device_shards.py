@@ -180,7 +180,8 @@ def test_passes_of_ranks_that_add_up_results_are_captured_between_the_sums(
                 assert num_replays() - before == (3 * (2 * 3 + 1) if is_captured else 0)
                 return logits
 
-        found.append(at_once(work, ranks)[0])
+        # PyTorch has crashed where two threads were in dispatch modes at the same time.
+        found.append(at_once(work, ranks, in_turns=True)[0])
     for plain, captured in zip(*found, strict=True):
         torch.testing.assert_close(captured, plain, rtol=1e-5, atol=1e-5)
 
