@@ -102,11 +102,14 @@ class DraftLoop:
 
     def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Return those whose trees can be grown in one call, if the model can grow any."""
+
+        def is_wide(one: Wanted) -> bool:  # the distribution of a draw is over `SUPPORT` tokens
+            return max(one.budget.widths, default=0) > SUPPORT
+
         found = [one for one in wanted if self._can_draft(one.request)]
-        narrow = [one for one in found if max(one.budget.widths, default=0) <= SUPPORT]
-        if any(self._draws(one.request) for one in narrow):  # the distribution of each draw is over so many tokens
-            return narrow
-        return [one for one in found if one in narrow or not self._draws(one.request)]
+        found = [one for one in found if not (is_wide(one) and self._draws(one.request))]
+        any_draws = any(self._draws(one.request) for one in found)
+        return [one for one in found if not (is_wide(one) and any_draws)]
 
     def _can_draft(self, request: Request) -> bool:
         return not is_adjusted(request) and (chooses_for(self._draft_sampling, request) or self._draws(request))

@@ -110,25 +110,24 @@ class SmallModelDrafter:
 
     def _draft(self, wanted: Sequence[Wanted]) -> list["_Drafted"]:
         drafted = self._drafted_at_once(wanted)
+        self._drafted |= drafted
         growing_trees = [
             GrowingTree(request, budget, self.name) for request, budget in wanted if request.request_id not in drafted
         ]
-        in_steps: dict[str, _Drafted] = {}
         try:
             if growing_trees:
                 self._grow(growing_trees)
         except OutOfSlotsError:
             # Keep what was drawn: the number of slots may depend on the draws, so dropping them would bias the output.
-            for one in growing_trees:
-                self._cache.release(one.request.request_id)
-                in_steps[one.request.request_id] = _Drafted(one.request, one.tree(), ())
-            self._drafted |= drafted
+            for tree in growing_trees:
+                self._cache.release(tree.request.request_id)
+                drafted[tree.request.request_id] = _Drafted(tree.request, tree.tree(), ())
         else:
             in_steps = {
-                one.request.request_id: _Drafted(one.request, one.tree(), one.computed) for one in growing_trees
+                tree.request.request_id: _Drafted(tree.request, tree.tree(), tree.computed) for tree in growing_trees
             }
-            self._drafted |= drafted | in_steps
-        drafted |= in_steps
+            self._drafted |= in_steps
+            drafted |= in_steps
         return [drafted[request.request_id] for request, _ in wanted]
 
     def _drafted_at_once(self, wanted: Sequence[Wanted]) -> dict[str, "_Drafted"]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specinfer.kernels.triton.blocks import device_of
 from specinfer.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from specinfer.kernels.triton.gate import silu_times
 
 MAX_ROWS = 64
 COMPUTE_CAPABILITY_MAJOR = 9  # Hopper; elsewhere it has not been measured
@@ -62,9 +63,8 @@ def few_rows_program(
         total = tl.dot(w, x, total)
     if IS_GATED:
         dtype: tl.constexpr = rows.dtype.element_ty
-        gates, opened = tl.split(tl.permute(tl.reshape(total, [2, together, ROWS]), [1, 2, 0]))
-        gates, opened = gates.to(dtype).to(tl.float32), opened.to(dtype).to(tl.float32)  # rounded as between kernels
-        total = (gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * opened
+        gates, values = tl.split(tl.permute(tl.reshape(total, [2, together, ROWS]), [1, 2, 0]))
+        total = silu_times(gates.to(dtype), values.to(dtype), dtype)
     output = tl.program_id(0) * together + tl.arange(0, together)
     to = out + row[None, :] * outputs + output[:, None]
     if IS_PART:

@@ -10,6 +10,14 @@ _BLOCK = 1024
 
 
 @triton.jit
+def silu_times(gates, values, DTYPE: tl.constexpr):
+    """Return SiLU of gates times values in a type, rounded to it in between as transformers does."""
+    x = gates.to(tl.float32)
+    silu = (x / (1.0 + tl.exp(-x))).to(DTYPE).to(tl.float32)
+    return (silu * values.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
 def gate_program(gated, out, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Compute a block of one token's numbers."""
     wait_for_inputs(DEPENDENT)
@@ -17,10 +25,8 @@ def gate_program(gated, out, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
     gates = tl.load(gated + row * 2 * width + place, mask=inside, other=0.0)
-    opened = tl.load(gated + row * 2 * width + width + place, mask=inside, other=0.0)
-    x = gates.to(tl.float32)
-    silu = (x / (1.0 + tl.exp(-x))).to(gates.dtype).to(tl.float32)  # rounded as transformers does
-    tl.store(out + row * width + place, (silu * opened.to(tl.float32)).to(gates.dtype), mask=inside)
+    values = tl.load(gated + row * 2 * width + width + place, mask=inside, other=0.0)
+    tl.store(out + row * width + place, silu_times(gates, values, gates.dtype), mask=inside)
 
 
 def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:

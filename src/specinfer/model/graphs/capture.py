@@ -9,7 +9,7 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -75,16 +75,11 @@ class Graphs:
         if stream is None:
             return program
         started = time.perf_counter()
-        current = torch.cuda.current_stream(self._device)
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode():
-                with instead_of_sums(sums):
-                    self._warm_up(program)
-                stream.synchronize()
-                graphs, summed = self._capture(program, sums)
-        finally:
-            current.wait_stream(stream)
+        with self._running_on(stream):
+            with instead_of_sums(sums):
+                self._warm_up(program)
+            stream.synchronize()
+            graphs, summed = self._capture(program, sums)
         self.num_captured += 1
         self.times.append(time.perf_counter() - started)
         if sums is None:
@@ -110,19 +105,23 @@ class Graphs:
         stream = self._stream
         if stream is None or why_not_on(self._device) is not None:
             return
-        current = torch.cuda.current_stream(self._device)
-        stream.wait_stream(current)
         try:
             from specinfer.kernels.triton.compilation import compiling
 
-            with (
-                torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode(),
-                compiling(progress), instead_of_sums(sums),
-            ):  # fmt: skip
+            with self._running_on(stream), compiling(progress), instead_of_sums(sums):
                 for program in programs:
                     program()
-        except Exception:  # of any type, by a program that cannot run: its capture tells
+        except Exception:  # a program that cannot run may raise any type, and its capture reports it
             logger.debug("not all kernels could be compiled before the captures", exc_info=True)
+
+    @contextlib.contextmanager
+    def _running_on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Run programs on another stream within the context, in order with the work of the current one."""
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.inference_mode():
+                yield
         finally:
             current.wait_stream(stream)
 
