@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,13 +115,14 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
     assert why_not(hybrid, None) == "the target has convolutions or recurrent layers"
 
 
-def test_passes_of_a_copy_of_the_target_are_not_captured(
+def test_passes_over_a_part_of_the_context_are_not_captured(
     runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
-    itself = SelfRunner(runners[0].loaded, runners[0])
-    _, line = logged(caplog, runners[0], itself, "layers are streamed")
-    assert "captured passes of small: no, they compute with layers of the target" in line
+    sparse = SelfRunner(runners[0].loaded, runners[0], is_sparse=True)
+    assert why_not(runners[0], make_drafter([sparse], VOCAB, ["a"])) == "passes of the drafter a are not captured"
+    _, line = logged(caplog, runners[0], sparse, "layers are streamed")
+    assert "captured passes of small: no, they attend to a part of a long context" in line
 
 
 def test_heads_draft_on_the_device(
@@ -135,8 +137,8 @@ def test_heads_draft_on_the_device(
     block = HeadRunner(load_head(save_block(tmp_path / "block"), target.loaded), target, 200)
     for kinds in ([head], [head, "suffix"], [small, head], [block, head, small, "suffix"]):
         assert why_not(target, make_drafter(kinds, VOCAB, [f"{i}" for i in range(len(kinds))])) is None
-    itself = make_drafter([SelfRunner(target.loaded, target)], VOCAB, ["other"])
-    assert why_not(target, itself) == "the drafter other computes with layers of the target"
+    copy = SelfRunner(replace(target.loaded, layer_shapes=()), target)
+    assert why_not(target, make_drafter([copy, small, head], VOCAB, ["a", "b", "c"])) is None
     monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
     level, line = logged(caplog, target, head, None)
     assert (level, "small" in line) == ("INFO", False)

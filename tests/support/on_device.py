@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import HeadRunner, MergedDrafter, make_drafter
+from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
@@ -73,8 +74,14 @@ def make_device_engine(
     lookups: Sequence[str] = (),
     verification: str = "coupled",
     max_loras: int = 1,
+    takes_adapters: bool = False,
 ) -> Engine:
-    """An engine with a device executor, or one without it that is alike in all else."""
+    """An engine with a device executor, or one without it that is alike in all else.
+
+    Args:
+        small: Drafters. Those that store no keys and values are copies of the target.
+        takes_adapters: Whether copies draft with the adapters of requests.
+    """
     graphs = Graphs(CPU) if has_device_executor else None
     several = [] if small is None else [small] if isinstance(small, LoadedModel) else small
     target = replace(target, taps=taps_of(target, several))
@@ -86,6 +93,8 @@ def make_device_engine(
             HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes)
             if isinstance(one.model, FeatureHead)
             else ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+            if one.layer_shapes
+            else SelfRunner(one, runner, takes_adapters=takes_adapters)
             for one in several
         ]
         vocabularies = [
@@ -131,3 +140,27 @@ def run_on_device(engine: Engine, requests: Sequence[Request]) -> set[Request]:
         engine.step()
         served |= set(executor_of(engine).requests)
     return served
+
+
+def come_and_go(engine: Engine, stagger: int) -> list[list[int]]:
+    """Serve seven requests, of which three begin at once and the others some steps later.
+
+    Returns:
+        Their tokens and, for those that ask for log-probabilities, also the most probable ones at each place.
+    """
+    lengths = np.random.default_rng(1).integers(5, 28, 7).tolist()
+    waiting: list[Request] = []
+    for i, (prompt, length) in enumerate(zip(random_prompts([3, 26, 12, 40, 7, 31, 18], seed=1), lengths, strict=True)):
+        asked = (None, None, 3)[i % 3]
+        params = SamplingParams(temperature=(0.0, 0.8)[i % 2], max_tokens=length, ignore_eos=True, logprobs=asked)
+        waiting.append(make_request(str(i), prompt, params, seed=i))
+    requests = list(waiting)
+    for _ in range(3):
+        engine.add(waiting.pop(0))
+    for step in range(1, 400):
+        if waiting and (step % stagger == 0 or not engine.has_work):
+            engine.add(waiting.pop(0))
+        if not (engine.has_work or waiting):
+            break
+        engine.step()
+    return [[*request.output_ids, *(i for known in request.logprobs for i in known)] for request in requests]

@@ -9,7 +9,7 @@ from heads import save_eagle3, save_tiny_block, save_tiny_head
 from on_device import load_device_head
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import HeadRunner
+from specinfer.drafters import HeadRunner, SelfRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.growth import DraftKind
@@ -80,10 +80,19 @@ def programs_of(
     num_models: int = 1,
     rule: str | None = None,
     head: LoadedModel | None = None,
+    copy: LoadedModel | None = None,
 ) -> Programs:
-    """Return the programs of a step whose drafters are copies of the target, or of a head; none for lookups alone."""
+    """Return the programs of a step whose drafters are all alike.
+
+    Args:
+        loaded: The target, whose weights small models have, too.
+        num_models: Number of drafters; 0 for lookups alone.
+        head, copy: What drafts in place of small models: a head, or a copy of the target in its cache.
+    """
     target = ModelRunner(loaded, 512)
     drafter = ModelRunner(loaded, 512) if head is None else HeadRunner(head, target, 512)
+    if copy is not None:
+        drafter = SelfRunner(copy, target)
     most = 256 // rows
     shape = None
     if budget is not None and num_models:
@@ -92,7 +101,7 @@ def programs_of(
         shape = shape_of_guesses(budget.max_nodes, budget.max_depth, most - 1)
     token_map = None if head is None else head.token_map
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
-    state = DeviceState.empty(rows, 256, loaded.device, [head is not None] * num_models)
+    state = DeviceState.empty(rows, 256, loaded.device, [DraftKind.of(drafter)] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, loaded.device)
     size = LaunchSize(rows, shape, processing, asked, rule)
     return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)

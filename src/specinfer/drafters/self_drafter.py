@@ -23,6 +23,7 @@ from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import OutOfSlotsError, Slots
 from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
 from specinfer.model.sharding.runner import DistributedRunner
 from specinfer.verify import Acceptance
@@ -39,19 +40,23 @@ class SelfRunner(ModelRunner):
     def __init__(
         self, loaded: LoadedModel, target: ModelRunner, *, takes_adapters: bool = False, is_sparse: bool = False
     ) -> None:
-        self.loaded, self.capacity, self.padded = loaded, None, None
+        self.loaded, self.capacity = loaded, None
         self.cache, self.tensors = target.cache, target.tensors
         if takes_adapters and loaded.model is not target.loaded.model:
             connect(loaded)
-        self._takes_adapters, self._is_sparse = takes_adapters, is_sparse
-
-    @property
-    def why_not_captured(self) -> str:
-        return "they compute with layers of the target"
+        self.takes_adapters, self._is_sparse = takes_adapters, is_sparse
+        self.max_requests, self.num_replaced = target.max_requests, 0
+        self._why_unpadded = None
+        if is_sparse:
+            self._why_unpadded = "they attend to a part of a long context"
+        elif is_hybrid(loaded.model):
+            self._why_unpadded = "the target has layers without attention"
+        self.graphs = target.graphs if self._why_unpadded is None else None
+        self.padded = self._make_padded()
 
     def prepared(self, request: Request, piece: Piece) -> Piece:
         """Return a piece with the request's adapter, if it has one, and without what it does not attend to."""
-        if request.adapter is not None and self._takes_adapters:
+        if request.adapter is not None and self.takes_adapters:
             piece = replace(piece, adapter=request.adapter.table)
         places = kept_places(len(piece.prefix_slots)) if self._is_sparse else None
         if places is None:
@@ -69,7 +74,8 @@ class SplitSelfRunner(SelfRunner):
 
     def __init__(self, loaded: LoadedModel, target: DistributedRunner, name: str) -> None:
         self.loaded, self.capacity, self.padded, self.cache = loaded, None, None, target.cache
-        self._takes_adapters, self._is_sparse = False, SELF_DRAFTERS[name].is_sparse
+        self.graphs, self._why_unpadded = None, "the target is on several ranks"
+        self.takes_adapters, self._is_sparse = False, SELF_DRAFTERS[name].is_sparse
         self._target, self._name = target, name
 
     def forward(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Tensor:

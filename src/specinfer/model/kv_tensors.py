@@ -83,7 +83,7 @@ class KVTensors:
             kind = shape.stored_type(dtype, kv_dtype)
             return torch.empty(num_slots, shape.num_kv_heads, dim, dtype=kind, device=device)
 
-        self.num_slots, self._device = num_slots, device
+        self.shapes, self.num_slots, self._device = tuple(shapes), num_slots, device
         self.keys: list[Tensor] = []  # each [slots, kv_heads, key_dim]
         self.values: list[Tensor] = []
         for shape in shapes:

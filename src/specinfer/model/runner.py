@@ -110,7 +110,7 @@ class ModelRunner:
             loaded.layer_shapes, num_slots, loaded.dtype, loaded.device, loaded.taps, states, loaded.kv_dtype
         )
         self.graphs, self.num_replaced = graphs, 0
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._why_unpadded: str | None = None
         self.padded = self._make_padded()
 
@@ -135,15 +135,15 @@ class ModelRunner:
         if self.graphs is None:
             return None
         with on_device(self.loaded.device):
-            made = make_graph_runner(self.loaded, self.tensors, self.graphs, self._max_requests)
+            made = make_graph_runner(self.loaded, self.tensors, self.graphs, self.max_requests)
         self._why_unpadded = made if isinstance(made, str) else None
         return None if isinstance(made, str) else made
 
     @property
     def why_not_captured(self) -> str | None:
-        if self.graphs is None:
-            return "capturing is off"
-        return self._why_unpadded if self.padded is None else self.padded.why_not_captured
+        if self.padded is not None:
+            return self.padded.why_not_captured
+        return self._why_unpadded or "capturing is off"
 
     @property
     def num_programs(self) -> int:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch import nn
+
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import SELF_DRAFTERS
@@ -48,12 +50,28 @@ def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedM
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
     if copy.layer_shapes != target.layer_shapes:
         raise ModelError(f"drafters: {name} stores other keys and values than its target; leave it out")
-    if isinstance(copy.model, FusedDecoder) and isinstance(target.model, FusedDecoder):
-        copy.model.embedding, copy.model.embedded = None, target.model.embedded  # type: ignore[method-assign]
-        copy.model.layer_inputs = target.model.layer_inputs
+    num_shared = _share_embeddings(copy.model, target.model)
     if copy.stream is not None:
         _keep_all(name, copy.stream, Budget(offload.budget_bytes, target.device))
-    return replace(copy, layer_shapes=(), num_bytes=num_bytes_of(copy.model))  # it needs no cache of its own
+    num_bytes = num_bytes_of(copy.model) - num_shared
+    return replace(copy, layer_shapes=(), num_bytes=num_bytes)  # it needs no cache of its own
+
+
+def _share_embeddings(copy: nn.Module, target: nn.Module) -> int:
+    """Let the copy look up tokens in the target's tables, and return the bytes of those among its modules."""
+    if isinstance(copy, FusedDecoder) and isinstance(target, FusedDecoder):
+        copy.embedding, copy.embedded = None, target.embedded  # type: ignore[method-assign]
+        copy.layer_inputs = target.layer_inputs
+        return 0
+    theirs = dict(target.named_modules())
+    names = [
+        name
+        for name, own in copy.named_modules()
+        if isinstance(own, nn.Embedding) and type(own) is type(theirs.get(name))
+    ]
+    for name in names:
+        copy.set_submodule(name, theirs[name])
+    return num_bytes_of(nn.ModuleList(theirs[name] for name in names))
 
 
 def _keep_all(name: str, stream: LayerStream, budget: Budget) -> None:

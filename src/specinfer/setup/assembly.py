@@ -221,8 +221,11 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         lora = args.lora_config
         others = runner.adapters if isinstance(runner, DistributedRunner) else None
         adapters = None if lora is None else Adapters(target, lora, str(args.model), others)
-        if adapters is not None and isinstance(runner, ModelRunner) and runner.padded is not None:
-            runner.padded.adapter_slots = adapters.slots
+        if adapters is not None and isinstance(runner, ModelRunner):
+            copies = [one for one in here.values() if isinstance(one, SelfRunner) and one.takes_adapters]
+            for padded in (each.padded for each in (runner, *copies)):
+                if padded is not None:
+                    padded.adapter_slots = adapters.slots
         undo.pop_all()
     logger.info(
         "%s: %.1f M parameters in %s on %s, %.1f MiB, KV cache of %d tokens, drafters: %s",

@@ -11,18 +11,14 @@ from torch import Tensor
 
 from heads import save_tiny_block, save_tiny_head
 from late_stream import LateEvent, LateStream, make_buffers_late, make_captures_late, make_executor_late
-from on_device import executor_of, load_plain, make_device_engine
-from specinfer.core.request import Request
-from specinfer.core.sampling import SamplingParams
+from on_device import come_and_go, executor_of, load_plain, make_device_engine
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.device.state import Exchange
-from specinfer.engine.engine import Engine
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
-from tiny import make_request, random_prompts
 
 Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
@@ -35,30 +31,6 @@ TREES = {
 @pytest.fixture(scope="module")
 def pair(model_folder: Callable[..., Path]) -> Pair:
     return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
-
-
-def come_and_go(engine: Engine, stagger: int) -> list[list[int]]:
-    """Serve seven requests, of which three begin at once and the others some steps later.
-
-    Returns:
-        Their tokens and, for those that ask for log-probabilities, also the most probable ones at each place.
-    """
-    lengths = np.random.default_rng(1).integers(5, 28, 7).tolist()
-    waiting: list[Request] = []
-    for i, (prompt, length) in enumerate(zip(random_prompts([3, 26, 12, 40, 7, 31, 18], seed=1), lengths, strict=True)):
-        asked = (None, None, 3)[i % 3]
-        params = SamplingParams(temperature=(0.0, 0.8)[i % 2], max_tokens=length, ignore_eos=True, logprobs=asked)
-        waiting.append(make_request(str(i), prompt, params, seed=i))
-    requests = list(waiting)
-    for _ in range(3):
-        engine.add(waiting.pop(0))
-    for step in range(1, 400):
-        if waiting and (step % stagger == 0 or not engine.has_work):
-            engine.add(waiting.pop(0))
-        if not (engine.has_work or waiting):
-            break
-        engine.step()
-    return [[*request.output_ids, *(i for known in request.logprobs for i in known)] for request in requests]
 
 
 @pytest.fixture(scope="module")

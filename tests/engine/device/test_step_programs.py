@@ -401,6 +401,23 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
 
 
+def test_a_copy_of_the_target_launches_no_more_than_a_small_model(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes the root alone before its levels, and keeps nothing."""
+    loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
+    counts = []
+    for copy in (loaded, None):
+        kernels.calls.clear()
+        programs = programs_of(loaded, TreeBudget(16, 8), 4, copy=copy)
+        with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
+            programs.draft()
+            programs.verify()
+        counts.append(launches.count)
+        assert kernels.calls["commit"] == kernels.calls["keep_drafted"] + 1 == (1 if copy else 2)
+    assert counts[0] < counts[1]
+
+
 def test_trees_of_lookups_alone_take_few_kernels(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

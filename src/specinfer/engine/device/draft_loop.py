@@ -16,10 +16,10 @@ from specinfer.core.request import DRAWS_EACH
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
-from specinfer.engine.device.known_tokens import DraftInputs, Kept, KnownPair, KnownPath, KnownTokens
+from specinfer.engine.device.known_tokens import DraftInputs, Kept, KnownPair, KnownPath, KnownRoot, KnownTokens
 from specinfer.engine.device.passes import BlockPass, LevelPasses, Passes
 from specinfer.engine.device.state import DeviceState, DraftState
-from specinfer.kernels import tree_ops
+from specinfer.kernels import AdapterRows, tree_ops
 from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_drawn import Draws
@@ -46,7 +46,16 @@ class DeviceDrafter(NamedTuple):
         """Return what it reads first in loops of this shape; arguments as for `DraftLoop`."""
         if isinstance(self.runner, HeadRunner):
             return KnownPath(self.runner, shape, state, own, inputs, kept)
+        if shape.kinds[0].borrows_slots:
+            return KnownRoot(state, kept)
         return KnownPair(state, own, inputs, kept)
+
+    def adapter_rows(self, inputs: DraftInputs, width: int) -> AdapterRows | None:
+        """Return the adapters of the tokens of a pass, as many for each request, or None if it drafts without them."""
+        padded = self.runner.padded
+        if inputs.lora_indices is None or padded is None or padded.adapter_slots is None:
+            return None
+        return AdapterRows(padded.adapter_slots, inputs.lora_indices.repeat_interleave(width))
 
     def passes(self, shape: DraftShape, known: KnownTokens, inputs: DraftInputs) -> Passes:
         """Return its passes in loops of this shape."""
@@ -142,6 +151,7 @@ class DraftLoop:
                 allows_native=False,
                 layout=layout.over(own.slots[:rows], visible),
                 features=features,
+                adapter_rows=self._drafter.adapter_rows(self._inputs, tokens.shape[1]),
             )
             return forward(runner.loaded.model, batch)
 

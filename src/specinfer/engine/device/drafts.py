@@ -7,7 +7,7 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.model.kv_cache import KVCache
+from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
 
 
 class DeviceDrafts:
@@ -20,18 +20,17 @@ class DeviceDrafts:
 
     def __init__(self, drafters: Sequence[SmallModelDrafter], rows: DeviceRows) -> None:
         self._drafters, self._rows = drafters, rows
+        self.kinds = [DraftKind.of(one.runner) for one in drafters]
 
     @property
     def names(self) -> list[str]:
         return [one.name for one in self._drafters]
 
     @property
-    def kinds(self) -> list[DraftKind]:
-        return [DraftKind.of(one.runner) for one in self._drafters]
-
-    @property
-    def _caches(self) -> list[KVCache]:
-        return [one.runner.cache for one in self._drafters]
+    def _caches(self) -> list[KVCache | None]:
+        """The caches of their own; None for a drafter that borrows slots of the target's."""
+        pairs = zip(self._drafters, self.kinds, strict=True)
+        return [None if kind.borrows_slots else one.runner.cache for one, kind in pairs]
 
     def make_ready(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
         """Let the drafters read what they have missed. Return False if they cannot because a step is in flight."""
@@ -41,11 +40,13 @@ class DeviceDrafts:
             for number, name in enumerate(self.names)
             if budget.max_nodes and budget.asks(name) and name not in one.drafted_by | one.lost_by
         ]
-        if any(one.num_in_flight for _, one, _ in unread):
+        if any(one.num_in_flight and not self.kinds[number].borrows_slots for number, one, _ in unread):
             return False
         for number, one, row in unread:
             drafter = self._drafters[number]
-            if drafter.read(one.request):
+            if self.kinds[number].borrows_slots:
+                one.drafted_by.add(drafter.name)
+            elif drafter.read(one.request):
                 one.drafted_by.add(drafter.name)
                 slots = drafter.runner.cache.slots(one.request.request_id)
                 assert len(one.request.token_ids) - len(slots) in (1, 2)
@@ -60,16 +61,29 @@ class DeviceDrafts:
             return True
         count = launch.size.num_columns
         drafted = [[name in one.drafted_by for one in launch.device_requests] for name in self.names]
-        if any(count * sum(of) > cache.num_available for of, cache in zip(drafted, self._caches, strict=True)):
+        pairs = list(zip(drafted, self._caches, strict=True))
+        if any(cache is not None and count * sum(of) > cache.num_available for of, cache in pairs):
             return False
+
+        def reserved(one: DeviceRequest, cache: KVCache | None) -> Slots:
+            return NO_SLOTS if cache is None else cache.reserve(one.request.request_id, count)
+
         launch.draft_slots = [
             [
-                cache.reserve(one.request.request_id, count) if is_drafted else None
+                reserved(one, cache) if is_drafted else None
                 for one, is_drafted in zip(launch.device_requests, of, strict=True)
             ]
-            for of, cache in zip(drafted, self._caches, strict=True)
+            for of, cache in pairs
         ]
         return True
+
+    def lend(self, launch: Launch) -> None:
+        """Let drafters borrow the target's slots of a step; its pass, which comes after them, overwrites the drafts."""
+        count = launch.size.num_columns
+        for number, of_rows in enumerate(launch.draft_slots):
+            if self.kinds[number].borrows_slots:
+                pairs = zip(of_rows, launch.slots, strict=True)
+                launch.draft_slots[number] = [None if own is None else slots[:count] for own, slots in pairs]
 
     def names_of(self, launch: Launch, row: int) -> list[str | None]:
         """Return the names of those that drafted for a request, with None in place of the others."""
@@ -83,10 +97,10 @@ class DeviceDrafts:
         one = launch.device_requests[row]
         for number, (drafter, cache) in enumerate(zip(self._drafters, self._caches, strict=True)):
             name = drafter.name
-            if launch.draft_slots and launch.draft_slots[number][row] is not None:
+            if cache is not None and launch.draft_slots and launch.draft_slots[number][row] is not None:
                 kept = answer.draft_columns[number] if is_kept and name not in one.lost_by else ()
                 cache.commit(one.request.request_id, kept, launch.size.num_columns)
-            if is_kept and drafter.keeps_drafts and name in one.drafted_by:
+            if is_kept and cache is not None and drafter.keeps_drafts and name in one.drafted_by:
                 # It reads two known tokens in a step. Of a path that others proposed it has computed less.
                 num_known = len(one.request.token_ids) + len(answer.path)
                 if num_known - len(cache.slots(one.request.request_id)) > 1:
@@ -98,7 +112,8 @@ class DeviceDrafts:
     def forget(self, one: DeviceRequest) -> None:
         """Free the slots that dropped steps of a request would have kept."""
         for cache in self._caches:
-            cache.commit(one.request.request_id, ())
+            if cache is not None:
+                cache.commit(one.request.request_id, ())
 
 
 def count_read(device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> int:

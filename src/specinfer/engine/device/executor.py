@@ -197,7 +197,7 @@ class DeviceExecutor:
         wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
-        if shape is not None and not self._drafts.reserve(launch):
+        if shape is not None and not (size.num_slots <= 1 + num_slots and self._drafts.reserve(launch)):
             launch.size = self._device.size_for(replace(wanted, shape=None), num_slots)
         if launch.size.shape is not None and launch.size.num_models and has_lookups:
             launch.guesses = self._guesses.of(launch.device_requests, self._budgets.uncut, launch.size.shape)
@@ -220,7 +220,8 @@ class DeviceExecutor:
         self._scheduler.charge([one.request for one in launch.device_requests])
         for one in launch.device_requests:
             one.num_in_flight += 1
-            launch.slots.append(self._target.cache.reserve(one.request.request_id, launch.size.num_nodes))
+            launch.slots.append(self._target.cache.reserve(one.request.request_id, launch.size.num_slots))
+        self._drafts.lend(launch)
         self._device.launch(launch, launch.budgets)
 
     def _num_draft_slots(self) -> int:
@@ -263,11 +264,11 @@ class DeviceExecutor:
                 outcomes.append(
                     Outcome(
                         one.span(), tree, answer.acceptance(),
-                        logprobs=launch.logprobs(row, answer), num_slots=launch.size.num_nodes,
+                        logprobs=launch.logprobs(row, answer), num_slots=launch.size.num_slots,
                     )
                 )  # fmt: skip
             else:
-                self._target.cache.commit(one.request.request_id, (), launch.size.num_nodes)
+                self._target.cache.commit(one.request.request_id, (), launch.size.num_slots)
             if is_served and not is_kept:
                 self._served.send_away(one)  # an ordinary step finds out what is wrong
             self._served.release(one)

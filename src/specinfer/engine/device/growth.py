@@ -21,6 +21,7 @@ from torch import Tensor
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
+from specinfer.drafters.self_drafter import SelfRunner
 from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
@@ -34,18 +35,21 @@ class DraftKind(NamedTuple):
 
     Attributes:
         reads_paths: Whether it computes whole accepted paths anew, as heads do.
+        borrows_slots: Whether it attends to what the target has stored, and stores its drafts in the target's slots of
+            a step, as copies of the target do.
         block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
         max_depth: Largest depth of a tree.
     """
 
     reads_paths: bool = False
+    borrows_slots: bool = False
     block: range = range(0)
     max_depth: int = MAX_TREE_NODES
 
     @classmethod
     def of(cls, runner: ModelRunner) -> "DraftKind":
         if not isinstance(runner, HeadRunner):
-            return cls()
+            return cls(borrows_slots=isinstance(runner, SelfRunner))
         head = runner.head
         if head.block is None:
             return cls(reads_paths=True)
@@ -134,7 +138,8 @@ class DraftShape:
     @property
     def num_known(self) -> int:
         """The largest number of known tokens that the drafter of one model's shape computes."""
-        return 1 + self.max_depth if self.kinds[0].reads_paths else 2
+        kind = self.kinds[0]
+        return 1 + self.max_depth if kind.reads_paths else 1 if kind.borrows_slots else 2
 
     @property
     def passes(self) -> list[Sequence[int]]:

@@ -1,9 +1,9 @@
 """The known tokens that a drafter computes in the first pass of a draft loop, and what it keeps of a step.
 
 A small model has computed all of an accepted path except perhaps the last node. So it reads one or two tokens, and
-keeps what it computes of the next path. A head computes known tokens from the target's hidden states, but drafts from
-its own output. So it reads the whole path anew, and keeps that alone. An example of a head, at token 12 after a path of
-two:
+keeps what it computes of the next path. A copy of the target attends to what the target has stored. So it reads the
+root alone, and keeps nothing. A head computes known tokens from the target's hidden states, but drafts from its own
+output. So it reads the whole path anew, and keeps that alone. An example of a head, at token 12 after a path of two:
 
     the target has computed tokens 0 ... 11, the head the pairs (feature of t, token t + 1) of t = 0 ... 8
     columns 0, 1, 2 are the pairs of t = 9, 10, 11; the last one is the root's, and predicts token 13
@@ -36,6 +36,7 @@ class DraftInputs:
     slots: Tensor  # [rows, columns] int32 of the tokens that it computes
     reads: Tensor  # [rows] int32, 1 if it has read the request
     max_nodes: Tensor  # [rows] int32, 0 if it is not asked
+    lora_indices: Tensor | None = None  # [rows] int32 slots of adapters, or None in steps without
 
 
 class FirstPass(NamedTuple):
@@ -124,6 +125,30 @@ class KnownPair:
         following = accepted.gather(1, depths.long()).flatten()
         found, _, _ = tree_ops.walk(following, starts, trees.tokens, trees.parents, trees.sizes, max_depth=depth)
         return torch.where(found >= 0, trees.columns.gather(1, found.clamp(min=0).long()), -1)
+
+
+class KnownRoot:
+    """The known token of a copy of the target: the root. It attends to what the target has stored, and keeps nothing.
+
+    Args:
+        kept: As that of `KnownPair`.
+    """
+
+    def __init__(self, state: DeviceState, kept: Kept) -> None:
+        self._state, rows = state, len(kept[1])
+        with torch.inference_mode(mode=False):
+            self._columns = torch.zeros(rows, dtype=torch.bool, device=kept[1].device)
+            kept[1].fill_(-1)
+
+    def read(self) -> FirstPass:
+        rows = len(self._columns)
+        return FirstPass(self._state.roots[:rows].unsqueeze(1), self._columns, self._state.known[:rows])
+
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> None:
+        return None
+
+    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+        """Do nothing."""
 
 
 class KnownPath:

@@ -185,7 +185,7 @@ class Launch:
     size: LaunchSize
     num_read: int
     clock: StageClock
-    slots: list[Slots] = field(default_factory=list)  # each [nodes]
+    slots: list[Slots] = field(default_factory=list)  # by row: each [size.num_slots], those of the nodes first
     # Of each drafter, by row: each [columns], or None without drafts.
     draft_slots: list[list[Slots | None]] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)  # by row; none without lookups

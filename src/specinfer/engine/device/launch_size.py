@@ -50,6 +50,12 @@ class LaunchSize:
         return 1 + (self.shape.num_nodes if self.shape else 0)
 
     @property
+    def num_slots(self) -> int:
+        """Slots of the target for each request: of the nodes, and before them of drafts that borrow slots."""
+        borrows = self.shape is not None and any(kind.borrows_slots for kind in self.shape.kinds)
+        return max(self.num_nodes, self.num_columns) if borrows else self.num_nodes
+
+    @property
     def max_depth(self) -> int:
         return self.shape.max_depth if self.shape else 1
 

@@ -17,7 +17,6 @@ from specinfer.drafters import (
     Drafter,
     FeatureDrafter,
     MergedDrafter,
-    SelfDrafter,
     SmallModelDrafter,
 )
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
@@ -30,7 +29,6 @@ from specinfer.verify.rules import TRAVERSAL
 # What drafters do that have no draft loop on the device.
 _OTHER_WAYS: dict[type, str] = {
     AssistantDrafter: "reads keys and values of the target",
-    SelfDrafter: "computes with layers of the target",
 }
 
 

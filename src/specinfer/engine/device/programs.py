@@ -54,6 +54,7 @@ class Programs:
         device = target.loaded.device
         self.inputs, self.results = size.inputs(device), size.results(device)
         self._state, self._target = state, target
+        self._lora_indices = self.inputs.there["lora_indices"] if size.adapts else None
         self._numbers = torch.arange(size.num_rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(size.num_rows * size.num_nodes, device=device)
         self._nodes = torch.arange(size.num_nodes, dtype=torch.int32, device=device).repeat(size.num_rows, 1)
@@ -83,7 +84,7 @@ class Programs:
         slots = inputs["draft_slots"][number, :, : own.num_columns]
         return DraftLoop(
             drafter, own, self._state, self._state.drafts[number],
-            DraftInputs(slots, inputs["drafts"][number], inputs["max_nodes"][number]),
+            DraftInputs(slots, inputs["drafts"][number], inputs["max_nodes"][number], self._lora_indices),
             self._trees if number + 1 == shape.num_models else self._grown(names),
             (results["draft_path"][number], results["draft_lengths"][number]),
             self._target.loaded.vocab_size, self._draws,
@@ -193,13 +194,12 @@ class Programs:
 
     def _adapter_rows(self) -> AdapterRows | None:
         """Return the adapter of each node, which is that of its request, or None in a step without adapters."""
-        if not self.size.adapts:
+        if self._lora_indices is None:
             return None
         padded = self._target.padded
         assert padded is not None
         assert padded.adapter_slots is not None
-        of_requests = self.inputs.there["lora_indices"]
-        return AdapterRows(padded.adapter_slots, of_requests.repeat_interleave(self.size.num_nodes))
+        return AdapterRows(padded.adapter_slots, self._lora_indices.repeat_interleave(self.size.num_nodes))
 
     # ---------------------------------------------------------------------------------------- logits
 

@@ -64,8 +64,8 @@ class DeviceRows:
         self._graphs = target.graphs or Graphs(self._place, captures=False)
         # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
         context = -(-max_context // _ROW) * _ROW
-        reads_paths = [DraftKind.of(one.runner).reads_paths for one in drafters]
-        self.state = DeviceState.empty(num_rows, context, self._place, reads_paths)
+        kinds = [DraftKind.of(one.runner) for one in drafters]
+        self.state = DeviceState.empty(num_rows, context, self._place, kinds)
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None
@@ -265,7 +265,7 @@ def _fill(
     count = len(launch.device_requests)
     inputs["num"][0] = count
     for row, (slots, budget) in enumerate(zip(launch.slots, budgets, strict=True)):
-        inputs["slots"][row] = slots
+        inputs["slots"][row] = slots[: launch.size.num_nodes]
         inputs["max_depth"][row] = budget.max_depth
         for number, name in enumerate(drafters):
             inputs["max_nodes"][number, row] = budget.max_nodes if budget.asks(name) else 0

@@ -49,7 +49,7 @@ class SizeChoice:
         """
         if wanted in ready:
             return wanted
-        fitting = [size for size in ready if size.num_nodes - 1 <= most_nodes]
+        fitting = [size for size in ready if size.num_slots - 1 <= most_nodes]
         larger = [size for size in fitting if size.holds(wanted)]
         if not larger:
             # With the trees of a size that is ready, so that other trees need no further captures.

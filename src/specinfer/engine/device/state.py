@@ -1,7 +1,7 @@
 """State of the requests on a device, and the buffers exchanged with the host in a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
-from specinfer.engine.device.growth import empty_table
+from specinfer.engine.device.growth import DraftKind, empty_table
 from specinfer.kernels.plain_draft import ChanceTable
 from specinfer.kernels.plain_logits import Truncation
 
@@ -76,18 +76,23 @@ class DeviceState:
 
     @classmethod
     def empty(
-        cls, num_rows: int, context: int, device: torch.device, reads_paths: Sequence[bool] = (False,)
+        cls, num_rows: int, context: int, device: torch.device, kinds: Sequence[DraftKind] = (DraftKind(),)
     ) -> "DeviceState":
-        """Make rows without requests; `reads_paths` has an item for each drafter."""
+        """Make rows without requests; `kinds` are those of the drafters."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         # Not made in inference mode, in which steps run: inference tensors can be written to only there.
         with torch.inference_mode(mode=False):
+            slots, known = zeros(num_rows, context, dtype=torch.int32), zeros(num_rows, dtype=torch.int32)
+            drafts = [
+                DraftState.empty(num_rows, 0 if kind.borrows_slots else context, device, reads_paths=kind.reads_paths)
+                for kind in kinds
+            ]
             return cls(
-                slots=zeros(num_rows, context, dtype=torch.int32),
-                known=zeros(num_rows, dtype=torch.int32),
+                slots=slots,
+                known=known,
                 roots=zeros(num_rows),
                 num_left=zeros(num_rows),
                 seeds=zeros(num_rows),
@@ -100,7 +105,10 @@ class DeviceState:
                     torch.ones(num_rows, dtype=torch.float64, device=device),
                 ),
                 named=zeros(num_rows, MAX_LOGPROB_TOKEN_IDS),
-                drafts=tuple(DraftState.empty(num_rows, context, device, reads_paths=each) for each in reads_paths),
+                drafts=tuple(
+                    replace(own, slots=slots, known=known) if kind.borrows_slots else own
+                    for own, kind in zip(drafts, kinds, strict=True)
+                ),
             )
 
     @property

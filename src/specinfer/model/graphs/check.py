@@ -132,16 +132,16 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
 
     wanted = plain(tensors)
     found = [runner.forward(*inputs) for inputs in zip(passes, hidden, strict=True)][-1]
-    return judge_pass("a padded pass", found, wanted, _exact(plain, wanted, loaded), loaded.dtype)
+    return judge_pass("a padded pass", found, wanted, _exact(plain, wanted, loaded, tensors), loaded.dtype)
 
 
-def _exact(plain: Callable[..., Tensor], wanted: Tensor, loaded: LoadedModel) -> Tensor:
+def _exact(plain: Callable[..., Tensor], wanted: Tensor, loaded: LoadedModel, tensors: KVTensors) -> Tensor:
     """Return the logits of the plain pass in float32, its cache too, or `wanted` where they cannot be computed."""
     if loaded.dtype == torch.float32 and loaded.kv_dtype is None:
         return wanted
     try:
         with Widened():
-            return plain(KVTensors(loaded.layer_shapes, len(_SLOTS), torch.float32, loaded.device), torch.float32)
+            return plain(KVTensors(tensors.shapes, len(_SLOTS), torch.float32, loaded.device), torch.float32)
     except RuntimeError:  # for example with experts, whose weights are one stack
         logger.debug("a pass cannot be computed in float32", exc_info=True)
         return wanted

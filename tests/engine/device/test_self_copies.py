@@ -1,0 +1,209 @@
+"""Copies of the target that draft on the device: the tokens of plain decoding, and the trees of ordinary steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from adapters import save_adapter
+from late_stream import LateStream, make_executor_late
+from on_device import (
+    CPU,
+    as_on_a_gpu,
+    come_and_go,
+    executor_of,
+    load_plain,
+    make_device_engine,
+    repeating_requests,
+    run_on_device,
+)
+from specinfer.core.config import OffloadConfig
+from specinfer.core.lora import LoRAConfig, LoRARequest
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters import MergedDrafter, SelfDrafter, SelfRunner
+from specinfer.engine.engine import Engine
+from specinfer.kernels import QuantizedLinear, low_rank
+from specinfer.model.adapters.registry import Adapters
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.runner import ModelRunner
+from specinfer.model.self_copy import load_self
+from tiny import make_request, random_prompts, run
+
+Pair = tuple[LoadedModel, LoadedModel]
+TREES = {
+    "1,1,1": TreeBudget.expansion((1, 1, 1), num_drafters=3),
+    "3,2,1": TreeBudget.expansion((3, 2, 1), num_drafters=3),
+    "best-first": TreeBudget(max_nodes=12, max_depth=4),
+    "deep": TreeBudget(max_nodes=9, max_depth=9),
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
+]
+
+
+def _with_copy(folder: Path, name: str = "self:int4", dtype: str = "float32") -> Pair:
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
+        target = load_model(folder, dtype, CPU)
+        return target, load_self(name, target, OffloadConfig())
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def pair(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Pair:
+    """A target whose layers are fused, or those of transformers with windows, and its copy in 4 bits."""
+    return _with_copy(model_folder(request.param))
+
+
+def _requests() -> list[Request]:
+    return repeating_requests(PARAMS)
+
+
+def _check_left(engine: Engine) -> None:
+    assert engine.target.cache.is_balanced()
+    assert engine.target.cache.num_owned == 0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    engine = make_device_engine(*pair, TREES[tree], lookups=lookups)
+    requests = _requests()
+    served = run_on_device(engine, requests)
+    assert [request.output_ids for request in requests] == wanted
+    assert served == set(requests)
+    accepted = sum(request.speculation.num_accepted_draft_tokens for request in requests)
+    assert accepted > 0.5 * sum(map(len, wanted))
+    _check_left(engine)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal"])
+@pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
+def test_fixed_trees_are_those_of_ordinary_steps(tree: str, rule: str, pair: Pair) -> None:
+    found = []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(*pair, TREES[tree], verification=rule, has_device_executor=has_device_executor)
+        requests = _requests()
+        run(engine, requests)
+        found.append([(one.output_ids, one.speculation.as_dict(), one.uniforms.state) for one in requests])
+        _check_left(engine)
+    assert found[0] == found[1]
+
+
+def test_a_copy_drafts_next_to_other_drafters(pair: Pair, model_folder: Callable[..., Path]) -> None:
+    """One after the other: a weak small model, and copies that draft in the same slots of a step."""
+    weak, other = load_plain(model_folder("llama", 0, 0.3)), _with_copy(pair[0].folder, "self:int8")[1]
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    for drafters, copies in (([pair[1], weak], {"small"}), ([weak, pair[1], other], {"small-2", "small-3"})):
+        requests = _requests()
+        engine = make_device_engine(pair[0], drafters, TREES["best-first"], lookups=["suffix"])
+        assert run_on_device(engine, requests) == set(requests)
+        assert [request.output_ids for request in requests] == wanted
+        _check_left(engine)
+        assert copies & {origin for request in requests for origin in request.origins}
+
+
+@pytest.mark.parametrize("num_slots", [90, 130, 200])
+def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None:
+    """Drafts borrow more slots than their tree has nodes; requests wait, or are preempted, and all end."""
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    engine, requests = make_device_engine(*pair, TREES["best-first"], num_slots=num_slots), _requests()
+    run(engine, requests)
+    assert [request.output_ids for request in requests] == wanted
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("moment", [3, 5, 8])
+def test_aborts_and_failures_leave_no_borrowed_slots(moment: int, pair: Pair) -> None:
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    engine, requests = make_device_engine(*pair, TREES["3,2,1"]), _requests()
+    for request in requests:
+        engine.add(request)
+    for _ in range(moment):
+        engine.step()
+    assert executor_of(engine).num_in_flight > 0
+    engine.abort(requests[1])
+    executor_of(engine).abandon()
+    while engine.has_work:
+        engine.step()
+    assert [one.output_ids for i, one in enumerate(requests) if i != 1] == [*wanted[:1], *wanted[2:]]
+    _check_left(engine)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("tree", ["3,2,1", "best-first"])
+@pytest.mark.parametrize("stagger", [1, 3])
+def test_steps_in_flight_use_no_memory_of_one_another(
+    tree: str, stagger: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = come_and_go(make_device_engine(pair[0], has_device_executor=False), 3)
+    stream = LateStream()
+    make_executor_late(stream, monkeypatch)
+    engine = make_device_engine(*pair, TREES[tree], keeps_prefixes=True)
+    assert come_and_go(engine, stagger) == plain
+    assert executor_of(engine).num_launched >= 10
+    assert stream.longest >= 6, "two steps were never in flight"
+    assert stream.num_waits <= executor_of(engine).num_launched, "a step waits for the device once"
+
+
+def test_a_copy_drafts_with_the_adapter_of_the_request(
+    tmp_path: Path, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ordinary steps: the same tokens of it are accepted, and more than without."""
+    monkeypatch.setattr(low_rank, "library", lambda: None)
+    target, _ = _with_copy(model_folder("llama"))
+    adapters = Adapters(target, LoRAConfig(1, 8, 4), "base")
+    adapter = adapters.find(LoRARequest("a", 1, str(save_adapter(tmp_path, target.folder, 3, r=8, lora_alpha=64))))
+    slots, found = adapters._sites.adapter_slots(adapters.config), []
+    for has_device_executor, takes_adapters in ((False, True), (True, True), (True, False)):
+        _, copy = _with_copy(target.folder, "self:int8")
+        engine = make_device_engine(
+            target, copy, TREES["1,1,1"], has_device_executor=has_device_executor, takes_adapters=takes_adapters
+        )  # fmt: skip
+        assert isinstance(engine.drafter, MergedDrafter)
+        (drafter,) = [one for one in engine.drafter.drafters if isinstance(one, SelfDrafter)]
+        for runner in (engine.target, *([drafter.runner] if takes_adapters else [])):
+            assert isinstance(runner, ModelRunner)
+            if runner.padded is not None:
+                runner.padded.adapter_slots = slots
+        requests = [
+            make_request(str(i), prompt, PARAMS[0], adapter=own, cache_salt="" if own is None else own.salt)
+            for i, (prompt, own) in enumerate(zip(random_prompts([9, 4, 12]), (adapter, None, adapter), strict=True))
+        ]
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+        else:
+            run(engine, requests)
+        found.append([(one.output_ids, one.speculation.as_dict()) for one in requests])
+    assert found[0] == found[1]
+    (_, accepted), (_, without) = found[1][0], found[2][0]
+    assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found[2]]
+    assert accepted["num_accepted_draft_tokens"] > without["num_accepted_draft_tokens"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_of_copies_in_ordinary_steps_are_captured(dtype: str, model_folder: Callable[..., Path]) -> None:
+    """They have no cache of their own whose sizes a check could take; in half precision it computes in another one."""
+    target, copy = _with_copy(model_folder("llama"), dtype=dtype)
+    runner = ModelRunner(target, 200, graphs=Graphs(CPU))
+    assert SelfRunner(copy, runner).why_not_captured is None
+    sparse = SelfRunner(copy, runner, is_sparse=True)
+    assert sparse.padded is None
+    assert sparse.why_not_captured == "they attend to a part of a long context"
+    assert SelfRunner(copy, ModelRunner(target, 200)).why_not_captured == "capturing is off"
+
+
+def test_a_copy_looks_tokens_up_in_the_tables_of_its_target(pair: Pair) -> None:
+    target, copy = pair
+    tables = [[one for one in model.model.modules() if isinstance(one, nn.Embedding)] for model in pair]
+    assert tables[0] == tables[1] != []
+    own = sum(one.num_bytes for one in copy.model.modules() if isinstance(one, QuantizedLinear))
+    assert own <= copy.num_bytes < target.num_bytes - tables[0][0].weight.nbytes
