@@ -122,6 +122,8 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
         made.append(bench(f"latency-{size}-sampled", "latency", 120, *sampled, grow=grow))
         one = ("--num-prompts", str(sizes.num_prompts), "--repeats", "1", "--max-tokens", str(sizes.max_tokens // 2))
         made.append(bench(f"throughput-{size}", "throughput", 180, *batches, *one, grow=grow))
+    copied = ("--drafter", "self:int4", *trees, *count, *length)
+    made.append(bench("latency-large-self", "latency", 120, *copied, grow=sizes.large))
     once = ("--tree", sizes.trees[0], "--num-prompts", str(min(4, sizes.num_prompts)), "--repeats", "1")
     made.append(bench("peers-large", "latency", 300, *once, *length, *peers, grow=sizes.large))
     made.append(bench("offload-large", "offload", 300, *streamed, *few, "--tree", sizes.trees[0], grow=sizes.large))

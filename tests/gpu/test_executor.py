@@ -75,6 +75,22 @@ def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
     assert found[0] != _tokens(_llm(folder, small, "off"))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("copy", ["self:int4", "self:int8"])
+def test_copies_of_the_target_generate_what_plain_decoding_does(
+    copy: str, family: str, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder(family)
+    wanted = _tokens(_llm(folder, folder, "off", enforce_eager=True))
+    for tree in ("1,1,1", "2,2,1", "best-first:16:6", "auto"):
+        llm = LLM(folder, drafters=[copy, "suffix"], tree=tree, device="cuda", max_num_batched_tokens=32)
+        executor = executor_of(llm.engine)
+        assert all(one.why_not_captured is None for one in llm.small_models.values())
+        assert _tokens(llm) == wanted
+        assert llm.engine.executors[0] is executor, "no step has failed"
+        assert executor.num_launched > 5
+
+
 @pytest.mark.parametrize("kind", ["EAGLE-3", "dflash", "dspark"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_generate_what_plain_decoding_does(

@@ -16,6 +16,7 @@ from specinfer.planning.cluster import TargetShape
 from specinfer.planning.device_costs import StepCosts, StepDesign
 from specinfer.planning.device_plan import run_device_plan
 from specinfer.planning.options import ACCELERATORS, Accelerator, PlanConfig
+from specinfer.policy.offload_choice import BYTES_PER_WEIGHT
 
 # 10 layers of 9,000 weights and a head of 10,000: 100,000 weights, of 2 bytes each.
 SHAPE = TargetShape(10, 100, 4, 2, 9000, 2 * 100 * 50, 10_000, 2.0)
@@ -53,6 +54,23 @@ def test_lookups_have_no_passes() -> None:
     model = replace(costs(), drafter=None).of_batch(1)
     assert float(model.draft_level(8)) == pytest.approx(EXACT.level_kernels * 1e-3)
     assert model.read_token == 0.0
+
+
+def test_a_level_of_a_copy_reads_the_weights_of_the_target_in_fewer_bits() -> None:
+    options = PlanConfig("demo", device="h100", grow="7b", acceptance=RATES, drafters=("self:int4",))
+    report = run_device_plan(options)
+    assert report.drafter is not None
+    assert report.drafter == replace(report.target, bytes_per_parameter=report.drafter.bytes_per_parameter)
+    assert report.drafter.bytes_per_parameter == BYTES_PER_WEIGHT["int4"]
+    for one in report.choices[:4]:
+        assert 0.3 * one.pass_ms < one.level_ms < 0.5 * one.pass_ms
+
+
+def test_a_copy_reads_no_prompts_and_has_no_cache() -> None:
+    copied = replace(costs(context=10), shares_cache=True)
+    assert copied.of_batch(1).read_token == 0.0 < costs().of_batch(1).read_token
+    assert copied.fits(29)  # where two models with caches hold 14 requests
+    assert not copied.fits(30)
 
 
 def test_memory_holds_weights_and_caches_of_both_models() -> None:
@@ -126,6 +144,8 @@ def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch
         (["--device", "h100", "--simulate"], "simulate: it starts from costs measured here"),
         (["--device", "h100", "--context", "0"], "context"),
         (["--device", "h100", "--drafter", "demo-eagle3"], "reads the target's hidden states"),
+        (["--device", "h100", "--drafter", "mtp"], "mtp reads the target's hidden states"),
+        (["--device", "h100", "--drafter", "self:sparse"], "self:sparse attends to a part of the context"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(words: list[str], message: str) -> None:

@@ -59,6 +59,7 @@ class StepCosts:
     Args:
         drafter: Shape of the small model, or None for lookups, which the host asks.
         context: Tokens in the KV cache of each request.
+        shares_cache: Whether the drafter is a copy of the target, which reads no prompts and has no cache of its own.
     """
 
     device: Accelerator
@@ -66,6 +67,7 @@ class StepCosts:
     drafter: TargetShape | None
     context: int
     design: StepDesign = StepDesign()
+    shares_cache: bool = False
 
     def of_batch(self, num_requests: int) -> CostModel:
         """Return the costs of a step with this many requests."""
@@ -74,7 +76,8 @@ class StepCosts:
         levels = np.full(len(_SIZES), design.level_kernels * design.kernel_seconds)
         if self.drafter is not None:
             levels += self._pass(self.drafter, _SIZES, num_requests)
-        reading = 0.0 if self.drafter is None else 2 * weights_of(self.drafter) / self._flops
+        reader = None if self.shares_cache else self.drafter
+        reading = 0.0 if reader is None else 2 * weights_of(reader) / self._flops
         costs = CostModel(target, Curve(_SIZES, levels), reading, design.draft_kernels * design.kernel_seconds)
         costs.rest = design.verify_kernels * design.kernel_seconds
         return costs
@@ -87,7 +90,8 @@ class StepCosts:
         """Return whether the weights, and the caches of this many requests, fit into the device's memory."""
         models = [(self.target, self.design.weight_bytes)] + ([(self.drafter, None)] if self.drafter else [])
         weights = sum(weights_of(shape) * (width or shape.bytes_per_parameter) for shape, width in models)
-        cache = sum(num_requests * (self._context_bytes(shape) + self._recurrent_bytes(shape)) for shape, _ in models)
+        stored = [shape for shape, _ in models[: 1 if self.shares_cache else 2]]
+        cache = sum(num_requests * (self._context_bytes(shape) + self._recurrent_bytes(shape)) for shape in stored)
         return weights + cache < self.device.memory
 
     def _pass(

@@ -11,7 +11,7 @@ from rich.console import Console
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, dtype_of, find_models, plan_growth
 from specinfer.bench.shape import Shape, head_dim_of
-from specinfer.core.lookups import reserved_names
+from specinfer.core.lookups import MTP, SELF_DRAFTERS, is_model, is_self
 from specinfer.model.definition import load_config
 from specinfer.model.heads.load import find_format
 from specinfer.planning.cluster import TargetShape
@@ -93,7 +93,8 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
     check_files(config.json, config.plot)
     models = find_models(config.model, config.drafters)
     present = StepDesign(kv_bytes=1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0)
-    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config, models), config.context, present)
+    shares_cache = any(map(is_self, models.drafters))
+    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config, models), config.context, present, shares_cache)
     acceptance = find_acceptance(replace(config, device="auto", grow=None), models, console)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
@@ -111,7 +112,7 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
 
 
 def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShape | None]:
-    """Return the shapes of the target and of the largest small model among the drafters, grown as for a measurement."""
+    """Return the shapes of the target and of the largest model among the drafters, grown as for a measurement."""
     dtype = "bfloat16" if config.grow is not None and config.dtype == "auto" else config.dtype
     growths = plan_growth(models, config.grow, dtype).growths if config.grow is not None else {}
 
@@ -120,12 +121,20 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
         width = mean_bytes(folder, str(dtype_of(folder, dtype)).removeprefix("torch."), quantization, _GPU)
         return _grown(folder, growths[name].shape, width) if name in growths else TargetShape.of(folder, width)
 
-    drafters = [name for name in models.drafters if name not in reserved_names()]
-    for name in drafters:
-        if find_format(Path(name)) is not None:
-            raise ValueError(f"drafter: {name} reads the target's hidden states, and only small models are predicted")
-    shapes = [shape_of(name, config.drafter_quantization) for name in drafters]
-    return shape_of(str(models.target), config.quantization), max(shapes, key=weights_of, default=None)
+    target, shapes = str(models.target), list[TargetShape]()
+    for name in filter(is_model, models.drafters):
+        if is_self(name):
+            if SELF_DRAFTERS[name].is_sparse:
+                raise ValueError(f"drafter: {name} attends to a part of the context, which is not predicted")
+            shapes.append(shape_of(target, SELF_DRAFTERS[name].quantization))
+        elif name == MTP or find_format(Path(name)) is not None:
+            raise ValueError(
+                f"drafter: {name} reads the target's hidden states; only small models, copies of the target and "
+                "lookups are predicted"
+            )
+        else:
+            shapes.append(shape_of(name, config.drafter_quantization))
+    return shape_of(target, config.quantization), max(shapes, key=lambda shape: shape.num_bytes, default=None)
 
 
 def _grown(folder: Path, shape: Shape, bytes_per_parameter: float) -> TargetShape:
