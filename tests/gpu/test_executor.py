@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapters import save_adapter
+from assistants import save_assistant
 from heads import save_cycle, save_cycle_block, save_tiny_block, save_tiny_head
 from on_device import executor_of
 from specinfer import LLM, LoRARequest, SamplingParams
@@ -91,13 +92,16 @@ def test_copies_of_the_target_generate_what_plain_decoding_does(
         assert executor.num_launched > 5
 
 
-@pytest.mark.parametrize("kind", ["EAGLE-3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "dflash", "dspark", "assistant"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_generate_what_plain_decoding_does(
     dtype: str, kind: str, model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = model_folder("llama")
-    head = save_tiny_head(tmp_path) if kind == "EAGLE-3" else save_tiny_block(tmp_path, kind)
+    folder = model_folder("gemma4_text" if kind == "assistant" else "llama")
+    if kind == "assistant":
+        head = save_assistant(tmp_path, clusters=8)
+    else:
+        head = save_tiny_head(tmp_path) if kind == "EAGLE-3" else save_tiny_block(tmp_path, kind)
     found = []
     for tree in ("off", "1,1,1", "2,2,1", "best-first:16:6", "auto"):
         llm = _llm(folder, head, tree, dtype=dtype)

@@ -15,6 +15,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
@@ -23,6 +24,7 @@ from specinfer.model import load, load_config
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads import load as heads_load
+from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
@@ -90,7 +92,9 @@ def make_device_engine(
     if several or lookups:
         num_draft_slots = num_draft_slots or num_slots
         runners = [
-            HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes)
+            AssistantRunner(one, runner)
+            if isinstance(one.model, AssistantHead)
+            else HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes)
             if isinstance(one.model, FeatureHead)
             else ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
             if one.layer_shapes

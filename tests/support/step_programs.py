@@ -1,15 +1,18 @@
 """Programs of steps on a device: of every kind of head, with numbers on the CPU, and without any."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from assistants import save_assistant
 from heads import save_eagle3, save_tiny_block, save_tiny_head
 from on_device import load_device_head
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner, SelfRunner
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.growth import DraftKind
@@ -21,6 +24,7 @@ from specinfer.engine.device.sizes import shape_of, shape_of_guesses
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
@@ -28,6 +32,7 @@ from specinfer.model.runner import ModelRunner
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 _BLOCKS = ("dflash", "dspark")
+ASSISTANT = "assistant, as PyTorch has it"
 
 
 def save_head(folder: Path, kind: str) -> None:
@@ -36,10 +41,19 @@ def save_head(folder: Path, kind: str) -> None:
         save_mtp(folder, "mimo")
     elif kind == "P-EAGLE":
         save_eagle3(folder, "speculators", eagle_aux_hidden_state_layer_ids=[0, 1, 2], parallel=True, mask_token_id=90)
+    elif kind == ASSISTANT:
+        save_assistant(folder)
     elif (method := kind.partition(",")[0].lower()) in _BLOCKS:
         save_tiny_block(folder, method)
     else:
         (save_eagle if kind == "EAGLE" else save_tiny_head)(folder)
+
+
+def target_of(kind: str, folder: Path, model_folder: Callable[..., Path]) -> Path:
+    """Return the folder of the target of a head that is saved in `folder`."""
+    if kind == "MTP":
+        return folder
+    return model_folder("gemma4_text" if kind == ASSISTANT else "llama")
 
 
 def on_meta(folder: Path, *, is_fused: bool = False) -> LoadedModel:
@@ -90,9 +104,12 @@ def programs_of(
         head, copy: What drafts in place of small models: a head, or a copy of the target in its cache.
     """
     target = ModelRunner(loaded, 512)
-    drafter = ModelRunner(loaded, 512) if head is None else HeadRunner(head, target, 512)
+    drafter = ModelRunner(loaded, 512)
     if copy is not None:
         drafter = SelfRunner(copy, target)
+    elif head is not None:
+        is_assistant = isinstance(head.model, AssistantHead)
+        drafter = AssistantRunner(head, target) if is_assistant else HeadRunner(head, target, 512)
     most = 256 // rows
     shape = None
     if budget is not None and num_models:

@@ -5,7 +5,7 @@ prefixes, preempted requests and accepted paths need no care here, and nothing i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class _ReadOnly:
     values: list[Tensor]
     scales: list[KVScales]
     states: RecurrentStates
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    taps: dict[int, Tensor]
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Do nothing."""
@@ -49,8 +49,15 @@ class AssistantRunner(HeadRunner):
     def __init__(self, loaded: LoadedModel, target: TargetRunner) -> None:
         super().__init__(loaded, target, 0)
         assert isinstance(target, ModelRunner)
-        tensors = target.tensors
-        self._store = _ReadOnly(tensors.keys, tensors.values, tensors.scales, tensors.states)
+        self._store = self.store_of(0)
+
+    def store_of(self, num_features: int) -> "_ReadOnly":
+        """Return the target's keys and values, with room for the features of as many tokens of a pass."""
+        assert isinstance(self.target, ModelRunner)
+        tensors = self.target.tensors
+        with torch.inference_mode(mode=False):
+            room = torch.zeros(num_features + 1, self.head.width, dtype=self.head.dtype, device=self.loaded.device)
+        return _ReadOnly(tensors.keys, tensors.values, tensors.scales, tensors.states, {0: room})
 
     @torch.inference_mode()
     def score(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
@@ -68,7 +75,7 @@ class AssistantRunner(HeadRunner):
         count = len(tokens)
         return Piece(
             tokens=tokens,
-            positions=[len(read_slots) - (0 if self.head.dialect.is_last else 1)] * count,
+            positions=[len(read_slots) + self.head.offset] * count,
             prefix_slots=read_slots,
             slots=np.repeat(read_slots[-1:], count),  # not written, and seen by none
             visible=np.zeros((count, count), dtype=np.bool_),

@@ -93,6 +93,8 @@ def tree_attention(
 def store_new(batch: ForwardBatch, layer: int, key: Tensor, value: Tensor) -> None:
     """Store the [tokens, kv_heads, dim] keys and values of all new tokens in one layer."""
     store = batch.store
+    if not len(key):  # of layers that read what others have stored
+        return
     if batch.layout is None:
         store.store(layer, batch.slots, key, value)
     else:  # padding has no slot

@@ -18,14 +18,14 @@ from specinfer.kernels import layer_ops, tree_ops
 from specinfer.model import device_decoder
 from specinfer.model.heads import block, eagle3
 from specinfer.model.load import load_model
-from step_programs import CPU, programs_of, save_head, with_head
+from step_programs import ASSISTANT, CPU, programs_of, save_head, target_of, with_head
 from tiny import FAMILIES
 
 pytest.importorskip("triton")
 import interpreter as interpreter
 from specinfer.kernels.triton.compilation import Zeros
 
-KINDS = ["EAGLE-3", "EAGLE-3, as PyTorch has it", "EAGLE", "MTP", "DFlash", "DSpark", "P-EAGLE"]
+KINDS = ["EAGLE-3", "EAGLE-3, as PyTorch has it", "EAGLE", "MTP", "DFlash", "DSpark", "P-EAGLE", ASSISTANT]
 ONLY_WRITE = {
     "store", "commit", "add_candidates", "draw_candidates", "next_frontier", "merge_guesses", "best_tree",
     "keep_drafted", "adjust_logits", "walk_multi_step", "walk_traversal",
@@ -75,7 +75,7 @@ def test_programs_with_heads_run_without_their_kernels(
     monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
     folder = tmp_path / "head"
     save_head(folder, kind)
-    loaded, head = with_head(folder, folder if kind == "MTP" else model_folder("llama"), is_fused="PyTorch" not in kind)
+    loaded, head = with_head(folder, target_of(kind, folder, model_folder), is_fused="PyTorch" not in kind)
     _run(programs_of(loaded, TreeBudget(8, 3), 4, Processing.ADJUSTMENT, 8, Asked(5, 3), 2, head=head))
     assert {"attend", "add_candidates", "best_tree", "walk", "commit"} <= set(skipped)
 

@@ -27,7 +27,7 @@ from specinfer.model import device_decoder
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
 from specinfer.planning.device_costs import StepDesign
-from step_programs import META, head_on_meta, on_meta, programs_of, save_head
+from step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
 from tiny import FAMILIES
 
 # Operations that only look at memory in another way, or allocate it.
@@ -41,6 +41,7 @@ VIEWS = {
 # A head takes so many of PyTorch's kernels for a draft loop, with the features of known tokens and a block,
 # then for each level. Some have the layers of transformers. Each further head takes some more to merge its tree.
 HEADS = {"EAGLE-3, as PyTorch has it": (53, 76), "EAGLE-3": (53, 18), "EAGLE": (57, 18), "MTP": (57, 20)}
+HEADS[ASSISTANT] = (57, 218)  # of three layers
 PER_MORE_HEADS = 6
 BLOCKS = {"DFlash, as PyTorch has it": (240, 2), "DFlash": (80, 2), "DSpark": (80, 12), "P-EAGLE": (87, 2)}
 
@@ -299,8 +300,7 @@ def test_kernels_are_given_what_they_read_by_heads(
     monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
     is_fused, folder = "PyTorch" not in kind, tmp_path / "head"
     save_head(folder, kind)
-    target = folder if kind == "MTP" else model_folder("llama")
-    loaded, head = head_on_meta(folder, target, is_fused=is_fused)
+    loaded, head = head_on_meta(folder, target_of(kind, folder, model_folder), is_fused=is_fused)
     kernels = Kernels(monkeypatch)
     programs = programs_of(loaded, TreeBudget(8, 3), 4, Processing.ADJUSTMENT, 8, None, num_models, head=head)
     counts = []
@@ -310,7 +310,7 @@ def test_kernels_are_given_what_they_read_by_heads(
         counts.append(launches.count)
     assert kernels.calls["add_candidates"] == 3 * num_models
     assert kernels.calls["keep_drafted"] == 0
-    assert kernels.calls["commit"] == 1 + 2 * num_models
+    assert kernels.calls["commit"] == 1 + (0 if kind == ASSISTANT else 2 * num_models)
     per_draft, per_level = (HEADS | BLOCKS)[kind]
     assert counts[0] <= num_models * (per_draft + 3 * per_level) + PER_MORE_HEADS * (num_models - 1)
     if is_fused:

@@ -51,6 +51,8 @@ class DraftColumns:
     def __init__(self, shape: DraftShape, num_rows: int, device: torch.device) -> None:
         self._widths = (shape.num_known, *map(len, shape.passes))
         self._ends = tuple(accumulate(self._widths))
+        stores_drafts = shape.kinds[0].stores_drafts
+        seen = self._ends if stores_drafts else [0] * len(self._ends)
         columns = torch.arange(num_rows * self._ends[-1], dtype=torch.int32).view(num_rows, -1)
         in_order = [
             columns[:, end - width : end].flatten() for end, width in zip(self._ends, self._widths, strict=True)
@@ -59,9 +61,12 @@ class DraftColumns:
         with torch.inference_mode(mode=False):
             self._order = torch.cat(in_order).long().to(device)  # of columns, pass by pass instead of row by row
             self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
-            self._is_known = torch.arange(len(depths), device=device) < shape.num_known
+            num_before = 0 if shape.kinds[0].shares_cache else shape.num_known  # the root alone: none comes before it
+            self._is_known = torch.arange(len(depths), device=device) < num_before
             self._numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-            self._each = torch.tensor([self._widths, self._ends], dtype=torch.int32, device=device).unsqueeze(2)
+            # Of drafts that are not stored only the output is kept, and that until the next pass.
+            self._in_pass = None if stores_drafts else torch.arange(num_rows * max(self._widths), device=device)
+            self._each = torch.tensor([self._widths, seen], dtype=torch.int32, device=device).unsqueeze(2)
 
     def lay_out(
         self, slots: Tensor, drafts: Tensor, draft_known: Tensor, roots: Tensor, num: Tensor, last: int
@@ -90,5 +95,6 @@ class DraftColumns:
             first = part.stop
             known = draft_known, starts[number], node_slots[:, :end], places[:, :end], lens[number]
             layout = PassLayout(*known, flat_places[part], width)
-            passes.append(PassInputs(layout, wide_places[part], flat_slots[part]))
+            own_slots = flat_slots[part] if self._in_pass is None else self._in_pass[: part.stop - part.start]
+            passes.append(PassInputs(layout, wide_places[part], own_slots))
         return passes

@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import DRAWS_EACH
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
-from specinfer.engine.device.known_tokens import DraftInputs, Kept, KnownPair, KnownPath, KnownRoot, KnownTokens
+from specinfer.engine.device.known_tokens import (
+    DraftInputs,
+    Kept,
+    KnownFeature,
+    KnownPair,
+    KnownPath,
+    KnownRoot,
+    KnownTokens,
+)
 from specinfer.engine.device.passes import BlockPass, LevelPasses, Passes
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.kernels import AdapterRows, tree_ops
@@ -26,7 +35,7 @@ from specinfer.kernels.plain_drawn import Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Paths
 from specinfer.kernels.plain_tree import Walk
-from specinfer.model.batch import ForwardBatch
+from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
 
@@ -41,12 +50,14 @@ class DeviceDrafter(NamedTuple):
     to_target: Callable[[Tensor], Tensor]  # maps its logits [rows, drafter_vocab] to the target's vocabulary
 
     def known_tokens(
-        self, shape: DraftShape, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept
+        self, shape: DraftShape, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept, store: KVStore
     ) -> KnownTokens:
-        """Return what it reads first in loops of this shape; arguments as for `DraftLoop`."""
+        """Return what it reads first in loops of this shape; arguments as for `DraftLoop`, and its store."""
+        if isinstance(self.runner, AssistantRunner):
+            return KnownFeature(self.runner, shape, state, kept, store.taps[0])
         if isinstance(self.runner, HeadRunner):
             return KnownPath(self.runner, shape, state, own, inputs, kept)
-        if shape.kinds[0].borrows_slots:
+        if shape.kinds[0].shares_cache:
             return KnownRoot(state, kept)
         return KnownPair(state, own, inputs, kept)
 
@@ -56,6 +67,12 @@ class DeviceDrafter(NamedTuple):
         if inputs.lora_indices is None or padded is None or padded.adapter_slots is None:
             return None
         return AdapterRows(padded.adapter_slots, inputs.lora_indices.repeat_interleave(width))
+
+    def store(self, shape: DraftShape, num_rows: int) -> KVStore:
+        """Return what its passes read and write in loops of this shape."""
+        if isinstance(self.runner, AssistantRunner):
+            return self.runner.store_of(num_rows * max(shape.frontiers))
+        return self.runner.tensors
 
     def passes(self, shape: DraftShape, known: KnownTokens, inputs: DraftInputs) -> Passes:
         """Return its passes in loops of this shape."""
@@ -101,7 +118,8 @@ class DraftLoop:
         self._inputs, self.trees, self._draws = inputs, trees, draws
         rows, device = len(inputs.reads), drafter.runner.loaded.device
         self._clamps = drafter.runner.loaded.vocab_size < target_vocab
-        self._known = drafter.known_tokens(shape, state, own, inputs, kept)
+        self._store = drafter.store(shape, rows)
+        self._known = drafter.known_tokens(shape, state, own, inputs, kept, self._store)
         self._passes = drafter.passes(shape, self._known, inputs)
         self._columns = DraftColumns(shape, rows, device)
         with torch.inference_mode(mode=False):
@@ -147,7 +165,7 @@ class DraftLoop:
                 slots=slots,
                 logit_rows=logit_rows,
                 pieces=(),
-                store=runner.tensors,
+                store=self._store,
                 allows_native=False,
                 layout=layout.over(own.slots[:rows], visible),
                 features=features,

@@ -28,9 +28,9 @@ class DeviceDrafts:
 
     @property
     def _caches(self) -> list[KVCache | None]:
-        """The caches of their own; None for a drafter that borrows slots of the target's."""
+        """The caches of their own; None for a drafter that attends to what the target has stored."""
         pairs = zip(self._drafters, self.kinds, strict=True)
-        return [None if kind.borrows_slots else one.runner.cache for one, kind in pairs]
+        return [None if kind.shares_cache else one.runner.cache for one, kind in pairs]
 
     def make_ready(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
         """Let the drafters read what they have missed. Return False if they cannot because a step is in flight."""
@@ -40,11 +40,11 @@ class DeviceDrafts:
             for number, name in enumerate(self.names)
             if budget.max_nodes and budget.asks(name) and name not in one.drafted_by | one.lost_by
         ]
-        if any(one.num_in_flight and not self.kinds[number].borrows_slots for number, one, _ in unread):
+        if any(one.num_in_flight and not self.kinds[number].shares_cache for number, one, _ in unread):
             return False
         for number, one, row in unread:
             drafter = self._drafters[number]
-            if self.kinds[number].borrows_slots:
+            if self.kinds[number].shares_cache:
                 one.drafted_by.add(drafter.name)
             elif drafter.read(one.request):
                 one.drafted_by.add(drafter.name)

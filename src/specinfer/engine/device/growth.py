@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree_shape import MAX_TREE_NODES
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.drafters.self_drafter import SelfRunner
@@ -35,21 +36,30 @@ class DraftKind(NamedTuple):
 
     Attributes:
         reads_paths: Whether it computes whole accepted paths anew, as heads do.
-        borrows_slots: Whether it attends to what the target has stored, and stores its drafts in the target's slots of
-            a step, as copies of the target do.
+        shares_cache: Whether it attends to what the target has stored, as copies of the target and assistants do.
+        stores_drafts: Whether drafts attend to those above them. Those of an assistant follow from the output for their
+            parents, all at one position.
         block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
         max_depth: Largest depth of a tree.
     """
 
     reads_paths: bool = False
-    borrows_slots: bool = False
+    shares_cache: bool = False
+    stores_drafts: bool = True
     block: range = range(0)
     max_depth: int = MAX_TREE_NODES
+
+    @property
+    def borrows_slots(self) -> bool:
+        """Whether it stores its drafts in the target's slots of a step."""
+        return self.shares_cache and self.stores_drafts
 
     @classmethod
     def of(cls, runner: ModelRunner) -> "DraftKind":
         if not isinstance(runner, HeadRunner):
-            return cls(borrows_slots=isinstance(runner, SelfRunner))
+            return cls(shares_cache=isinstance(runner, SelfRunner))
+        if isinstance(runner, AssistantRunner):
+            return cls(shares_cache=True, stores_drafts=False)
         head = runner.head
         if head.block is None:
             return cls(reads_paths=True)
@@ -139,14 +149,15 @@ class DraftShape:
     def num_known(self) -> int:
         """The largest number of known tokens that the drafter of one model's shape computes."""
         kind = self.kinds[0]
-        return 1 + self.max_depth if kind.reads_paths else 1 if kind.borrows_slots else 2
+        return 1 + self.max_depth if kind.reads_paths else 1 if kind.shares_cache else 2
 
     @property
     def passes(self) -> list[Sequence[int]]:
         """The distances from the root of the tokens of each pass after the known ones, of one model's shape."""
         if self.kinds[0].block:
             return [self.kinds[0].block]
-        return [[level] * width for level, width in enumerate(self.frontiers) if level]
+        distances = range(self.num_levels) if self.kinds[0].stores_drafts else [0] * self.num_levels
+        return [[distance] * width for distance, width in zip(distances[1:], self.frontiers[1:], strict=True)]
 
     @property
     def num_columns(self) -> int:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.state import DeviceState, DraftState
@@ -144,11 +145,48 @@ class KnownRoot:
         rows = len(self._columns)
         return FirstPass(self._state.roots[:rows].unsqueeze(1), self._columns, self._state.known[:rows])
 
-    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> None:
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> Tensor | None:
         return None
 
     def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
         """Do nothing."""
+
+
+class KnownFeature(KnownRoot):
+    """The known token of an assistant: the root, with the feature of the token before it.
+
+    Args:
+        outputs: [tokens + 1, width] what the last pass has computed, request by request.
+        state, kept: As those of `KnownRoot`.
+    """
+
+    def __init__(
+        self, runner: AssistantRunner, shape: DraftShape, state: DeviceState, kept: Kept, outputs: Tensor
+    ) -> None:
+        super().__init__(state, kept)
+        assert isinstance(runner.target, ModelRunner)
+        self._head, self._taps, self._outputs = runner.head, runner.target.tensors.taps, outputs
+        self._shape = shape
+        with torch.inference_mode(mode=False):
+            self._rows = torch.arange(len(self._columns), device=outputs.device).unsqueeze(1)
+
+    def read(self) -> FirstPass:
+        first, rows = super().read(), len(self._columns)
+        last = (first.root_positions - 1).clamp(min=0)
+        slots = self._state.slots[:rows].gather(1, last.unsqueeze(1).long()).flatten()
+        features = self._head.project([self._taps[layer][slots] for layer in self._head.reads])
+        return first._replace(root_positions=first.root_positions + self._head.offset, features=features)
+
+    def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> Tensor | None:
+        if frontier.level == 0:
+            return first.features
+        above = frontier.level - 1
+        places = self._rows * self._shape.frontiers[above]
+        if above:  # children of others than the root, whose place is the first
+            parents = candidates.parents.gather(1, frontier.numbers.long().clamp(min=0))
+            columns = candidates.columns.gather(1, parents.long().clamp(min=0))
+            places = places + (columns - self._shape.first_columns[above]).clamp(min=0)
+        return self._outputs[places.expand_as(frontier.numbers).flatten()]
 
 
 class KnownPath:

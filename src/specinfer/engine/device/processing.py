@@ -13,7 +13,6 @@ from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import (
-    AssistantDrafter,
     Drafter,
     FeatureDrafter,
     MergedDrafter,
@@ -25,11 +24,6 @@ from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
 from specinfer.verify.rules import TRAVERSAL
-
-# What drafters do that have no draft loop on the device.
-_OTHER_WAYS: dict[type, str] = {
-    AssistantDrafter: "reads keys and values of the target",
-}
 
 
 class Processing(enum.IntEnum):
@@ -67,8 +61,8 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
     if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
         return "the drafters are chosen among for each request"
     for small in (one for one in drafter.drafters if one.name not in drafter.lookups):
-        if not isinstance(small, SmallModelDrafter) or type(small) in _OTHER_WAYS:
-            return f"the drafter {small.name} {_OTHER_WAYS.get(type(small), 'drafts in another way')}"
+        if not isinstance(small, SmallModelDrafter):
+            return f"the drafter {small.name} drafts in another way"
         if small.runner.padded is None and not isinstance(small, FeatureDrafter):
             return f"passes of the drafter {small.name} are not captured"
         if is_hybrid(small.runner.loaded.model):

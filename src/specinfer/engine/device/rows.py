@@ -283,5 +283,6 @@ def _fill(
     for number, of_rows in enumerate(launch.draft_slots):
         for row, columns in enumerate(of_rows):
             if columns is not None:
-                inputs["draft_slots"][number, row] = columns
+                if len(columns):
+                    inputs["draft_slots"][number, row] = columns
                 inputs["drafts"][number, row] = 1

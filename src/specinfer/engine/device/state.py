@@ -87,7 +87,7 @@ class DeviceState:
         with torch.inference_mode(mode=False):
             slots, known = zeros(num_rows, context, dtype=torch.int32), zeros(num_rows, dtype=torch.int32)
             drafts = [
-                DraftState.empty(num_rows, 0 if kind.borrows_slots else context, device, reads_paths=kind.reads_paths)
+                DraftState.empty(num_rows, 0 if kind.shares_cache else context, device, reads_paths=kind.reads_paths)
                 for kind in kinds
             ]
             return cls(
@@ -106,7 +106,7 @@ class DeviceState:
                 ),
                 named=zeros(num_rows, MAX_LOGPROB_TOKEN_IDS),
                 drafts=tuple(
-                    replace(own, slots=slots, known=known) if kind.borrows_slots else own
+                    replace(own, slots=slots, known=known) if kind.shares_cache else own
                     for own, kind in zip(drafts, kinds, strict=True)
                 ),
             )

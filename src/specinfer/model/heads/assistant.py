@@ -65,6 +65,7 @@ class AssistantHead(FeatureHead):
         trunk = make_trunk(fields | {"num_kv_shared_layers": 0})
         self._ends, self.last_norm, self.dtype = ends, ends.norm, checkpoint.dtype
         self.reads, self.width = (target.num_layers,), target.width
+        self._scale = float(torch.tensor(self.width**0.5, dtype=self.dtype))  # rounded as transformers rounds it
         own = int(trunk.config.hidden_size)
         self.pre_projection = nn.Linear(2 * target.width, own, bias=False, device="meta")
         self.post_projection = nn.Linear(own, target.width, bias=False, device="meta")
@@ -108,15 +109,26 @@ class AssistantHead(FeatureHead):
         (hidden,) = taps
         return self.last_norm(hidden)
 
+    @property
+    def offset(self) -> int:
+        """Distance from the last known token to the position at which all levels are computed."""
+        return 0 if self.dialect.is_last else -1
+
     def forward(self, batch: ForwardBatch) -> Tensor:
-        return self.compute(batch)[0]
+        last = self._hidden(batch)
+        self.store(batch, self.post_projection(last))
+        return self.asked_logits(batch, last)
 
     def compute(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return [tokens, vocab] float32 logits and the [tokens, width] features of the next level."""
+        last = self._hidden(batch)
+        return self.logits(last), self.post_projection(last)
+
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """Return [tokens, own width] hidden states after the last norm."""
         assert batch.features is not None
         embedded = self._ends.embed(batch.token_ids).to(self.dtype)
-        scale = torch.tensor(self.width**0.5, dtype=self.dtype, device=embedded.device)
-        joined = torch.cat([embedded * scale, batch.features.to(self.dtype)], dim=-1)
+        joined = torch.cat([embedded * self._scale, batch.features.to(self.dtype)], dim=-1)
         hidden, positions = self.pre_projection(joined).unsqueeze(0), batch.positions.unsqueeze(0)
         nothing = hidden.new_empty(1, 1, 0, 1)  # in place of new keys and values
         rotations: dict[str, Any] = {}
@@ -132,8 +144,8 @@ class AssistantHead(FeatureHead):
                 position_ids=positions,
                 forward_batch=batch,
             )
-        last = self.norm(hidden)[0]
-        return self.logits(last), self.post_projection(last)
+        normalized: Tensor = self.norm(hidden)[0]
+        return normalized
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab] logits; those of tokens outside of the best clusters are -inf."""
