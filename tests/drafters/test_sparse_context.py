@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import reference
 from adapters import save_adapter
@@ -14,7 +15,7 @@ from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters import sparse_context
 from specinfer.drafters.self_drafter import SelfDrafter
-from specinfer.drafters.sparse_context import kept_places
+from specinfer.drafters.sparse_context import kept_places, kept_slots
 from tiny import make_model, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -57,6 +58,19 @@ def test_the_first_and_last_tokens_and_pages_between_them_are_kept(num_known: in
 def test_short_contexts_are_kept_whole() -> None:
     assert kept_places(0) is None
     assert kept_places(256) is None
+
+
+@pytest.mark.parametrize(("context", "least", "page"), [(20_000, 256, 16), (128, 256, 16), (4096, 12, 1), (600, 48, 4)])
+def test_a_device_keeps_the_same_part(context: int, least: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_context, "_LEAST", least)
+    monkeypatch.setattr(sparse_context, "_PAGE", page)
+    lengths = torch.cat([torch.arange(min(context, 700)), torch.randint(context + 1, (200,)), torch.tensor([context])])
+    slots = torch.stack([torch.randperm(context, dtype=torch.int32) for _ in lengths])
+    table, nums = kept_slots(slots, lengths.int())
+    for num_known, of_request, kept, num_kept in zip(lengths.tolist(), slots, table, nums.tolist(), strict=True):
+        places = kept_places(num_known)
+        wanted = of_request[:num_known] if places is None else of_request[places]
+        assert kept[:num_kept].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from assistants import save_assistant
 from heads import save_cycle, save_cycle_block, save_tiny_block, save_tiny_head
 from on_device import executor_of
 from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer.drafters import sparse_context
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Marks
 from tiny import FAMILIES, random_prompts
@@ -76,11 +77,15 @@ def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
     assert found[0] != _tokens(_llm(folder, small, "off"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("copy", ["self:int4", "self:int8"])
+@pytest.mark.parametrize(
+    ("family", "copy"),
+    [("llama", "self:int4"), ("qwen3", "self:int8"), ("gemma3_text", "self:int4"), ("llama", "self:int4-sparse")],
+)
 def test_copies_of_the_target_generate_what_plain_decoding_does(
-    copy: str, family: str, model_folder: Callable[..., Path]
+    family: str, copy: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sparse_context, "_LEAST", 12)
+    monkeypatch.setattr(sparse_context, "_PAGE", 1)
     folder = model_folder(family)
     wanted = _tokens(_llm(folder, folder, "off", enforce_eager=True))
     for tree in ("1,1,1", "2,2,1", "best-first:16:6", "auto"):

@@ -77,12 +77,14 @@ def make_device_engine(
     verification: str = "coupled",
     max_loras: int = 1,
     takes_adapters: bool = False,
+    is_sparse: bool = False,
 ) -> Engine:
     """An engine with a device executor, or one without it that is alike in all else.
 
     Args:
         small: Drafters. Those that store no keys and values are copies of the target.
         takes_adapters: Whether copies draft with the adapters of requests.
+        is_sparse: Whether copies attend to a part of the context.
     """
     graphs = Graphs(CPU) if has_device_executor else None
     several = [] if small is None else [small] if isinstance(small, LoadedModel) else small
@@ -98,7 +100,7 @@ def make_device_engine(
             if isinstance(one.model, FeatureHead)
             else ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
             if one.layer_shapes
-            else SelfRunner(one, runner, takes_adapters=takes_adapters)
+            else SelfRunner(one, runner, takes_adapters=takes_adapters, is_sparse=is_sparse)
             for one in several
         ]
         vocabularies = [

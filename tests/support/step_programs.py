@@ -95,6 +95,8 @@ def programs_of(
     rule: str | None = None,
     head: LoadedModel | None = None,
     copy: LoadedModel | None = None,
+    *,
+    is_sparse: bool = False,
 ) -> Programs:
     """Return the programs of a step whose drafters are all alike.
 
@@ -102,11 +104,12 @@ def programs_of(
         loaded: The target, whose weights small models have, too.
         num_models: Number of drafters; 0 for lookups alone.
         head, copy: What drafts in place of small models: a head, or a copy of the target in its cache.
+        is_sparse: Whether the copy attends to a part of the context.
     """
     target = ModelRunner(loaded, 512)
     drafter = ModelRunner(loaded, 512)
     if copy is not None:
-        drafter = SelfRunner(copy, target)
+        drafter = SelfRunner(copy, target, is_sparse=is_sparse)
     elif head is not None:
         is_assistant = isinstance(head.model, AssistantHead)
         drafter = AssistantRunner(head, target) if is_assistant else HeadRunner(head, target, 512)

@@ -21,6 +21,7 @@ from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
+from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.kv_cache import OutOfSlotsError, Slots
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid
@@ -44,11 +45,12 @@ class SelfRunner(ModelRunner):
         self.cache, self.tensors = target.cache, target.tensors
         if takes_adapters and loaded.model is not target.loaded.model:
             connect(loaded)
-        self.takes_adapters, self._is_sparse = takes_adapters, is_sparse
+        self.takes_adapters, self.is_sparse = takes_adapters, is_sparse
         self.max_requests, self.num_replaced = target.max_requests, 0
         self._why_unpadded = None
-        if is_sparse:
-            self._why_unpadded = "they attend to a part of a long context"
+        model = loaded.model
+        if is_sparse and not (isinstance(model, DeviceDecoder) and model.attends_at_any_distance):
+            self._why_unpadded = "they leave out tokens, and layers have windows or are not fused"
         elif is_hybrid(loaded.model):
             self._why_unpadded = "the target has layers without attention"
         self.graphs = target.graphs if self._why_unpadded is None else None
@@ -58,7 +60,7 @@ class SelfRunner(ModelRunner):
         """Return a piece with the request's adapter, if it has one, and without what it does not attend to."""
         if request.adapter is not None and self.takes_adapters:
             piece = replace(piece, adapter=request.adapter.table)
-        places = kept_places(len(piece.prefix_slots)) if self._is_sparse else None
+        places = kept_places(len(piece.prefix_slots)) if self.is_sparse else None
         if places is None:
             return piece
         return replace(piece, prefix_slots=piece.prefix_slots[places], prefix_positions=places)
@@ -75,7 +77,7 @@ class SplitSelfRunner(SelfRunner):
     def __init__(self, loaded: LoadedModel, target: DistributedRunner, name: str) -> None:
         self.loaded, self.capacity, self.padded, self.cache = loaded, None, None, target.cache
         self.graphs, self._why_unpadded = None, "the target is on several ranks"
-        self.takes_adapters, self._is_sparse = False, SELF_DRAFTERS[name].is_sparse
+        self.takes_adapters, self.is_sparse = False, SELF_DRAFTERS[name].is_sparse
         self._target, self._name = target, name
 
     def forward(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Tensor:

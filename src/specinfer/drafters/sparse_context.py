@@ -8,9 +8,12 @@ not return the weights of keys, and writing them for every layer and head would 
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 _SINKS, _PAGE = 16, 16  # tokens
 _LEAST, _SHARE = 256, 16  # tokens kept of any context; a long one keeps one token in this many
+_ROW = 64  # slots that the length of a row is a multiple of, so that kernels are compiled once for all
 
 
 def kept_places(num_known: int, least: int | None = None) -> npt.NDArray[np.int64] | None:
@@ -27,3 +30,35 @@ def kept_places(num_known: int, least: int | None = None) -> npt.NDArray[np.int6
     pages = np.linspace(num_sinks, max(window - _PAGE, num_sinks), num_pages + 2).astype(np.int64)[1:-1]
     between = (pages[:, np.newaxis] + np.arange(_PAGE)).ravel()
     return np.unique(np.concatenate([np.arange(num_sinks), between, np.arange(window, num_known)]))
+
+
+def kept_slots(slots: Tensor, num_known: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots of the known tokens that drafts attend to, those of `kept_places`, and their number.
+
+    Shapes depend on no number, and nothing waits for the device.
+
+    Args:
+        slots: [requests, context] int32 slots of the known tokens of each request.
+        num_known: [requests] int32.
+
+    Returns:
+        [requests, kept] int32 and [requests] int32.
+    """
+    context, known = slots.shape[1], num_known.long().unsqueeze(1)
+    most = max(_LEAST, context // _SHARE)
+    number = torch.arange(most, device=slots.device).unsqueeze(0)
+    num_kept = (known // _SHARE).clamp(min=_LEAST)
+    num_sinks, num_pages = (num_kept // 4).clamp(max=_SINKS), num_kept // 4 // _PAGE
+    window = known - (num_kept - num_sinks - num_pages * _PAGE)
+    after = number - num_sinks
+    step = ((window - _PAGE).maximum(num_sinks) - num_sinks).double() / (num_pages + 1)
+    of_pages = ((after // _PAGE + 1) * step + num_sinks).long() + after % _PAGE
+    between = torch.where(after < num_pages * _PAGE, of_pages, window + after - num_pages * _PAGE)
+    places = torch.where((after < 0) | (known <= num_kept), number, between)
+    # Pages of a context that is hardly too long overlap: what the ones before have is not kept again.
+    before = torch.nn.functional.pad(places.cummax(dim=1).values[:, :-1], (1, 0), value=-1)
+    is_kept = (places > before) & (number < torch.minimum(known, num_kept))
+    columns = torch.where(is_kept, is_kept.cumsum(dim=1) - 1, most)
+    table = slots.new_zeros((len(slots), (most // _ROW + 1) * _ROW))
+    table.scatter_(1, columns, slots.gather(1, places.clamp(0, context - 1)))
+    return table[:, :most], is_kept.sum(dim=1, dtype=torch.int32)

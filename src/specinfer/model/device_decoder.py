@@ -60,6 +60,11 @@ class DeviceDecoder(nn.Module):
         self.register_buffer("rotations", _rotations(trunk.rotary_emb, max_position, device), persistent=False)
         self.sums: RankSums | None = None  # over the ranks that have the other heads and the other gates
 
+    @property
+    def attends_at_any_distance(self) -> bool:
+        """True if no layer has a window, so that attention does not depend on which tokens before were left out."""
+        return all(isinstance(layer, _Layer) and layer.window is None for layer in self.layers)
+
     def connect(self, group: Group, sums: Sequence[str]) -> None:
         """Add up results over the ranks with shards of the same layers, where each computes a part of them.
 

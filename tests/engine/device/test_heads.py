@@ -1,6 +1,5 @@
 """Heads on hidden states that draft on the device: the tokens of plain decoding, and the trees of ordinary steps."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,15 +17,13 @@ from specinfer.core.tree import OFF, TreeBudget
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders, head_folder
 from specinfer.drafters import FeatureDrafter, MergedDrafter
-from specinfer.engine.commit import Committer
 from specinfer.engine.engine import Engine
-from specinfer.engine.executor import Outcome
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
-from tiny import make_request, paths_of, quick, random_prompts, run, save_model
+from tiny import make_request, quick, random_prompts, run, save_model
 
 Pair = tuple[LoadedModel, LoadedModel]
 KINDS = ["EAGLE-3", "reduced vocabulary", "EAGLE", "MTP"]
@@ -113,22 +110,6 @@ def cycle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     if request.param == "DSpark":
         return loaded, load_device_head(save_cycle_block(folder / "block"), loaded)
     return loaded, load_device_head(head, loaded)
-
-
-@pytest.fixture
-def trees(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """Return the paths of the trees of each request, and their accepted tokens, as steps report them."""
-    found, store = defaultdict[str, list[Any]](list), Committer.store
-
-    def stored(self: Committer, outcomes: Sequence[Outcome]) -> int:
-        for one in outcomes:
-            if one.tree is not None and one.acceptance is not None and len(one.tree) > 1:
-                accepted = [one.tree.tokens[node] for node in one.acceptance.path]
-                found[one.span.request.request_id].append((sorted(paths_of(one.tree)), accepted))
-        return store(self, outcomes)
-
-    monkeypatch.setattr(Committer, "store", stored)
-    return found
 
 
 def _requests() -> list[Request]:

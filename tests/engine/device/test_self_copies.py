@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -23,7 +24,7 @@ from specinfer.core.lora import LoRAConfig, LoRARequest
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import MergedDrafter, SelfDrafter, SelfRunner
+from specinfer.drafters import MergedDrafter, SelfDrafter, SelfRunner, sparse_context
 from specinfer.engine.engine import Engine
 from specinfer.kernels import QuantizedLinear, low_rank
 from specinfer.model.adapters.registry import Adapters
@@ -35,8 +36,8 @@ from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
-    "1,1,1": TreeBudget.expansion((1, 1, 1), num_drafters=3),
-    "3,2,1": TreeBudget.expansion((3, 2, 1), num_drafters=3),
+    "1,1,1": TreeBudget.expansion((1, 1, 1)),
+    "3,2,1": TreeBudget.expansion((3, 2, 1)),
     "best-first": TreeBudget(max_nodes=12, max_depth=4),
     "deep": TreeBudget(max_nodes=9, max_depth=9),
 }
@@ -87,15 +88,19 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal"])
 @pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
-def test_fixed_trees_are_those_of_ordinary_steps(tree: str, rule: str, pair: Pair) -> None:
+def test_fixed_trees_are_those_of_ordinary_steps(tree: str, rule: str, pair: Pair, trees: dict[str, list[Any]]) -> None:
     found = []
     for has_device_executor in (False, True):
         engine = make_device_engine(*pair, TREES[tree], verification=rule, has_device_executor=has_device_executor)
         requests = _requests()
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
         run(engine, requests)
-        found.append([(one.output_ids, one.speculation.as_dict(), one.uniforms.state) for one in requests])
+        found.append((dict(trees), [(one.output_ids, one.uniforms.state) for one in requests]))
+        trees.clear()
         _check_left(engine)
     assert found[0] == found[1]
+    assert sum(map(len, found[0][0].values())) > 20
 
 
 def test_a_copy_drafts_next_to_other_drafters(pair: Pair, model_folder: Callable[..., Path]) -> None:
@@ -189,16 +194,60 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(
     assert accepted["num_accepted_draft_tokens"] > without["num_accepted_draft_tokens"]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+@pytest.mark.parametrize("name", ["self:sparse", "self:int4-sparse"])
+@pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
+def test_drafts_over_a_part_of_the_context_are_those_of_ordinary_steps(
+    tree: str,
+    name: str,
+    rule: str,
+    model_folder: Callable[..., Path],
+    trees: dict[str, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The part changes with every token; prompts are shorter and longer than it."""
+    target, copy = _with_copy(model_folder("llama"), name)
+    found, drafts = [], []
+    for is_small, has_device_executor in ((False, True), (True, False), (True, True)):
+        if is_small:
+            monkeypatch.setattr(sparse_context, "_LEAST", 12)
+            monkeypatch.setattr(sparse_context, "_PAGE", 1)
+        engine = make_device_engine(
+            target, copy, TREES[tree], verification=rule, has_device_executor=has_device_executor, is_sparse=True
+        )
+        requests = _requests()
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+        else:
+            run(engine, requests)
+        found.append([(one.output_ids, one.uniforms.state) for one in requests])
+        drafts.append(dict(trees))
+        trees.clear()
+        _check_left(engine)
+    assert found[1] == found[2]
+    assert drafts[1] == drafts[2] != drafts[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passes_of_copies_in_ordinary_steps_are_captured(dtype: str, model_folder: Callable[..., Path]) -> None:
     """They have no cache of their own whose sizes a check could take; in half precision it computes in another one."""
     target, copy = _with_copy(model_folder("llama"), dtype=dtype)
     runner = ModelRunner(target, 200, graphs=Graphs(CPU))
     assert SelfRunner(copy, runner).why_not_captured is None
-    sparse = SelfRunner(copy, runner, is_sparse=True)
-    assert sparse.padded is None
-    assert sparse.why_not_captured == "they attend to a part of a long context"
+    assert SelfRunner(copy, runner, is_sparse=True).why_not_captured is None
     assert SelfRunner(copy, ModelRunner(target, 200)).why_not_captured == "capturing is off"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_passes_that_leave_out_tokens_are_not_captured_where_layers_have_windows(
+    family: str, model_folder: Callable[..., Path]
+) -> None:
+    """Windows need true positions, which captured passes take from the order of the tokens."""
+    target, copy = _with_copy(model_folder(family))
+    sparse = SelfRunner(copy, ModelRunner(target, 200, graphs=Graphs(CPU)), is_sparse=True)
+    assert sparse.padded is None
+    assert sparse.why_not_captured == "they leave out tokens, and layers have windows or are not fused"
 
 
 def test_a_copy_looks_tokens_up_in_the_tables_of_its_target(pair: Pair) -> None:

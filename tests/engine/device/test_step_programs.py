@@ -358,6 +358,7 @@ PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
 PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
 PER_GUESSES = 9
+PER_PART = 51  # of a context, once for a draft loop
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -404,18 +405,19 @@ def test_a_step_launches_no_more_kernels_than_it_may(
 def test_a_copy_of_the_target_launches_no_more_than_a_small_model(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes the root alone before its levels, and keeps nothing."""
+    """It computes the root alone before its levels, and keeps nothing; over a part of a context it first finds that."""
     loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
     counts = []
-    for copy in (loaded, None):
+    for copy, is_sparse in ((loaded, False), (None, False), (loaded, True)):
         kernels.calls.clear()
-        programs = programs_of(loaded, TreeBudget(16, 8), 4, copy=copy)
+        programs = programs_of(loaded, TreeBudget(16, 8), 4, copy=copy, is_sparse=is_sparse)
         with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
             programs.draft()
             programs.verify()
         counts.append(launches.count)
         assert kernels.calls["commit"] == kernels.calls["keep_drafted"] + 1 == (1 if copy else 2)
     assert counts[0] < counts[1]
+    assert counts[2] <= counts[0] + PER_PART
 
 
 def test_trees_of_lookups_alone_take_few_kernels(

@@ -15,6 +15,7 @@ from torch import Tensor
 from specinfer.core.request import DRAWS_EACH
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
+from specinfer.drafters.self_drafter import SelfRunner
 from specinfer.engine.device.columns import DraftColumns
 from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.known_tokens import (
@@ -58,7 +59,7 @@ class DeviceDrafter(NamedTuple):
         if isinstance(self.runner, HeadRunner):
             return KnownPath(self.runner, shape, state, own, inputs, kept)
         if shape.kinds[0].shares_cache:
-            return KnownRoot(state, kept)
+            return KnownRoot(state, kept, is_sparse=isinstance(self.runner, SelfRunner) and self.runner.is_sparse)
         return KnownPair(state, own, inputs, kept)
 
     def adapter_rows(self, inputs: DraftInputs, width: int) -> AdapterRows | None:
@@ -151,7 +152,8 @@ class DraftLoop:
         reads = (self._numbers < num) & (state.num_left[:rows] > 0) & (self._inputs.reads > 0)
         last = runner.loaded.max_position - 1
         end = last + self._shape.kinds[0].block.stop  # tokens of a block see later ones, also beyond the last position
-        layouts = self._columns.lay_out(self._inputs.slots, reads, own.known[:rows], first.root_positions, num, end)
+        slot_table, known = first.prefix or (own.slots[:rows], own.known[:rows])
+        layouts = self._columns.lay_out(self._inputs.slots, reads, known, first.root_positions, num, end)
 
         def compute(
             number: int, tokens: Tensor, visible: Tensor | None, logit_rows: Tensor, features: Tensor | None
@@ -167,7 +169,7 @@ class DraftLoop:
                 pieces=(),
                 store=self._store,
                 allows_native=False,
-                layout=layout.over(own.slots[:rows], visible),
+                layout=layout.over(slot_table, visible),
                 features=features,
                 adapter_rows=self._drafter.adapter_rows(self._inputs, tokens.shape[1]),
             )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
+from specinfer.drafters.sparse_context import kept_slots
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.kernels import tree_ops
@@ -48,6 +49,8 @@ class FirstPass(NamedTuple):
     root_positions: Tensor  # [rows] int32, as the drafter counts
     is_whole: Tensor | None = None  # [rows] False where further known tokens come before the root; None for nowhere
     features: Tensor | None = None  # [rows * num_known, width] of a head
+    # Slots of the tokens before that drafts attend to, [rows, kept] int32, and their number, [rows] int32; None for all
+    prefix: tuple[Tensor, Tensor] | None = None
 
 
 class KnownTokens(Protocol):
@@ -133,17 +136,20 @@ class KnownRoot:
 
     Args:
         kept: As that of `KnownPair`.
+        is_sparse: Whether it attends to a part of a long context only.
     """
 
-    def __init__(self, state: DeviceState, kept: Kept) -> None:
-        self._state, rows = state, len(kept[1])
+    def __init__(self, state: DeviceState, kept: Kept, *, is_sparse: bool = False) -> None:
+        self._state, self._is_sparse, rows = state, is_sparse, len(kept[1])
         with torch.inference_mode(mode=False):
             self._columns = torch.zeros(rows, dtype=torch.bool, device=kept[1].device)
             kept[1].fill_(-1)
 
     def read(self) -> FirstPass:
         rows = len(self._columns)
-        return FirstPass(self._state.roots[:rows].unsqueeze(1), self._columns, self._state.known[:rows])
+        state = self._state
+        prefix = kept_slots(state.slots[:rows], state.known[:rows]) if self._is_sparse else None
+        return FirstPass(state.roots[:rows].unsqueeze(1), self._columns, state.known[:rows], prefix=prefix)
 
     def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> Tensor | None:
         return None
