@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -71,6 +72,18 @@ def test_a_copy_reads_no_prompts_and_has_no_cache() -> None:
     assert copied.of_batch(1).read_token == 0.0 < costs().of_batch(1).read_token
     assert copied.fits(29)  # where two models with caches hold 14 requests
     assert not copied.fits(30)
+
+
+def test_a_level_over_a_part_of_the_context_reads_less_of_it() -> None:
+    options = PlanConfig("demo", device="h100", grow="7b", context=16_384, acceptance=RATES, drafters=("self:int4",))
+    whole, part = (
+        [one.level_ms for one in run_device_plan(replace(options, drafters=(name,))).choices]
+        for name in ("self:int4", "self:int4-sparse")
+    )
+    cache = [size * 15_360 / 16_384 for size in (1, 2, 4, 8)]
+    gains = np.subtract(whole, part)[:4]
+    assert gains / gains[0] == pytest.approx(np.divide(cache, cache[0]), rel=1e-6)
+    assert part[3] < 0.5 * whole[3]
 
 
 def test_memory_holds_weights_and_caches_of_both_models() -> None:
@@ -145,7 +158,6 @@ def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch
         (["--device", "h100", "--context", "0"], "context"),
         (["--device", "h100", "--drafter", "demo-eagle3"], "reads the target's hidden states"),
         (["--device", "h100", "--drafter", "mtp"], "mtp reads the target's hidden states"),
-        (["--device", "h100", "--drafter", "self:sparse"], "self:sparse attends to a part of the context"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(words: list[str], message: str) -> None:

@@ -16,6 +16,11 @@ _LEAST, _SHARE = 256, 16  # tokens kept of any context; a long one keeps one tok
 _ROW = 64  # slots that the length of a row is a multiple of, so that kernels are compiled once for all
 
 
+def num_kept(num_known: int) -> int:
+    """Return the number of known tokens that drafts attend to."""
+    return min(max(_LEAST, num_known // _SHARE), num_known)
+
+
 def kept_places(num_known: int, least: int | None = None) -> npt.NDArray[np.int64] | None:
     """Return the places of the known tokens that drafts attend to, ascending, or None for all of them.
 

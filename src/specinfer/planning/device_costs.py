@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.planning.cluster import TargetShape
@@ -60,6 +59,7 @@ class StepCosts:
         drafter: Shape of the small model, or None for lookups, which the host asks.
         context: Tokens in the KV cache of each request.
         shares_cache: Whether the drafter is a copy of the target, which reads no prompts and has no cache of its own.
+        draft_context: Tokens of each request that drafts attend to, or None for all.
     """
 
     device: Accelerator
@@ -68,14 +68,15 @@ class StepCosts:
     context: int
     design: StepDesign = StepDesign()
     shares_cache: bool = False
+    draft_context: int | None = None
 
     def of_batch(self, num_requests: int) -> CostModel:
         """Return the costs of a step with this many requests."""
         design = self.design
-        target = Curve(_SIZES, self._pass(self.target, _SIZES, num_requests, design.weight_bytes))
+        target = Curve(_SIZES, self._pass(self.target, num_requests, self.context, design.weight_bytes))
         levels = np.full(len(_SIZES), design.level_kernels * design.kernel_seconds)
         if self.drafter is not None:
-            levels += self._pass(self.drafter, _SIZES, num_requests)
+            levels += self._pass(self.drafter, num_requests, self.draft_context or self.context)
         reader = None if self.shares_cache else self.drafter
         reading = 0.0 if reader is None else 2 * weights_of(reader) / self._flops
         costs = CostModel(target, Curve(_SIZES, levels), reading, design.draft_kernels * design.kernel_seconds)
@@ -91,26 +92,26 @@ class StepCosts:
         models = [(self.target, self.design.weight_bytes)] + ([(self.drafter, None)] if self.drafter else [])
         weights = sum(weights_of(shape) * (width or shape.bytes_per_parameter) for shape, width in models)
         stored = [shape for shape, _ in models[: 1 if self.shares_cache else 2]]
-        cache = sum(num_requests * (self._context_bytes(shape) + self._recurrent_bytes(shape)) for shape in stored)
+        cache = sum(
+            num_requests * (self._context_bytes(shape, self.context) + self._recurrent_bytes(shape)) for shape in stored
+        )
         return weights + cache < self.device.memory
 
-    def _pass(
-        self, shape: TargetShape, rows: npt.ArrayLike, num_requests: int, weight_bytes: float | None = None
-    ) -> Floats:
-        """Return the seconds of passes over these numbers of rows, [sizes]."""
+    def _pass(self, shape: TargetShape, num_requests: int, context: int, weight_bytes: float | None = None) -> Floats:
+        """Return the seconds of passes over `_SIZES` rows, [sizes]."""
         device, design = self.device, self.design
         rate = device.bandwidth * design.read_share
         reading = weights_of(shape) * (weight_bytes or shape.bytes_per_parameter) / rate
-        computing = 2 * weights_of(shape) * np.asarray(rows, dtype=np.float64) / self._flops
+        computing = 2 * weights_of(shape) * np.asarray(_SIZES, dtype=np.float64) / self._flops
         # Of recurrences a state is read and one is written; what they have stored of earlier tokens is not read.
-        cache = num_requests * (self._context_bytes(shape) + 2 * shape.state_bytes) / rate
+        cache = num_requests * (self._context_bytes(shape, context) + 2 * shape.state_bytes) / rate
         each = design.layer_kernel_seconds if device.has_dependent_launches else design.kernel_seconds
         return np.maximum(reading, computing) + cache + shape.num_layers * design.layer_kernels * each
 
-    def _context_bytes(self, shape: TargetShape) -> float:
-        """Return the bytes of the keys and values of one request."""
+    def _context_bytes(self, shape: TargetShape, context: int) -> float:
+        """Return the bytes of the keys and values of one request with this many tokens."""
         numbers_per_token = shape.num_layers * shape.kv_parameters / shape.width
-        return self.context * numbers_per_token * self.design.kv_bytes
+        return context * numbers_per_token * self.design.kv_bytes
 
     def _recurrent_bytes(self, shape: TargetShape) -> float:
         """Return the bytes of the kept states of one request, and of what recurrent layers store for its tokens."""

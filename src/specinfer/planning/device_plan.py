@@ -12,6 +12,7 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, dtype_of, find_models, plan_growth
 from specinfer.bench.shape import Shape, head_dim_of
 from specinfer.core.lookups import MTP, SELF_DRAFTERS, is_model, is_self
+from specinfer.drafters.sparse_context import num_kept
 from specinfer.model.definition import load_config
 from specinfer.model.heads.load import find_format
 from specinfer.planning.cluster import TargetShape
@@ -93,8 +94,12 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
     check_files(config.json, config.plot)
     models = find_models(config.model, config.drafters)
     present = StepDesign(kv_bytes=1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0)
-    shares_cache = any(map(is_self, models.drafters))
-    costs = StepCosts(ACCELERATORS[config.device], *_shapes(config, models), config.context, present, shares_cache)
+    copies = list(filter(is_self, models.drafters))
+    is_sparse = any(SELF_DRAFTERS[name].is_sparse for name in copies)
+    costs = StepCosts(
+        ACCELERATORS[config.device], *_shapes(config, models), config.context, present, shares_cache=bool(copies),
+        draft_context=num_kept(config.context) if is_sparse else None,
+    )  # fmt: skip
     acceptance = find_acceptance(replace(config, device="auto", grow=None), models, console)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
@@ -124,9 +129,7 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
     target, shapes = str(models.target), list[TargetShape]()
     for name in filter(is_model, models.drafters):
         if is_self(name):
-            if SELF_DRAFTERS[name].is_sparse:
-                raise ValueError(f"drafter: {name} attends to a part of the context, which is not predicted")
-            shapes.append(shape_of(target, SELF_DRAFTERS[name].quantization))
+            shapes.append(shape_of(target, SELF_DRAFTERS[name].quantization or config.quantization))
         elif name == MTP or find_format(Path(name)) is not None:
             raise ValueError(
                 f"drafter: {name} reads the target's hidden states; only small models, copies of the target and "
