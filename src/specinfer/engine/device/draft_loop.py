@@ -5,8 +5,9 @@ tokens of its paths as the guesses of lookups are, so the last one's tree is tha
 computed of an accepted path is found by following the path in its own tree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ from specinfer.core.request import DRAWS_EACH
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.self_drafter import SelfRunner
-from specinfer.engine.device.columns import DraftColumns
+from specinfer.engine.device.columns import DraftColumns, PassInputs
 from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.known_tokens import (
     DraftInputs,
+    FirstPass,
     Kept,
     KnownFeature,
     KnownPair,
@@ -147,35 +149,14 @@ class DraftLoop:
             before: The trees of the drafters before, for the others.
             is_last: Whether no drafter comes after it; otherwise its trees are returned for the next one.
         """
-        state, own, runner, rows = self._state, self._own, self._drafter.runner, len(self._inputs.reads)
+        state, own, rows = self._state, self._own, len(self._inputs.reads)
         roots, first = state.roots[:rows], self._known.read()
         reads = (self._numbers < num) & (state.num_left[:rows] > 0) & (self._inputs.reads > 0)
-        last = runner.loaded.max_position - 1
+        last = self._drafter.runner.loaded.max_position - 1
         end = last + self._shape.kinds[0].block.stop  # tokens of a block see later ones, also beyond the last position
         slot_table, known = first.prefix or (own.slots[:rows], own.known[:rows])
         layouts = self._columns.lay_out(self._inputs.slots, reads, known, first.root_positions, num, end)
-
-        def compute(
-            number: int, tokens: Tensor, visible: Tensor | None, logit_rows: Tensor, features: Tensor | None
-        ) -> Tensor:
-            if self._clamps:
-                tokens = tokens.clamp(max=runner.loaded.vocab_size - 1)
-            layout, positions, slots = layouts[number]
-            batch = ForwardBatch(
-                token_ids=tokens.flatten(),
-                positions=positions,
-                slots=slots,
-                logit_rows=logit_rows,
-                pieces=(),
-                store=self._store,
-                allows_native=False,
-                layout=layout.over(slot_table, visible),
-                features=features,
-                adapter_rows=self._drafter.adapter_rows(self._inputs, tokens.shape[1]),
-            )
-            return forward(runner.loaded.model, batch)
-
-        score_level = self._passes.begin(first, roots, compute)
+        score_level = self._passes.begin(first, roots, partial(self._compute, layouts, slot_table))
 
         def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None, Tensor | None]:
             found, accepted = score_level(frontier, candidates)
@@ -201,15 +182,47 @@ class DraftLoop:
         )  # fmt: skip
         if drawing is not None:
             own.first_draw[:rows].add_((mine.max_nodes > 0) * DRAWS_EACH)
-        if is_last:
-            return None
-        by_path_prob = replace(self.trees, confidence=torch.empty_like(self.trees.confidence))
+        return None if is_last else self._proposed(candidates, first, replace(mine, max_nodes=most))
+
+    def _compute(
+        self,
+        layouts: Sequence[PassInputs],
+        slot_table: Tensor,
+        number: int,
+        tokens: Tensor,
+        visible: Tensor | None,
+        logit_rows: Tensor,
+        features: Tensor | None,
+    ) -> Tensor:
+        """Run one pass over tokens whose prefixes have the slots of a table; other arguments as for `Compute`."""
+        loaded = self._drafter.runner.loaded
+        if self._clamps:
+            tokens = tokens.clamp(max=loaded.vocab_size - 1)
+        layout, positions, slots = layouts[number]
+        batch = ForwardBatch(
+            token_ids=tokens.flatten(),
+            positions=positions,
+            slots=slots,
+            logit_rows=logit_rows,
+            pieces=(),
+            store=self._store,
+            allows_native=False,
+            layout=layout.over(slot_table, visible),
+            features=features,
+            adapter_rows=self._drafter.adapter_rows(self._inputs, tokens.shape[1]),
+        )
+        return forward(loaded.model, batch)
+
+    def _proposed(self, candidates: Candidates, first: FirstPass, limits: Limits) -> Drafted:
+        """Return the trees as proposals to the next drafter, with the path probability of each node."""
+        trees, roots = self.trees, self._state.roots[: len(self._inputs.reads)]
+        by_path_prob = replace(trees, confidence=torch.empty_like(trees.confidence))
         valued = replace(candidates, confidence=candidates.path_prob)
-        limits = replace(mine, max_nodes=most)
         tree_ops.best_tree(candidates.path_prob, valued, roots, first.root_columns, limits, by_path_prob)
-        in_use = self._nodes < self.trees.sizes.unsqueeze(1)
+        in_use = self._nodes < trees.sizes.unsqueeze(1)
         path_prob = torch.where(in_use, by_path_prob.confidence, -1.0)[:, 1:].contiguous()
-        return Drafted(Guesses(self.trees.tokens[:, 1:].contiguous(), self.trees.parents[:, 1:] - 1, path_prob), most)
+        guesses = Guesses(trees.tokens[:, 1:].contiguous(), trees.parents[:, 1:] - 1, path_prob)
+        return Drafted(guesses, limits.max_nodes)
 
     def keep(self, walked: Walk, merged: Grown) -> None:
         """Keep what the drafter computed of the accepted paths, which are in the merged trees of all drafters."""
