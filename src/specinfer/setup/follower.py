@@ -13,7 +13,7 @@ from specinfer.core.parallel_config import Place, find_place
 from specinfer.drafters.remote.process import MODULE, make_job, work_at
 from specinfer.engine_args import EngineArgs
 from specinfer.parallel.processes import Processes, share_cores
-from specinfer.setup.assembly import plan_models
+from specinfer.setup.model_plan import plan_models
 
 
 def follow(model: str | Path | EngineArgs, **options: Any) -> int:

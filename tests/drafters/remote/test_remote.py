@@ -42,8 +42,8 @@ from specinfer.drafters.remote.wire import (
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine_args import EngineArgs
 from specinfer.model.runner import ModelRunner
-from specinfer.setup.assembly import plan_models
 from specinfer.setup.drafter_setup import Speculator
+from specinfer.setup.model_plan import plan_models
 from tiny import VOCAB, as_values, make_engine, make_request, make_tokenizer, random_prompts, resized, run, trees
 
 Runners = Callable[..., ModelRunner]
