@@ -98,7 +98,8 @@ def recurrence_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     inputs, new = (_empty(rows, 1, 12288, dtype=torch.bfloat16) for rows in (_SLOTS, 64))
     yield "inputs of a convolution", partial(store, inputs, inputs, long(64), new, new)
     one = long(64)
-    order = ScanOrder(64, 16, long(9), long(8), long(8), one, one, one, one, one)
+    of_requests = long(8)
+    order = ScanOrder(64, 16, of_requests, of_requests, of_requests, of_requests, one, one, one, one, one)
     for name, (heads, key_heads, keys, values, decays, is_delta, least) in _RECURRENCES.items():
         steps, is_column = heads * (keys if decays == "key" else 1), decays == "column"
         widths = [key_heads * keys, key_heads * keys, heads * values]

@@ -78,6 +78,7 @@ def make_device_engine(
     max_loras: int = 1,
     takes_adapters: bool = False,
     is_sparse: bool = False,
+    num_states: int | None = None,
 ) -> Engine:
     """An engine with a device executor, or one without it that is alike in all else.
 
@@ -85,11 +86,12 @@ def make_device_engine(
         small: Drafters. Those that store no keys and values are copies of the target.
         takes_adapters: Whether copies draft with the adapters of requests.
         is_sparse: Whether copies attend to a part of the context.
+        num_states: Number of states of recurrent layers, or None for as many as requests need.
     """
     graphs = Graphs(CPU) if has_device_executor else None
     several = [] if small is None else [small] if isinstance(small, LoadedModel) else small
     target = replace(target, taps=taps_of(target, several))
-    runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
+    runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs, num_states=num_states)
     drafter: MergedDrafter | None = None
     if several or lookups:
         num_draft_slots = num_draft_slots or num_slots

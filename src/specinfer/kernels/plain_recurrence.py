@@ -35,7 +35,8 @@ class ScanOrder:
 
     num_results: int
     num_places: int
-    starts: Tensor  # [requests + 1] first token of each request, and the end
+    starts: Tensor  # [requests] first token of each request
+    ends: Tensor  # [requests] the token after its last one
     first_rows: Tensor  # [requests] rows of the pool with the first states; -1: zeros
     first_places: Tensor  # [requests] places of the first states; -1: none
     slots: Tensor  # [tokens]
@@ -75,8 +76,9 @@ class ScanOrder:
             num_places += count
         starts = np.cumsum([0, *map(len, parents)])
         arrays = {
-            "starts": starts, "first_rows": first_rows, "first_places": first_places, "slots": slots,
-            "origins": np.concatenate(origins), "places": np.concatenate(places), "rows": rows, "results": results,
+            "starts": starts[:-1], "ends": starts[1:], "first_rows": first_rows, "first_places": first_places,
+            "slots": slots, "origins": np.concatenate(origins), "places": np.concatenate(places), "rows": rows,
+            "results": results,
         }  # fmt: skip
         return {name: np.asarray(values, dtype=np.int64) for name, values in arrays.items()}, num_places
 
@@ -142,7 +144,7 @@ def recur(mixed: Tensor, call: RecurrenceCall, order: ScanOrder, stored: Tensor,
     held[order.first_places] = states
     result = torch.zeros(order.num_results + 1, *state_shape[::2], device=device)
     kept_ones: list[tuple[Tensor, Tensor]] = []
-    lengths = order.starts.diff()
+    lengths = order.ends - order.starts
     for i in range(int(lengths.max())):
         live = (lengths > i).nonzero().squeeze(1)
         of = order.starts[live] + i

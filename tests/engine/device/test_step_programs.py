@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
-from specinfer.kernels import tree_ops
+from specinfer.kernels import layer_ops, tree_ops
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
 from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
@@ -22,13 +22,18 @@ from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.plain_multi_step import WalkInputs
+from specinfer.kernels.plain_recurrence import ScanOrder
+from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
+from specinfer.model.graphs.sizes import MAX_STATES
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
+from specinfer.model.recurrent.layers import is_recurrent, state_bytes
+from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.planning.device_costs import StepDesign
 from step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
-from tiny import FAMILIES
+from tiny import FAMILIES, HYBRIDS, KINDS_OF_HYBRIDS, quick
 
 # Operations that only look at memory in another way, or allocate it.
 VIEWS = {
@@ -56,6 +61,8 @@ class Kernels:
         of_growth += ("walk_multi_step", "walk_traversal")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
+        for name in ("convolve", "recur"):
+            patch.setattr(layer_ops, name, self._counted(name))
         for name in ("add_norm", "rotate_and_store", "gate"):
             patch.setattr(device_decoder, name, self._counted(name))
         for module in (eagle3, block):
@@ -83,10 +90,25 @@ class Kernels:
         return query.new_empty((*query.shape[:2], values.shape[2]))
 
     @staticmethod
-    def store(keys: Tensor, values: Tensor, slots: Tensor, *new: Tensor, scales: KVScales) -> None:
+    def store(keys: Tensor, values: Tensor, slots: Tensor, *new: Tensor, scales: KVScales = NO_SCALES) -> None:
         assert scales == NO_SCALES
         _on_device(keys, values, slots, *new)
         assert all(one.stride(2) == 1 for one in new)
+
+    @staticmethod
+    def convolve(inputs: Tensor, paths: Tensor, call: ConvolutionCall) -> Tensor:
+        _on_device(inputs, call.weight, contiguous=True)
+        assert (paths.is_meta, paths.dtype, paths.stride(1)) == (True, torch.int64, 1)
+        return torch.empty(len(paths), inputs.shape[2], device=META)
+
+    @staticmethod
+    def recur(mixed: Tensor, call: RecurrenceCall, order: ScanOrder, stored: Tensor, pool: Tensor | None) -> Tensor:
+        tensors = [value for name in ScanOrder.__slots__ if isinstance(value := getattr(order, name), Tensor)]
+        _on_device(mixed, call.decay, stored, *tensors, *([] if pool is None else [pool]), contiguous=True)
+        assert {one.dtype for one in tensors} == {torch.int64}
+        assert len(order.slots) == len(order.origins) == len(order.places) == len(order.results) == len(mixed)
+        assert order.num_places <= MAX_STATES
+        return torch.empty(order.num_results, call.sizes.num_heads, call.sizes.value_dim, device=META)
 
     @staticmethod
     def choose(
@@ -270,6 +292,34 @@ def test_kernels_are_given_what_they_read_in_a_step_of_every_family(
     assert kernels.calls["least_kept"] == kernels.calls["adjust_logits"] == 2 + 1 + 1
 
 
+@pytest.mark.parametrize("family", quick(HYBRIDS, *KINDS_OF_HYBRIDS))
+def test_kernels_are_given_what_they_read_by_layers_without_attention(
+    family: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of the tokens follows from trees and paths that are known on the device alone."""
+    loaded, counts = on_meta(model_folder(family)), []
+    for module in loaded.model.modules():  # made when the model was loaded
+        module.__dict__.pop("_calls", None)
+        module.__dict__.pop("_call", None)
+    kernels, layers = Kernels(monkeypatch), [one for one in loaded.model.modules() if is_recurrent(one)]
+    again = 8 if state_bytes(loaded.model) else 0
+    for budget in (TreeBudget(8, 2), None):
+        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8, num_models=0, num_again=again)
+        kernels.calls.clear()
+        with torch.inference_mode(), SynchronizationCheck():
+            programs.verify()
+        assert kernels.calls["convolve"] == len(layers)
+        assert kernels.calls["recur"] == sum(not isinstance(one, ShortConv) for one in layers)
+        assert programs._scan is not None
+        with torch.inference_mode(), Launches() as launches:
+            programs._scan.of_step(programs._trees, programs.inputs.there["slots"], programs._is_row)
+            programs._scan.advance(programs._is_row)
+        counts.append(launches.count)
+    assert max(counts) <= PER_SCAN
+    without = programs_of(on_meta(model_folder("llama")), None, 4, Processing.ADJUSTMENT, num_models=0)
+    assert without._scan is None
+
+
 def test_kernels_are_given_what_they_read_by_several_drafters(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +408,7 @@ PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
 PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
 PER_GUESSES = 9
+PER_SCAN = 64  # the order of the tokens in layers without attention
 PER_PART = 51  # of a context, once for a draft loop
 
 

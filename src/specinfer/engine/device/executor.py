@@ -37,7 +37,6 @@ from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.learners import Learners
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
-from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
@@ -84,7 +83,7 @@ class DeviceExecutor:
         chosen_rule = "coupled" if rule == AUTO else None
         self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, chosen_rule)
         self._served = ServedRequests(
-            target.cache, scheduler, self._device, self._drawn, min(max_requests, num_rows),
+            target.cache, target.tensors.states, scheduler, self._device, self._drawn, min(max_requests, num_rows),
             may_follow=self._guesses.has_lookups, may_sample=may_sample,
         )  # fmt: skip
         self._error: Exception | None = None  # of a step that could not begin
@@ -135,7 +134,7 @@ class DeviceExecutor:
         processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
         rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None
         sizes = usual_sizes(
-            rows.num_rows, budgets, processing, rule, self._drafts.kinds, has_lookups=self._guesses.has_lookups
+            rows, budgets, processing, rule, self._drafts.kinds, has_lookups=self._guesses.has_lookups
         )  # fmt: skip
         capture_sizes(rows, sizes, progress)
 
@@ -168,12 +167,12 @@ class DeviceExecutor:
             return None
         budgets = self._budgets.of(device_requests, policy.budgets)
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
-        most = MAX_ROWS // num_rows
+        most = self._device.max_rows // num_rows
         has_lookups = self._guesses.has_lookups
         look_up = has_lookups and any(budget.max_nodes for budget in self._budgets.uncut)
         if look_up and self._launches:
             return None  # lookups need to know all tokens
-        most_nodes = min(num_slots, most - 1)
+        most_nodes = max(min(num_slots, most - 1), 0)
         if look_up and not self._budgets.asks_model(device_requests, budgets):
             shape, guesses = self._guesses.alone(device_requests, self._budgets.uncut, most_nodes)
         else:
@@ -194,7 +193,8 @@ class DeviceExecutor:
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
-        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts)
+        again = self._device.num_again(max(one.num_again for one in device_requests))
+        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts, again)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
         if shape is not None and not (size.num_slots <= 1 + num_slots and self._drafts.reserve(launch)):
@@ -218,9 +218,14 @@ class DeviceExecutor:
         self.num_launched += 1
         self._launches.append(launch)
         self._scheduler.charge([one.request for one in launch.device_requests])
+        states = self._target.tensors.states
         for one in launch.device_requests:
             one.num_in_flight += 1
             launch.slots.append(self._target.cache.reserve(one.request.request_id, launch.size.num_slots))
+            launch.state_rows.append(one.next_state_row())
+            states.drop(launch.slots[-1])
+            states.forget(launch.state_rows[-1])
+            one.num_again = launch.size.max_depth  # the longest path
         self._drafts.lend(launch)
         self._device.launch(launch, launch.budgets)
 
@@ -256,6 +261,7 @@ class DeviceExecutor:
             is_kept = is_served and answer.next_token >= 0
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
+                self._target.tensors.states.note(launch.state_rows[row], int(launch.slots[row][0]))
                 drafted = self._drafts.names_of(launch, row) if launch.budgets[row].max_nodes else ()
                 self._drawn.note(one.request, answer, drafted)
                 assert answer.tokens[0] == one.request.token_ids[-1]

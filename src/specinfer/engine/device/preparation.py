@@ -16,7 +16,6 @@ from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of, shape_of_guesses
 from specinfer.model.graphs.capture import CaptureError
-from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ def usual_processing(rows: DeviceRows, sampling_defaults: Mapping[str, Any], *, 
 
 
 def usual_sizes(
-    num_rows: int,
+    rows: DeviceRows,
     budgets: Sequence[TreeBudget],
     processing: Processing,
     rule: str | None,
@@ -44,23 +43,25 @@ def usual_sizes(
     """Return the sizes of plain steps and of those with trees of these budgets, the largest first.
 
     Args:
-        num_rows: Maximum number of requests in a step.
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
         kinds: Those of the drafters that grow a tree each.
         has_lookups: Whether lookups propose tokens, too.
     """
     sizes: list[LaunchSize] = []
-    for count in [count for count in REQUESTS if count <= num_rows][::-1]:
-        most = MAX_ROWS // count
+    for count in [count for count in REQUESTS if count <= rows.num_rows][::-1]:
+        most = rows.max_rows // count
         shapes: list[DraftShape | None] = [None]
         for budget in filter(holds, budgets if kinds or has_lookups else ()):
             guess_depth = budget.max_depth if has_lookups else 0
             shapes.append(
                 shape_of([budget], most - 1, most, guess_depth, kinds)
                 if kinds
-                else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
+                else shape_of_guesses(max(min(budget.max_nodes, most - 1), 0), budget.max_depth, most - 1)
             )
-        sizes += dict.fromkeys(LaunchSize(count, shape, processing, rule=rule) for shape in shapes[::-1])
+        again = rows.num_again(max(shape.max_depth for shape in shapes if shape) if any(shapes) else 1)
+        sizes += dict.fromkeys(
+            LaunchSize(count, shape, processing, rule=rule, num_again=again) for shape in shapes[::-1]
+        )
     return sizes
 
 

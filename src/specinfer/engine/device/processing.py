@@ -54,8 +54,6 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
         return "the target is on several ranks"
     if target.padded is None:
         return "passes of the target are not captured"
-    if is_hybrid(target.loaded.model):
-        return "the target has convolutions or recurrent layers"
     if drafter is None:
         return None
     if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:

@@ -17,6 +17,7 @@ from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import write_logprobs
 from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.scan import DeviceScan
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import AdapterRows, tree_ops
 from specinfer.kernels.plain_draft import Grown, Limits
@@ -26,6 +27,7 @@ from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
+from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
 
 
@@ -65,6 +67,7 @@ class Programs:
         with torch.inference_mode(mode=False):
             count, vocab = size.shape.num_candidates if size.shape else 0, target.loaded.vocab_size
             self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.rule else None
+        self._scan = DeviceScan(size, state, target) if is_hybrid(target.loaded.model) else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))
         self._loops = [] if not size.num_models else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
@@ -149,6 +152,7 @@ class Programs:
             max_new=nodes,
             is_chain=nodes == 1,
         )
+        scan = None if self._scan is None else self._scan.of_step(trees, slots, is_live)
         batch = ForwardBatch(
             token_ids=trees.tokens.flatten(),
             positions=positions.flatten().long(),
@@ -159,8 +163,11 @@ class Programs:
             allows_native=False,
             layout=layout,
             adapter_rows=self._adapter_rows(),
+            padded_scan=scan,
         )
         logits = unprocessed = forward(loaded.model, batch)
+        if self._scan is not None:
+            self._scan.advance(is_live)
         if self.size.asked is not None and self._adjustments is not None:
             unprocessed = logits.clone()
         least = self._process(logits, Paths(self._nodes, trees.tokens, trees.parents, 1, self.size.max_depth))

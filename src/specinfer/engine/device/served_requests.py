@@ -11,8 +11,10 @@ from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.rows import DeviceRows
+from specinfer.engine.device.sizes import AGAIN
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
+from specinfer.model.recurrent.states import RecurrentStates
 
 
 class ServedRequests:
@@ -20,6 +22,7 @@ class ServedRequests:
 
     Args:
         cache: KV cache of the target.
+        states: States of its recurrent layers.
         rows: Rows on the device.
         drawn: Which requests are under a rule with random numbers.
         max_requests: Maximum number of requests at a time.
@@ -30,6 +33,7 @@ class ServedRequests:
     def __init__(
         self,
         cache: KVCache,
+        states: RecurrentStates,
         scheduler: Scheduler,
         rows: DeviceRows,
         drawn: DrawnRequests,
@@ -38,7 +42,7 @@ class ServedRequests:
         may_follow: bool,
         may_sample: bool,
     ) -> None:
-        self._cache, self._scheduler, self._rows, self._drawn = cache, scheduler, rows, drawn
+        self._cache, self._states, self._scheduler, self._rows, self._drawn = cache, states, scheduler, rows, drawn
         self._max_requests, self._may_follow, self._may_sample = max_requests, may_follow, may_sample
         self._by_row: list[DeviceRequest] = []
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
@@ -56,11 +60,14 @@ class ServedRequests:
                 return
             if not self._may_join(request):
                 continue
-            self._barred.pop(request, None)
-            self._by_row.append(DeviceRequest(request))  # first, so that a failure from here on releases it
-            self._scheduler.mark_in_flight([self._by_row[-1].span()])
             slots = self._cache.slots(request.request_id)
-            self._rows.write(len(self._by_row) - 1, request, slots, is_drawn=self._drawn.has(request))
+            if (lent := self._states.lend(slots, AGAIN[-1])) is None:
+                continue
+            self._barred.pop(request, None)
+            one = DeviceRequest(request, lent=lent, num_again=len(slots) - lent.num_known)
+            self._by_row.append(one)  # first, so that a failure from here on releases it
+            self._scheduler.mark_in_flight([one.span()])
+            self._rows.write(len(self._by_row) - 1, request, slots, lent=lent, is_drawn=self._drawn.has(request))
 
     def _may_join(self, request: Request) -> bool:
         return (
@@ -93,6 +100,7 @@ class ServedRequests:
         """Return a request to the scheduler if it has left, and none of its steps is in flight."""
         if one.has_left and not one.num_in_flight:
             self._scheduler.release([one.span()])
+            self._states.take_back(one.lent.rows)
 
     def clear(self) -> None:
         """Forget all rows, without a look at what is in flight."""

@@ -9,6 +9,7 @@ from specinfer.model.graphs.sizes import at_least
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+AGAIN = (8, LEVELS[-1])  # tokens of a path that recurrent layers compute once more
 # Nodes of a best-first tree, and nodes of each level that may have children.
 _WIDTHS = ((2, 1), (8, 2), (16, 4), (64, 8), (256, 16))
 

@@ -70,6 +70,8 @@ class DeviceState:
     seeds: Tensor  # [rows] int64
     is_drawn: Tensor  # [rows] bool, True for requests whose draft tokens are drawn
     uniforms: Tensor  # [rows] int64 states of their random numbers
+    scanned: Tensor  # [rows] int32 tokens that the state of recurrent layers covers
+    states: Tensor  # [rows, 2] int64 rows of the states that the next step reads and writes, -1 for none
     truncation: Truncation  # with the temperatures
     named: Tensor  # [rows, n] int64 tokens of `logprob_token_ids`
     drafts: tuple[DraftState, ...]  # of each drafter
@@ -98,6 +100,8 @@ class DeviceState:
                 seeds=zeros(num_rows),
                 is_drawn=zeros(num_rows, dtype=torch.bool),
                 uniforms=zeros(num_rows),
+                scanned=zeros(num_rows, dtype=torch.int32),
+                states=torch.full((num_rows, 2), -1, dtype=torch.int64, device=device),
                 truncation=Truncation(
                     zeros(num_rows, dtype=torch.float32),
                     torch.full((num_rows,), -torch.inf, device=device),
@@ -120,6 +124,7 @@ class DeviceState:
         """Copy one row to another."""
         limits = self.truncation
         for column in (self.slots, self.known, self.roots, self.num_left, self.seeds, self.is_drawn, self.uniforms,
+                       self.scanned, self.states,
                        limits.temperatures, limits.log_min_p, limits.top_k, limits.top_p, self.named,
                        *(column for drafts in self.drafts for column in drafts.columns)):  # fmt: skip
             column[row].copy_(column[source])

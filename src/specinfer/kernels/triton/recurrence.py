@@ -68,7 +68,7 @@ def _softplus(x):
 
 @triton.jit
 def recur_program(
-    mixed, stored, pool, held, starts, first_rows, first_places, slots, origins, places, rows, results,
+    mixed, stored, pool, held, starts, ends, first_rows, first_places, slots, origins, places, rows, results,
     bias, decay, skip, out, heads, channels, query, key, value, least, most, scale,
     REPEATS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_DELTA: tl.constexpr, DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, HAS_SKIP: tl.constexpr,
@@ -94,7 +94,7 @@ def recur_program(
         rate = tl.load(decay + k[:, None] * VALUES + v[None, :], mask=inside, other=0.0)
     else:
         rate = tl.load(decay + head)
-    for token in range(tl.load(starts + request), tl.load(starts + request + 1)):
+    for token in range(tl.load(starts + request), tl.load(ends + request)):
         origin = tl.load(origins + token)
         if origin >= 0:
             state = tl.load(held + origin * whole + at, mask=inside, other=0.0)
@@ -185,8 +185,8 @@ def recur(mixed: Tensor, call: RecurrenceCall, order: ScanOrder, stored: Tensor,
     result = torch.zeros(order.num_results, heads, values, device=mixed.device)  # of padding, too
     decay, least = call.decay, call.limits[0]
     recur_program[(len(order.first_rows), heads, triton.cdiv(values, block_v))](
-        mixed, stored, held if pool is None else pool, held, order.starts, order.first_rows, order.first_places,
-        order.slots, order.origins, order.places, order.rows, order.results,
+        mixed, stored, held if pool is None else pool, held, order.starts, order.ends, order.first_rows,
+        order.first_places, order.slots, order.origins, order.places, order.rows, order.results,
         decay if call.bias is None else call.bias, decay, decay if call.skip is None else call.skip, result,
         heads, sizes.num_channels, sizes.query, sizes.key, sizes.value, *call.limits, keys**-0.5,
         REPEATS=heads // sizes.num_key_heads, KEYS=keys, VALUES=values, BLOCK_K=block_k, BLOCK_V=block_v,

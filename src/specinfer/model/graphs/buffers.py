@@ -19,7 +19,8 @@ from specinfer.model.recurrent.scan import PaddedScan, Scan
 _ALIGNMENT = 16  # bytes
 _UPDATES = 16  # slot table cells that a pass may change per request without separate copies
 _SCAN = "scan_"  # before the names of the tensors of a `ScanOrder`
-_OF_REQUESTS, _OF_SCANNED = ("first_rows", "first_places"), ("slots", "origins", "places", "rows", "results")
+_OF_REQUESTS = ("starts", "ends", "first_rows", "first_places")  # -1 for those that are not there, without tokens
+_OF_SCANNED = ("slots", "origins", "places", "rows", "results")
 _TYPES: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
 
 
@@ -59,7 +60,6 @@ class Buffers:
             scanned = dict.fromkeys(_OF_SCANNED, (np.int64, (size.scanned,)))
             firsts = dict.fromkeys(_OF_REQUESTS, (np.int64, (requests,)))
             shapes |= {f"{_SCAN}{name}": shape for name, shape in (scanned | firsts).items()}
-            shapes[f"{_SCAN}starts"] = (np.int64, (requests + 1,))
             shapes[f"{_SCAN}new"] = (np.int64, (tokens,))
             shapes[f"{_SCAN}paths"] = (np.int64, (size.scanned, taps))
         parts, end = {}, 0
@@ -138,7 +138,6 @@ class Buffers:
         if scan is not None:
             for name, values in scan.host_arrays(self._taps).items():
                 host[f"{_SCAN}{name}"][: len(values)] = values
-            host[f"{_SCAN}starts"][len(pieces) :] = scan.num_tokens
         self._note_updates(pieces)
         self._send()
 

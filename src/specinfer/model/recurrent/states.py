@@ -8,6 +8,7 @@ was accepted since, one that was preempted, a fork, and another one with the sam
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +45,14 @@ class RecurrentStates:
         self._pending: dict[int, int] = {}  # slots by the rows that the pass writes
         self._readers: Counter[int] = Counter()  # requests of the pass that read a row
         self._unwritten: set[int] = set()  # layers that have not written them yet
+        self._lent: set[int] = set()  # rows that steps on a device write
 
     def clear(self) -> None:
         """Drop all states, because other weights computed them."""
         self._pending.clear()
         self._row_of.fill(NO_ROW)
         self._slot_of.fill(-1)
+        self._lent.clear()
 
     def begin(self, new_slots: Sequence[Ints]) -> None:
         """Begin a pass that writes these slots; states of their former tokens, and of a failed pass, are dropped."""
@@ -59,6 +62,11 @@ class RecurrentStates:
             return
         self._clock += 1
         for slots in new_slots:
+            self.drop(slots)
+
+    def drop(self, slots: Ints) -> None:
+        """Drop the states of the tokens in these slots, which others will take."""
+        if len(self._row_of):
             rows = self._row_of[slots]
             self._slot_of[rows[rows >= 0]] = -1
             self._row_of[slots] = NO_ROW
@@ -88,11 +96,10 @@ class RecurrentStates:
         # Free rows first, of these the one that was used last: its memory is at hand.
         order = np.lexsort((np.where(is_used, self._last_used, -self._last_used), is_used))
         needed = self._pending.keys() | {row for row, count in self._readers.items() if row != own or count > 1}
+        needed |= self._lent
         row = next((int(one) for one in order if int(one) not in needed), NO_ROW)
         if row != NO_ROW:
-            if (former := self._slot_of[row]) >= 0:
-                self._row_of[former] = NO_ROW
-            self._slot_of[row] = -1
+            self.forget(row)
             self._pending[row] = slot
             self._unwritten = set(self.pools)
         return row
@@ -109,3 +116,64 @@ class RecurrentStates:
             for row, slot in self._pending.items():
                 self._row_of[slot], self._slot_of[row], self._last_used[row] = row, slot, self._clock
             self._pending.clear()
+
+    # ------------------------------------------------------------------------------------ steps on a device
+
+    def lend(self, prefix_slots: Ints, most_again: int) -> "Lent | None":
+        """Lend two rows to a request whose steps write its states in turns; None if it has to take other steps first.
+
+        Args:
+            prefix_slots: Slots of its tokens.
+            most_again: Tokens after its latest kept state that may be computed once more.
+        """
+        if not self.pools:
+            return Lent((NO_ROW, NO_ROW), NO_ROW, len(prefix_slots))
+        if not len(self._row_of):
+            return None
+        rows = self._row_of[prefix_slots]
+        known = np.flatnonzero(rows >= 0)
+        if not len(known) or len(prefix_slots) - int(known[-1]) - 1 > most_again:
+            return None
+        source = int(rows[known[-1]])
+        order = np.lexsort((self._last_used, self._slot_of >= 0)).tolist()
+        free = [row for row in order if row not in self._lent and row != source]
+        if source not in self._lent:
+            free.append(source)  # the last choice: what others share stays as it is
+        if len(free) < 2:
+            return None
+        own = (source, free[0]) if free[1] == source else (free[0], free[1])
+        for row in own:
+            self.forget(row)
+            self._lent.add(row)
+        return Lent(own, source, int(known[-1]) + 1)
+
+    def forget(self, row: int) -> None:
+        """Forget which token's state is in a row, which is about to be written."""
+        if row != NO_ROW:
+            if (former := self._slot_of[row]) >= 0:
+                self._row_of[former] = NO_ROW
+            self._slot_of[row] = -1
+
+    def note(self, row: int, slot: int) -> None:
+        """Note that a row has the state after the token in a slot."""
+        if row != NO_ROW:
+            self.forget(row)
+            self._row_of[slot], self._slot_of[row], self._last_used[row] = row, slot, self._clock
+
+    def take_back(self, rows: Sequence[int]) -> None:
+        """End a loan; the rows keep the states that were noted."""
+        self._lent.difference_update(rows)
+
+
+class Lent(NamedTuple):
+    """Two rows for the states of one request. Each step reads the one that the step before has written.
+
+    Attributes:
+        rows: The row that the first step reads, and the one that it writes.
+        source: The row with the latest kept state, which has to be copied to the first of them, or may be it.
+        num_known: The number of tokens that this state covers.
+    """
+
+    rows: tuple[int, int]
+    source: int
+    num_known: int

@@ -1,0 +1,190 @@
+"""Steps on the device of models that have layers without attention: the tokens and the trees of ordinary steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interpreter import interpreted
+from late_stream import LateStream, make_executor_late
+from on_device import come_and_go, executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
+from specinfer.core.request import Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.programs import Programs
+from specinfer.engine.engine import Engine
+from specinfer.kernels import layer_ops
+from specinfer.model.load import LoadedModel
+from specinfer.model.recurrent.layers import state_bytes
+from specinfer.model.recurrent.states import RecurrentStates
+from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_request, quick, random_prompts, run
+
+Pair = tuple[LoadedModel, LoadedModel]
+TREES = {
+    "off": TreeBudget(),
+    "5,1": TreeBudget.expansion((5, 1)),
+    "3,2,1": TreeBudget.expansion((3, 2, 1)),
+    "best-first": TreeBudget(max_nodes=12, max_depth=4),
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
+]
+
+
+@pytest.fixture(scope="module", params=quick(HYBRIDS, "lfm2", "qwen3_5_text"))
+def pair(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Pair:
+    """A target, and a small model with attention."""
+    return load_plain(model_folder(request.param)), load_plain(model_folder("llama"))
+
+
+def _requests() -> list[Request]:
+    return repeating_requests(PARAMS)
+
+
+def _check_left(engine: Engine) -> None:
+    assert engine.target.cache.is_balanced()
+    assert engine.target.cache.num_owned == 0
+    assert not engine.target.tensors.states._lent  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lookups", [(), ("suffix",)])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    small = pair[1] if tree != "off" else None
+    engine = make_device_engine(pair[0], small, TREES[tree], lookups=lookups if small else ())
+    requests = _requests()
+    assert run_on_device(engine, requests) == set(requests)
+    assert [request.output_ids for request in requests] == wanted
+    assert executor_of(engine).num_launched > 4
+    _check_left(engine)
+
+
+@pytest.fixture(scope="module", params=quick(KINDS_OF_HYBRIDS, "lfm2_moe", "qwen3_next"))
+def kind(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Pair:
+    return load_plain(model_folder(request.param)), load_plain(model_folder("llama"))
+
+
+def _predicted(target: LoadedModel, every: int) -> tuple[list[Request], list[list[int]]]:
+    """Return requests whose predictions are wrong at every so many tokens, and their tokens."""
+    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
+    requests = _requests()
+    for request, tokens in zip(requests, wanted, strict=True):
+        request.prediction_ids = tuple((t + 1) % 90 if i % every == every - 1 else t for i, t in enumerate(tokens))
+    return requests, wanted
+
+
+@pytest.mark.parametrize("every", [3, 5, 9])
+@pytest.mark.parametrize("has_model", [False, True])
+def test_accepted_paths_of_every_length_are_computed_once_more(every: int, has_model: bool, kind: Pair) -> None:
+    requests, wanted = _predicted(kind[0], every)
+    tree = TreeBudget(max_nodes=16, max_depth=12)
+    engine = make_device_engine(kind[0], kind[1] if has_model else None, tree, lookups=["suffix"])
+    assert run_on_device(engine, requests) == set(requests)
+    assert [request.output_ids for request in requests] == wanted
+    assert sum(one.speculation.num_accepted_draft_tokens for one in requests) > 0.2 * sum(map(len, wanted))
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("tree", ["off", "5,1", "best-first"])
+def test_trees_and_states_of_steps_in_flight_are_not_mixed_up(
+    tree: str, kind: Pair, trees: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, drafts = [], []
+    for is_late in (False, True):
+        stream = LateStream()
+        with monkeypatch.context() as patch:
+            if is_late:
+                make_executor_late(stream, patch)
+            small = None if tree == "off" else kind[1]
+            engine = make_device_engine(kind[0], small, TREES[tree], has_device_executor=is_late, keeps_prefixes=True)
+            found.append(come_and_go(engine, 3))
+        drafts.append(dict(trees))
+        trees.clear()
+    assert found[0] == found[1]
+    assert tree == "best-first" or drafts[0] == drafts[1]
+    assert executor_of(engine).num_launched >= 10
+    assert stream.longest >= 6, "two steps were never in flight"
+    assert not engine.target.tensors.states._lent  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("moment", [3, 4, 5, 8])
+def test_dropped_steps_leave_no_wrong_state(moment: int, kind: Pair) -> None:
+    """What is in flight may have overwritten the last state that was read."""
+    requests, wanted = _predicted(kind[0], 4)
+    engine = make_device_engine(kind[0], kind[1], TREES["3,2,1"], lookups=["suffix"], keeps_prefixes=True)
+    for request in requests:
+        engine.add(request)
+    for number in range(100):
+        if not engine.has_work:
+            break
+        if number % moment == moment - 1:
+            executor_of(engine).abandon()
+        if number == moment + 1:
+            engine.abort(requests[1])
+        engine.step()
+    assert [one.output_ids for one in requests[:1] + requests[2:]] == wanted[:1] + wanted[2:]
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("num_states", [0, 1, 2, 3, 5, 8])
+def test_few_states_cost_time_alone(num_states: int, kind: Pair) -> None:
+    """Requests without two rows for their states take ordinary steps."""
+    requests, wanted = _predicted(kind[0], 4)
+    options = {"lookups": ["suffix"], "num_states": num_states, "max_num_seqs": 3}
+    engine = make_device_engine(kind[0], kind[1], TREES["best-first"], **options)  # type: ignore[arg-type]
+    served = run_on_device(engine, requests)
+    assert [request.output_ids for request in requests] == wanted
+    if engine.target.tensors.states.pools:  # type: ignore[attr-defined]
+        assert bool(served) == (num_states >= 2)
+    _check_left(engine)
+
+
+def test_a_later_turn_goes_on_from_the_state_of_the_last_step(kind: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not state_bytes(kind[0].model):
+        pytest.skip("convolutions have no states")
+    engine = make_device_engine(kind[0], kind[1], TREES["3,2,1"], keeps_prefixes=True)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    first = make_request("first", random_prompts([9])[0], params)
+    assert run_on_device(engine, [first]) == {first}
+    starts, find = [], RecurrentStates.find
+
+    def found(states: RecurrentStates, prefix: Any) -> tuple[int, int]:
+        start, row = find(states, prefix)
+        starts.append((len(prefix), start))
+        return start, row
+
+    monkeypatch.setattr(RecurrentStates, "find", found)
+    second = make_request("second", [*first.token_ids, 5, 6, 7], params)
+    plain = make_request("second", [*first.token_ids, 5, 6, 7], params)
+    run(engine, [second])
+    assert starts[0][0] >= 26
+    assert starts[0][0] - starts[0][1] <= 4, "hardly any token is computed once more"
+    assert [second.output_ids] == run(make_device_engine(kind[0], has_device_executor=False), [plain])
+
+
+@interpreted
+def test_the_kernels_compute_as_their_counterparts(kind: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter, in steps on the device alone."""
+    verify, are_on = Programs.verify, False
+
+    def verified(programs: Programs) -> None:
+        nonlocal are_on
+        are_on = True
+        verify(programs)
+        are_on = False
+
+    monkeypatch.setattr(layer_ops, "runs_on", lambda _: are_on)
+    requests, wanted = _predicted(kind[0], 4)
+    monkeypatch.setattr(Programs, "verify", verified)
+    engine = make_device_engine(kind[0], None, TREES["best-first"], lookups=["suffix"])
+    request = requests[0]
+    request.params = replace(request.params, max_tokens=12)
+    assert run_on_device(engine, [request]) == {request}
+    assert request.output_ids == wanted[0][:12]
+    assert request.speculation.num_accepted_draft_tokens > 2
