@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from specinfer.cli.app import app
+from specinfer.core.lookups import SelfKind
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.planning.cluster import TargetShape
@@ -68,10 +69,13 @@ def test_a_level_of_a_copy_reads_the_weights_of_the_target_in_fewer_bits() -> No
 
 
 def test_a_copy_reads_no_prompts_and_has_no_cache() -> None:
-    copied = replace(costs(context=10), shares_cache=True)
+    copied = replace(costs(context=10), copy=SelfKind("int4", is_sparse=False))
     assert copied.of_batch(1).read_token == 0.0 < costs().of_batch(1).read_token
     assert copied.fits(29)  # where two models with caches hold 14 requests
     assert not copied.fits(30)
+    itself = replace(copied, copy=SelfKind(None, is_sparse=True))
+    assert itself.fits(39), "its weights are the target's"
+    assert not itself.fits(40)
 
 
 def test_a_level_over_a_part_of_the_context_reads_less_of_it() -> None:
@@ -84,6 +88,24 @@ def test_a_level_over_a_part_of_the_context_reads_less_of_it() -> None:
     gains = np.subtract(whole, part)[:4]
     assert gains / gains[0] == pytest.approx(np.divide(cache, cache[0]), rel=1e-6)
     assert part[3] < 0.5 * whole[3]
+
+
+def test_what_follows_from_a_copy_concerns_the_copy_alone() -> None:
+    """Of several drafters the largest is predicted."""
+    options = PlanConfig("demo", device="h100", grow="7b", context=16_384, acceptance=RATES)
+    names = ("demo", "self:int4-sparse")
+    both, alone = (run_device_plan(replace(options, drafters=one)) for one in (names, names[1:]))
+    assert both.drafter_name == names[1]
+    assert both.choices == alone.choices
+    assert "int4 weights" not in both.changes
+
+
+def test_sparse_copies_of_targets_with_layers_that_need_all_tokens_are_refused(
+    model_folder: Callable[..., Path],
+) -> None:
+    options = PlanConfig(str(model_folder("lfm2")), device="h100", acceptance=RATES, drafters=("self:sparse",))
+    with pytest.raises(ValueError, match="self:sparse leaves out tokens"):
+        run_device_plan(options)
 
 
 def test_memory_holds_weights_and_caches_of_both_models() -> None:
@@ -158,6 +180,10 @@ def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch
         (["--device", "h100", "--context", "0"], "context"),
         (["--device", "h100", "--drafter", "demo-eagle3"], "reads the target's hidden states"),
         (["--device", "h100", "--drafter", "mtp"], "mtp reads the target's hidden states"),
+        (
+            ["--device", "h100", "--drafter", "self:int4", "--quantization", "int4"],
+            "self:int4 is the target itself, which is int4 too",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(words: list[str], message: str) -> None:

@@ -27,11 +27,11 @@ def kept_places(num_known: int, least: int | None = None) -> npt.NDArray[np.int6
     Args:
         least: Contexts of up to this many tokens are kept whole, or None for the usual limit.
     """
-    num_kept = max(_LEAST if least is None else least, num_known // _SHARE)
-    if num_known <= num_kept:
+    most = max(_LEAST if least is None else least, num_known // _SHARE)
+    if num_known <= most:
         return None
-    num_sinks, num_pages = min(_SINKS, num_kept // 4), num_kept // 4 // _PAGE
-    window = num_known - (num_kept - num_sinks - num_pages * _PAGE)  # where it begins
+    num_sinks, num_pages = min(_SINKS, most // 4), most // 4 // _PAGE
+    window = num_known - (most - num_sinks - num_pages * _PAGE)  # where it begins
     pages = np.linspace(num_sinks, max(window - _PAGE, num_sinks), num_pages + 2).astype(np.int64)[1:-1]
     between = (pages[:, np.newaxis] + np.arange(_PAGE)).ravel()
     return np.unique(np.concatenate([np.arange(num_sinks), between, np.arange(window, num_known)]))
@@ -40,7 +40,7 @@ def kept_places(num_known: int, least: int | None = None) -> npt.NDArray[np.int6
 def kept_slots(slots: Tensor, num_known: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slots of the known tokens that drafts attend to, those of `kept_places`, and their number.
 
-    Shapes depend on no number, and nothing waits for the device.
+    A row is [first tokens | pages | last tokens]. Shapes depend on no number, and nothing waits for the device.
 
     Args:
         slots: [requests, context] int32 slots of the known tokens of each request.
@@ -50,20 +50,20 @@ def kept_slots(slots: Tensor, num_known: Tensor) -> tuple[Tensor, Tensor]:
         [requests, kept] int32 and [requests] int32.
     """
     context, known = slots.shape[1], num_known.long().unsqueeze(1)
-    most = max(_LEAST, context // _SHARE)
-    number = torch.arange(most, device=slots.device).unsqueeze(0)
-    num_kept = (known // _SHARE).clamp(min=_LEAST)
-    num_sinks, num_pages = (num_kept // 4).clamp(max=_SINKS), num_kept // 4 // _PAGE
-    window = known - (num_kept - num_sinks - num_pages * _PAGE)
+    width = max(_LEAST, context // _SHARE)
+    number = torch.arange(width, device=slots.device).unsqueeze(0)
+    most = (known // _SHARE).clamp(min=_LEAST)
+    num_sinks, num_pages = (most // 4).clamp(max=_SINKS), most // 4 // _PAGE
+    window = known - (most - num_sinks - num_pages * _PAGE)
     after = number - num_sinks
     step = ((window - _PAGE).maximum(num_sinks) - num_sinks).double() / (num_pages + 1)
-    of_pages = ((after // _PAGE + 1) * step + num_sinks).long() + after % _PAGE
-    between = torch.where(after < num_pages * _PAGE, of_pages, window + after - num_pages * _PAGE)
-    places = torch.where((after < 0) | (known <= num_kept), number, between)
+    in_pages = ((after // _PAGE + 1) * step + num_sinks).long() + after % _PAGE
+    between = torch.where(after < num_pages * _PAGE, in_pages, window + after - num_pages * _PAGE)
+    places = torch.where((after < 0) | (known <= most), number, between)
     # Pages of a context that is hardly too long overlap: what the ones before have is not kept again.
     before = torch.nn.functional.pad(places.cummax(dim=1).values[:, :-1], (1, 0), value=-1)
-    is_kept = (places > before) & (number < torch.minimum(known, num_kept))
-    columns = torch.where(is_kept, is_kept.cumsum(dim=1) - 1, most)
-    table = slots.new_zeros((len(slots), (most // _ROW + 1) * _ROW))
+    is_kept = (places > before) & (number < torch.minimum(known, most))
+    columns = torch.where(is_kept, is_kept.cumsum(dim=1) - 1, width)
+    table = slots.new_zeros((len(slots), (width // _ROW + 1) * _ROW))
     table.scatter_(1, columns, slots.gather(1, places.clamp(0, context - 1)))
-    return table[:, :most], is_kept.sum(dim=1, dtype=torch.int32)
+    return table[:, :width], is_kept.sum(dim=1, dtype=torch.int32)

@@ -62,7 +62,7 @@ class DeviceDecoder(nn.Module):
 
     @property
     def attends_at_any_distance(self) -> bool:
-        """True if no layer has a window, so that attention does not depend on which tokens before were left out."""
+        """True if no layer has a window, so that keys need no positions."""
         return all(isinstance(layer, _Layer) and layer.window is None for layer in self.layers)
 
     def connect(self, group: Group, sums: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from specinfer.core.lookups import SelfKind
+from specinfer.drafters.sparse_context import num_kept
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.options import Accelerator
@@ -58,8 +60,7 @@ class StepCosts:
     Args:
         drafter: Shape of the small model, or None for lookups, which the host asks.
         context: Tokens in the KV cache of each request.
-        shares_cache: Whether the drafter is a copy of the target, which reads no prompts and has no cache of its own.
-        draft_context: Tokens of each request that drafts attend to, or None for all.
+        copy: What the drafter is if it is the target itself, or a copy: it reads no prompts, and has no cache.
     """
 
     device: Accelerator
@@ -67,8 +68,7 @@ class StepCosts:
     drafter: TargetShape | None
     context: int
     design: StepDesign = StepDesign()
-    shares_cache: bool = False
-    draft_context: int | None = None
+    copy: SelfKind | None = None
 
     def of_batch(self, num_requests: int) -> CostModel:
         """Return the costs of a step with this many requests."""
@@ -76,8 +76,9 @@ class StepCosts:
         target = Curve(_SIZES, self._pass(self.target, num_requests, self.context, design.weight_bytes))
         levels = np.full(len(_SIZES), design.level_kernels * design.kernel_seconds)
         if self.drafter is not None:
-            levels += self._pass(self.drafter, num_requests, self.draft_context or self.context)
-        reader = None if self.shares_cache else self.drafter
+            seen = num_kept(self.context) if self.copy is not None and self.copy.is_sparse else self.context
+            levels += self._pass(self.drafter, num_requests, seen)
+        reader = None if self.copy is not None else self.drafter
         reading = 0.0 if reader is None else 2 * weights_of(reader) / self._flops
         costs = CostModel(target, Curve(_SIZES, levels), reading, design.draft_kernels * design.kernel_seconds)
         costs.rest = design.verify_kernels * design.kernel_seconds
@@ -89,9 +90,11 @@ class StepCosts:
 
     def fits(self, num_requests: int) -> bool:
         """Return whether the weights, and the caches of this many requests, fit into the device's memory."""
-        models = [(self.target, self.design.weight_bytes)] + ([(self.drafter, None)] if self.drafter else [])
+        models = [(self.target, self.design.weight_bytes)]
+        if self.drafter is not None and (self.copy is None or self.copy.quantization is not None):
+            models.append((self.drafter, None))
         weights = sum(weights_of(shape) * (width or shape.bytes_per_parameter) for shape, width in models)
-        stored = [shape for shape, _ in models[: 1 if self.shares_cache else 2]]
+        stored = [shape for shape, _ in models[: 2 if self.copy is None else 1]]
         cache = sum(
             num_requests * (self._context_bytes(shape, self.context) + self._recurrent_bytes(shape)) for shape in stored
         )
@@ -123,12 +126,17 @@ def weights_of(shape: TargetShape) -> float:
     return shape.num_layers * shape.layer_parameters + shape.head_parameters
 
 
-def designs(present: StepDesign) -> Sequence[tuple[str, StepDesign]]:
-    """Return the present step and others, each with one change, by what is changed."""
+def designs(present: StepDesign, copy: SelfKind | None = None) -> Sequence[tuple[str, StepDesign]]:
+    """Return the present step and others, each with one change, by what is changed.
+
+    Args:
+        copy: What the drafter is if it is a copy of the target, which must have other bits than that.
+    """
+    int4 = () if copy is not None and copy.quantization == "int4" else (("int4 weights", 0.56),)
     return (
         ("as built", present),
         ("4 kernels a layer", replace(present, layer_kernels=4)),
         ("FP8 keys and values", replace(present, kv_bytes=1.0)),
-        ("int4 weights", replace(present, weight_bytes=0.56)),
+        *((name, replace(present, weight_bytes=width)) for name, width in int4),
         ("without captured graphs", replace(present, layer_kernel_seconds=10e-6, kernel_seconds=10e-6)),
     )

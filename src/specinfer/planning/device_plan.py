@@ -12,9 +12,9 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, dtype_of, find_models, plan_growth
 from specinfer.bench.shape import Shape, head_dim_of
 from specinfer.core.lookups import MTP, SELF_DRAFTERS, is_model, is_self
-from specinfer.drafters.sparse_context import num_kept
 from specinfer.model.definition import load_config
 from specinfer.model.heads.load import find_format
+from specinfer.model.recurrent.layers import num_attending
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.device_costs import StepCosts, StepDesign, designs, weights_of
 from specinfer.planning.options import ACCELERATORS, PlanConfig
@@ -63,6 +63,7 @@ class DevicePlan:
     by_rank: tuple[float, ...]
     target: TargetShape
     drafter: TargetShape | None
+    drafter_name: str | None
     options: Mapping[str, object]
 
     def as_dict(self) -> dict[str, object]:
@@ -94,50 +95,61 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
     check_files(config.json, config.plot)
     models = find_models(config.model, config.drafters)
     present = StepDesign(kv_bytes=1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0)
-    copies = list(filter(is_self, models.drafters))
-    is_sparse = any(SELF_DRAFTERS[name].is_sparse for name in copies)
-    costs = StepCosts(
-        ACCELERATORS[config.device], *_shapes(config, models), config.context, present, shares_cache=bool(copies),
-        draft_context=num_kept(config.context) if is_sparse else None,
-    )  # fmt: skip
+    target, drafter, name = _shapes(config, models)
+    copy = SELF_DRAFTERS.get(name or "")
+    costs = StepCosts(ACCELERATORS[config.device], target, drafter, config.context, present, copy)
     acceptance = find_acceptance(replace(config, device="auto", grow=None), models, console)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
         name: np.array(
             [choose(replace(costs, design=one).of_batch(n), acceptance, n).tokens_per_second for n in _COMPARED]
         )
-        for name, one in designs(present)
+        for name, one in designs(present, copy)
     }
     built = next(iter(rates.values()))
     changes = {name: tuple((found / built).tolist()) for name, found in rates.items()}
     by_rank = tuple(acceptance.by_rank().tolist())
-    report = DevicePlan(choices, changes, by_rank, costs.target, costs.drafter, options_of(config))
+    report = DevicePlan(choices, changes, by_rank, target, drafter, name, options_of(config))
     write_files(report, config.json, config.plot, plot_device_plan)
     return report
 
 
-def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShape | None]:
-    """Return the shapes of the target and of the largest model among the drafters, grown as for a measurement."""
+def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShape | None, str | None]:
+    """Return the shapes of the target and of the largest model among the drafters, grown as for a measurement.
+
+    Returns:
+        Both shapes, and the name of the drafter, or None for lookups alone.
+    """
     dtype = "bfloat16" if config.grow is not None and config.dtype == "auto" else config.dtype
     growths = plan_growth(models, config.grow, dtype).growths if config.grow is not None else {}
+
+    target_config = load_config(Path(str(models.target))).get_text_config()
 
     def shape_of(name: str, quantization: str | None) -> TargetShape:
         folder = Path(name)
         width = mean_bytes(folder, str(dtype_of(folder, dtype)).removeprefix("torch."), quantization, _GPU)
         return _grown(folder, growths[name].shape, width) if name in growths else TargetShape.of(folder, width)
 
-    target, shapes = str(models.target), list[TargetShape]()
+    target, shapes = str(models.target), dict[str, TargetShape]()
     for name in filter(is_model, models.drafters):
         if is_self(name):
-            shapes.append(shape_of(target, SELF_DRAFTERS[name].quantization or config.quantization))
+            kind = SELF_DRAFTERS[name]
+            if config.quantization is not None and kind.quantization == config.quantization:
+                raise ValueError(
+                    f"drafter: {name} is the target itself, which is {config.quantization} too; leave it out"
+                )
+            if kind.is_sparse and num_attending(target_config) < target_config.num_hidden_layers:
+                raise ValueError(f"drafter: {name} leaves out tokens, and the target has layers that need all of them")
+            shapes[name] = shape_of(target, kind.quantization or config.quantization)
         elif name == MTP or find_format(Path(name)) is not None:
             raise ValueError(
                 f"drafter: {name} reads the target's hidden states; only small models, copies of the target and "
                 "lookups are predicted"
             )
         else:
-            shapes.append(shape_of(name, config.drafter_quantization))
-    return shape_of(target, config.quantization), max(shapes, key=lambda shape: shape.num_bytes, default=None)
+            shapes[name] = shape_of(name, config.drafter_quantization)
+    largest = max(shapes, key=lambda name: shapes[name].num_bytes, default=None)
+    return shape_of(target, config.quantization), None if largest is None else shapes[largest], largest
 
 
 def _grown(folder: Path, shape: Shape, bytes_per_parameter: float) -> TargetShape:
@@ -176,6 +188,8 @@ def print_device_plan(report: DevicePlan, console: Console) -> None:
     """Print the expected speed by batch size, and what changes of the step would gain."""
     device, options = ACCELERATORS[str(report.options["device"])], report.options
     drafter = "lookups" if report.drafter is None else f"a drafter of {_billions(report.drafter)}"
+    if report.drafter_name is not None and is_self(report.drafter_name):
+        drafter = f"{SELF_DRAFTERS[report.drafter_name].help} as drafter"
     console.print(
         f"[bold]{options['model']}[/bold]: target of {_billions(report.target)} that a pass reads, {drafter}, "
         f"{options['context']} tokens of context each; predicted for one {device.name} "

@@ -23,6 +23,7 @@ from specinfer.core.config import OffloadConfig
 from specinfer.core.lora import LoRAConfig, LoRARequest
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter, SelfDrafter, SelfRunner, sparse_context
 from specinfer.engine.engine import Engine
@@ -32,6 +33,7 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.model.self_copy import load_self
+from specinfer.policy.base import FixedPolicy
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -124,6 +126,33 @@ def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None
     run(engine, requests)
     assert [request.output_ids for request in requests] == wanted
     _check_left(engine)
+
+
+@pytest.mark.parametrize(("num_slots", "most"), [(240, 18), (300, 16), (3000, 15)])
+def test_with_few_slots_smaller_trees_are_drafted(num_slots: int, most: int, pair: Pair) -> None:
+    """Not none at all: ordinary steps, whose trees borrow no slots for levels that they do not compute, take 11."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine = make_device_engine(*pair, TreeBudget(16, 12), num_slots=num_slots, max_num_seqs=4)
+    requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(random_prompts([8] * 4))]
+    assert run_on_device(engine, requests) == set(requests)
+    assert executor_of(engine).num_launched <= most
+
+
+def test_a_copy_reads_no_prompt(pair: Pair) -> None:
+    """Otherwise the time of its first draft counted as that of reading the prompt."""
+
+    class Noted(FixedPolicy):
+        num_read = 0
+
+        def observe(self, step: StepRecord, outcomes: Any) -> None:
+            self.num_read += step.num_read
+
+    found = []
+    for drafter in (pair[1], pair[0]):
+        policy = Noted(TREES["best-first"])
+        run(make_device_engine(pair[0], drafter, policy), _requests())
+        found.append(policy.num_read)
+    assert found[0] == 0 < found[1]
 
 
 @pytest.mark.parametrize("moment", [3, 5, 8])

@@ -61,10 +61,11 @@ class DraftColumns:
         with torch.inference_mode(mode=False):
             self._order = torch.cat(in_order).long().to(device)  # of columns, pass by pass instead of row by row
             self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
-            num_before = 0 if shape.kinds[0].shares_cache else shape.num_known  # the root alone: none comes before it
-            self._is_known = torch.arange(len(depths), device=device) < num_before
+            # Those of copies and assistants are the roots. Where they leave out tokens, their number is no position.
+            num_counted = 0 if shape.kinds[0].shares_cache else shape.num_known
+            self._is_known = torch.arange(len(depths), device=device) < num_counted
             self._numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-            # Of drafts that are not stored only the output is kept, and that until the next pass.
+            # Of drafts that are not stored only the output is kept, until the next pass.
             self._in_pass = None if stores_drafts else torch.arange(num_rows * max(self._widths), device=device)
             self._each = torch.tensor([self._widths, seen], dtype=torch.int32, device=device).unsqueeze(2)
 

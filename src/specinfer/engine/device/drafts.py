@@ -55,6 +55,17 @@ class DeviceDrafts:
                 one.lost_by.add(drafter.name)
         return True
 
+    def count_read(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> int:
+        """Return the number of tokens that drafters have read for the first time."""
+        readers = {name for name, kind in zip(self.names, self.kinds, strict=True) if not kind.shares_cache}
+        count = 0
+        for one, budget in zip(device_requests, budgets, strict=True):
+            if budget.max_nodes and one.drafted_by and not one.request.drafter_knows:
+                one.request.drafter_knows = True
+                if readers & one.drafted_by:
+                    count += len(one.request.token_ids) - one.request.num_cached
+        return count
+
     def reserve(self, launch: Launch) -> bool:
         """Reserve slots for what the drafters compute. Return False, with none reserved, if there are not enough."""
         if not launch.size.num_models:
@@ -78,11 +89,10 @@ class DeviceDrafts:
         return True
 
     def lend(self, launch: Launch) -> None:
-        """Let drafters borrow the target's slots of a step; its pass, which comes after them, overwrites the drafts."""
-        count = launch.size.num_columns
+        """Lend copies the slots that the step has reserved in the target, whose pass then overwrites the drafts."""
         for number, of_rows in enumerate(launch.draft_slots):
-            if self.kinds[number].borrows_slots:
-                pairs = zip(of_rows, launch.slots, strict=True)
+            if self.kinds[number].borrows_slots and launch.size.shape is not None:
+                count, pairs = launch.size.shape.of_model(number).num_columns, zip(of_rows, launch.slots, strict=True)
                 launch.draft_slots[number] = [None if own is None else slots[:count] for own, slots in pairs]
 
     def names_of(self, launch: Launch, row: int) -> list[str | None]:
@@ -114,13 +124,3 @@ class DeviceDrafts:
         for cache in self._caches:
             if cache is not None:
                 cache.commit(one.request.request_id, ())
-
-
-def count_read(device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> int:
-    """Return the number of tokens that the drafters have read for the first time."""
-    count = 0
-    for one, budget in zip(device_requests, budgets, strict=True):
-        if budget.max_nodes and one.drafted_by and not one.request.drafter_knows:
-            one.request.drafter_knows = True
-            count += len(one.request.token_ids) - one.request.num_cached
-    return count

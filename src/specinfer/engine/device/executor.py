@@ -22,7 +22,7 @@ from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
-from specinfer.engine.device.drafts import DeviceDrafts, count_read
+from specinfer.engine.device.drafts import DeviceDrafts
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import Launch
@@ -177,7 +177,7 @@ class DeviceExecutor:
             shape, guesses = self._guesses.alone(device_requests, self._budgets.uncut, most_nodes)
         else:
             guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
-            shape = shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds)
+            shape = shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds, 1 + num_slots)
             guesses = []
         if undrawable := self._drawn.undrawable(device_requests, budgets, shape):
             for one in undrawable:
@@ -188,7 +188,7 @@ class DeviceExecutor:
         if shape is not None and not self._drafts.make_ready(device_requests, budgets):
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
-        num_read = count_read(device_requests, budgets)
+        num_read = self._drafts.count_read(device_requests, budgets)
         requests = [one.request for one in device_requests]
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None

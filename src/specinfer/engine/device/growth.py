@@ -37,8 +37,8 @@ class DraftKind(NamedTuple):
     Attributes:
         reads_paths: Whether it computes whole accepted paths anew, as heads do.
         shares_cache: Whether it attends to what the target has stored, as copies of the target and assistants do.
-        stores_drafts: Whether drafts attend to those above them. Those of an assistant follow from the output for their
-            parents, all at one position.
+        stores_drafts: False for assistants, whose drafts depend only on the output for their parents, and are all
+            computed at one position.
         block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
         max_depth: Largest depth of a tree.
     """
@@ -165,6 +165,12 @@ class DraftShape:
         if len(self.kinds) != 1:
             return max((self.of_model(number).num_columns for number in range(len(self.kinds))), default=0)
         return self.num_known + sum(map(len, self.passes))
+
+    @property
+    def num_slots(self) -> int:
+        """The target's slots for a request: of the root and the nodes, or of what a copy computes, if that is more."""
+        borrowed = [self.of_model(i).num_columns for i, kind in enumerate(self.kinds) if kind.borrows_slots]
+        return max([1 + self.num_nodes, *borrowed])
 
     @property
     def first_columns(self) -> tuple[int, ...]:

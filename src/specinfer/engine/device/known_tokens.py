@@ -1,9 +1,10 @@
 """The known tokens that a drafter computes in the first pass of a draft loop, and what it keeps of a step.
 
 A small model has computed all of an accepted path except perhaps the last node. So it reads one or two tokens, and
-keeps what it computes of the next path. A copy of the target attends to what the target has stored. So it reads the
-root alone, and keeps nothing. A head computes known tokens from the target's hidden states, but drafts from its own
-output. So it reads the whole path anew, and keeps that alone. An example of a head, at token 12 after a path of two:
+keeps what it computes of the next path. A copy of the target or an assistant attends to what the target has stored:
+it computes the root alone, and keeps nothing. A head computes known tokens from the target's hidden states, but drafts
+from its own output. So it reads the whole path anew, and keeps that alone. An example of a head, at token 12 after a
+path of two:
 
     the target has computed tokens 0 ... 11, the head the pairs (feature of t, token t + 1) of t = 0 ... 8
     columns 0, 1, 2 are the pairs of t = 9, 10, 11; the last one is the root's, and predicts token 13
@@ -132,7 +133,7 @@ class KnownPair:
 
 
 class KnownRoot:
-    """The known token of a copy of the target: the root. It attends to what the target has stored, and keeps nothing.
+    """The known token of a copy of the target: the root.
 
     Args:
         kept: As that of `KnownPair`.
@@ -143,7 +144,7 @@ class KnownRoot:
         self._state, self._is_sparse, rows = state, is_sparse, len(kept[1])
         with torch.inference_mode(mode=False):
             self._columns = torch.zeros(rows, dtype=torch.bool, device=kept[1].device)
-            kept[1].fill_(-1)
+            kept[1].fill_(-1)  # the host keeps no column
 
     def read(self) -> FirstPass:
         rows = len(self._columns)
@@ -188,7 +189,7 @@ class KnownFeature(KnownRoot):
             return first.features
         above = frontier.level - 1
         places = self._rows * self._shape.frontiers[above]
-        if above:  # children of others than the root, whose place is the first
+        if above:  # the root's output is the first of its row; others are found by the columns of the parents
             parents = candidates.parents.gather(1, frontier.numbers.long().clamp(min=0))
             columns = candidates.columns.gather(1, parents.long().clamp(min=0))
             places = places + (columns - self._shape.first_columns[above]).clamp(min=0)

@@ -53,9 +53,8 @@ class LaunchSize:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the target for each request: of the nodes, and before them of drafts that borrow slots."""
-        borrows = self.shape is not None and any(kind.borrows_slots for kind in self.shape.kinds)
-        return max(self.num_nodes, self.num_columns) if borrows else self.num_nodes
+        """Slots of the target for each request."""
+        return self.shape.num_slots if self.shape else 1
 
     @property
     def max_depth(self) -> int:

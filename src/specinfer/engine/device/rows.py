@@ -305,6 +305,5 @@ def _fill(
     for number, of_rows in enumerate(launch.draft_slots):
         for row, columns in enumerate(of_rows):
             if columns is not None:
-                if len(columns):
-                    inputs["draft_slots"][number, row] = columns
+                inputs["draft_slots"][number, row, : len(columns)] = columns
                 inputs["drafts"][number, row] = 1

@@ -25,6 +25,7 @@ def shape_of(
     most_frontier: int,
     guess_depth: int = 0,
     kinds: Sequence[DraftKind] = (DraftKind(),),
+    most_slots: int | None = None,
 ) -> DraftShape | None:
     """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
 
@@ -36,6 +37,8 @@ def shape_of(
         most_frontier: Nodes of a level that may have children.
         guess_depth: Longest path that lookups propose, at most as many nodes as a tree has; 0 without lookups.
         kinds: Those of the drafters that grow a tree each; the trees are merged.
+        most_slots: The target's slots for each request, for drafters that need more than trees have nodes; None for any
+            number.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
@@ -61,7 +64,12 @@ def shape_of(
     num_guesses = nodes if guess_depth else 0
     guess_depth = min(guess_depth if are_fixed else at_least(LEVELS, guess_depth) or guess_depth, num_guesses)
     num_nodes = min(nodes, total + num_guesses)
-    return DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, tuple(kinds))
+    shape = DraftShape(tuple(frontiers), tuple(children), num_nodes, num_guesses, guess_depth, tuple(kinds))
+    if most_slots is None or shape.num_slots <= most_slots:
+        return shape
+    fewer = max((size for size in NODES if size < nodes), default=0)
+    cut = [budget.cut(budget.max_depth, fewer) for budget in budgets]
+    return shape_of(cut, fewer, most_frontier, guess_depth, kinds, most_slots)
 
 
 def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShape | None:
