@@ -100,7 +100,7 @@ def test_what_follows_from_a_copy_concerns_the_copy_alone() -> None:
     assert "int4 weights" not in both.changes
 
 
-def test_sparse_copies_of_targets_with_layers_that_need_all_tokens_are_refused(
+def test_sparse_copies_are_refused_where_layers_need_all_tokens(
     model_folder: Callable[..., Path],
 ) -> None:
     options = PlanConfig(str(model_folder("lfm2")), device="h100", acceptance=RATES, drafters=("self:sparse",))

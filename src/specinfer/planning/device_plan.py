@@ -133,11 +133,9 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
     target, shapes = str(models.target), dict[str, TargetShape]()
     for name in filter(is_model, models.drafters):
         if is_self(name):
-            kind = SELF_DRAFTERS[name]
-            if config.quantization is not None and kind.quantization == config.quantization:
-                raise ValueError(
-                    f"drafter: {name} is the target itself, which is {config.quantization} too; leave it out"
-                )
+            kind, rounded = SELF_DRAFTERS[name], config.quantization
+            if rounded is not None and kind.quantization == rounded:
+                raise ValueError(f"drafter: {name} is the target itself, which is {rounded} too; leave it out")
             if kind.is_sparse and num_attending(target_config) < target_config.num_hidden_layers:
                 raise ValueError(f"drafter: {name} leaves out tokens, and the target has layers that need all of them")
             shapes[name] = shape_of(target, kind.quantization or config.quantization)
