@@ -15,7 +15,7 @@ from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.drafters import sparse_context
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Marks
-from tiny import FAMILIES, random_prompts
+from tiny import FAMILIES, KINDS_OF_HYBRIDS, random_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +55,22 @@ def test_steps_of_the_device_generate_what_plain_decoding_does(family: str, mode
             assert llm.engine.executors[0] is executor, "no step has failed"
             assert executor.num_launched > 5
         assert isinstance(executor, DeviceExecutor) or family in MIXTURES or "falcon-rw" in family
+
+
+@pytest.mark.parametrize("family", KINDS_OF_HYBRIDS)
+def test_models_with_layers_without_attention_generate_what_plain_decoding_does(
+    family: str, model_folder: Callable[..., Path]
+) -> None:
+    folder, small = model_folder(family), model_folder("llama", noise=0.02)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "max_num_batched_tokens": 32}
+    wanted = _tokens(LLM(folder, drafters=[], enforce_eager=True, **options))
+    for drafters, tree in (([], "off"), ([str(small), "suffix"], "best-first:16:6"), ([str(small)], "3,2,1")):
+        llm = LLM(folder, drafters=drafters, tree=tree, **options)
+        executor = llm.engine.executors[0]
+        assert isinstance(executor, DeviceExecutor)
+        assert _tokens(llm) == wanted
+        assert llm.engine.executors[0] is executor, "no step has failed"
+        assert executor.num_launched > 5
 
 
 def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(

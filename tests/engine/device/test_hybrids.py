@@ -132,6 +132,25 @@ def test_dropped_steps_leave_no_wrong_state(moment: int, kind: Pair) -> None:
     _check_left(engine)
 
 
+def test_requests_go_on_from_a_state_that_they_share(kind: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a request that is served, which goes on writing to its rows, late."""
+    (first,), params = random_prompts([20]), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    (text,) = run(make_device_engine(kind[0], has_device_executor=False), [make_request("0", first, params)])
+    prompts = [first, [*first, *text[:9]], [*first, *text[:9], 5], [*first, *text[:4], 7], first]
+    wanted = run(
+        make_device_engine(kind[0], has_device_executor=False),
+        [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)],
+    )
+    make_executor_late(LateStream(), monkeypatch)
+    engine = make_device_engine(kind[0], kind[1], TREES["5,1"], keeps_prefixes=True)
+    requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    for i in range(200):
+        if i % 7 == 0 and i // 7 < len(requests):
+            engine.add(requests[i // 7])
+        engine.step()
+    assert [request.output_ids for request in requests] == wanted
+
+
 @pytest.mark.parametrize("num_states", [0, 1, 2, 3, 5, 8])
 def test_few_states_cost_time_alone(num_states: int, kind: Pair) -> None:
     """Requests without two rows for their states take ordinary steps."""

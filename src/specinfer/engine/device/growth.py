@@ -51,7 +51,7 @@ class DraftKind(NamedTuple):
 
     @property
     def borrows_slots(self) -> bool:
-        """Whether it stores its drafts in the target's slots of a step."""
+        """True if it stores its drafts in the target's slots of a step."""
         return self.shares_cache and self.stores_drafts
 
     @classmethod
