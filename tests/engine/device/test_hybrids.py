@@ -9,13 +9,22 @@ import pytest
 
 from interpreter import interpreted
 from late_stream import LateStream, make_executor_late
-from on_device import come_and_go, executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
+from on_device import (
+    come_and_go,
+    executor_of,
+    load_plain,
+    make_device_engine,
+    repeating_requests,
+    run_on_device,
+)
+from pair_heads import save_mtp
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.engine import Engine
 from specinfer.kernels import layer_ops
+from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import RecurrentStates
@@ -207,3 +216,21 @@ def test_the_kernels_compute_as_their_counterparts(kind: Pair, monkeypatch: pyte
     assert run_on_device(engine, [request]) == {request}
     assert request.output_ids == wanted[0][:12]
     assert request.speculation.num_accepted_draft_tokens > 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_its_own_layers_for_several_tokens_draft_on_the_device(
+    family: str, tmp_path: Path, trees: dict[str, list[Any]]
+) -> None:
+    save_mtp(tmp_path, family)
+    target = load_plain(tmp_path)
+    head, found = load_head(tmp_path, target), []
+    for has_device_executor in (False, True):
+        engine = make_device_engine(target, head, TREES["3,2,1"], has_device_executor=has_device_executor)
+        requests = _requests()
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+        run(engine, requests)
+        found.append(([request.output_ids for request in requests], dict(trees)))
+        trees.clear()
+    assert found[0] == found[1]

@@ -408,7 +408,7 @@ PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
 PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
 PER_GUESSES = 9
-PER_SCAN = 64  # the order of the tokens in layers without attention
+PER_SCAN = 61  # the order of the tokens in layers without attention
 PER_PART = 51  # of a context, once for a draft loop
 
 

@@ -42,6 +42,8 @@ class DeviceScan:
             self._none = torch.full((self._rows, self._again), -1, dtype=torch.int64, device=device)
             self._no_place = torch.full((self._rows,), -1, dtype=torch.int64, device=device)
             self._new = (self._first + self._numbers).flatten()
+            self._is_root = torch.arange(width, device=device) == self._again
+            self._results = self._after_path(self._places)
 
     def of_step(self, trees: Grown, slots: Tensor, is_live: Tensor) -> PaddedScan:
         """Return the scan of a step.
@@ -56,14 +58,11 @@ class DeviceScan:
         read, written = state.states[:rows].unbind(dim=1)
         num_again = torch.where(is_live, known.squeeze(1) - state.scanned[:rows], 0).clamp(max=self._again)
         is_used = self._numbers < trees.sizes.unsqueeze(1)
-        follows = parents == self._numbers - 1
-        follows[:, 0] = True
-        goes_back = is_used & ~follows
+        goes_back = is_used & (parents != self._numbers - 1) & (self._numbers > 0)
         # Whether another node than the next continues from a node; the last column is that of no node.
         is_left = torch.zeros((rows, self._nodes + 1), dtype=torch.bool, device=slots.device)
         is_left.scatter_(1, torch.where(goes_back, parents, self._nodes), True)
-        kept = self._no_place.unsqueeze(1).repeat(1, self._again + self._nodes)
-        kept[:, self._again] = torch.where(is_live, written, -1)
+        kept = torch.where(self._is_root & is_live.unsqueeze(1), written.unsqueeze(1), -1)
         paths = self._paths(known, slots, parents)
         origins = torch.where(goes_back, self._places - self._numbers + parents, -1)
         places = torch.where(is_left[:, :-1], self._places, -1)
@@ -78,7 +77,7 @@ class DeviceScan:
             origins=self._after_path(origins),
             places=self._after_path(places),
             rows=kept.flatten(),
-            results=self._after_path(self._places),
+            results=self._results,
         )
         return PaddedScan(order, paths, self._new)
 
