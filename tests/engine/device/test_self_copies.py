@@ -118,6 +118,7 @@ def test_a_copy_drafts_next_to_other_drafters(pair: Pair, model_folder: Callable
         assert copies & {origin for request in requests for origin in request.origins}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_slots", [90, 130, 200])
 def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None:
     """Drafts borrow more slots than their tree has nodes; requests wait, or are preempted, and all end."""
@@ -128,6 +129,7 @@ def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None
     _check_left(engine)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_slots", "most"), [(240, 18), (300, 16), (3000, 15)])
 def test_with_few_slots_smaller_trees_are_drafted(num_slots: int, most: int, pair: Pair) -> None:
     """Not none at all: ordinary steps, whose trees borrow no slots for levels that they do not compute, take 11."""
@@ -155,6 +157,7 @@ def test_a_copy_reads_no_prompt(pair: Pair) -> None:
     assert found[0] == 0 < found[1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moment", [3, 5, 8])
 def test_aborts_and_failures_leave_no_borrowed_slots(moment: int, pair: Pair) -> None:
     wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
