@@ -218,14 +218,7 @@ class DeviceExecutor:
         self.num_launched += 1
         self._launches.append(launch)
         self._scheduler.charge([one.request for one in launch.device_requests])
-        states = self._target.tensors.states
-        for one in launch.device_requests:
-            one.num_in_flight += 1
-            launch.slots.append(self._target.cache.reserve(one.request.request_id, launch.size.num_slots))
-            launch.state_rows.append(one.next_state_row())
-            states.drop(launch.slots[-1])
-            states.forget(launch.state_rows[-1])
-            one.num_again = launch.size.max_depth  # the longest path
+        self._served.reserve(launch)
         self._drafts.lend(launch)
         self._device.launch(launch, launch.budgets)
 
@@ -261,7 +254,7 @@ class DeviceExecutor:
             is_kept = is_served and answer.next_token >= 0
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
-                self._target.tensors.states.note(launch.state_rows[row], int(launch.slots[row][0]))
+                self._served.note_state(launch, row)
                 drafted = self._drafts.names_of(launch, row) if launch.budgets[row].max_nodes else ()
                 self._drawn.note(one.request, answer, drafted)
                 assert answer.tokens[0] == one.request.token_ids[-1]

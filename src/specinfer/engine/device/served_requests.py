@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from specinfer.core.request import Request
 from specinfer.engine.device.drawn_requests import DrawnRequests
-from specinfer.engine.device.launch import DeviceRequest
+from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import AGAIN
@@ -77,6 +77,20 @@ class ServedRequests:
             and (request.adapter is None or self._rows.takes_adapters)
             and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
         )
+
+    def reserve(self, launch: Launch) -> None:
+        """Reserve slots of the target, and rows for states, for the requests of a step that is launched next."""
+        for one in launch.device_requests:
+            one.num_in_flight += 1
+            launch.slots.append(self._cache.reserve(one.request.request_id, launch.size.num_slots))
+            launch.state_rows.append(one.next_state_row())
+            self._states.drop(launch.slots[-1])
+            self._states.forget(launch.state_rows[-1])
+            one.num_again = launch.size.max_depth  # the longest path
+
+    def note_state(self, launch: Launch, row: int) -> None:
+        """Note that a step which was read, and is kept, has written a state after its root."""
+        self._states.note(launch.state_rows[row], int(launch.slots[row][0]))
 
     def send_away(self, one: DeviceRequest) -> None:
         """Let a request take an ordinary step before it joins again; results of its steps in flight are dropped."""
