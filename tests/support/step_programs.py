@@ -97,7 +97,7 @@ def programs_of(
     copy: LoadedModel | None = None,
     *,
     is_sparse: bool = False,
-    num_again: int = 0,
+    num_recomputed: int = 0,
 ) -> Programs:
     """Return the programs of a step whose drafters are all alike.
 
@@ -106,7 +106,7 @@ def programs_of(
         num_models: Number of drafters; 0 for lookups alone.
         head, copy: What drafts in place of small models: a head, or a copy of the target in its cache.
         is_sparse: Whether the copy attends to a part of the context.
-        num_again: Tokens before the root that recurrent layers compute once more.
+        num_recomputed: Tokens before the root that recurrent layers compute once more.
     """
     target = ModelRunner(loaded, 512)
     drafter = ModelRunner(loaded, 512)
@@ -125,5 +125,5 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
     state = DeviceState.empty(rows, 256, loaded.device, [DraftKind.of(drafter)] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, loaded.device)
-    size = LaunchSize(rows, shape, processing, asked, rule, num_again=num_again)
+    size = LaunchSize(rows, shape, processing, asked, rule, num_recomputed=num_recomputed)
     return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)

@@ -302,9 +302,9 @@ def test_kernels_are_given_what_they_read_by_layers_without_attention(
         module.__dict__.pop("_calls", None)
         module.__dict__.pop("_call", None)
     kernels, layers = Kernels(monkeypatch), [one for one in loaded.model.modules() if is_recurrent(one)]
-    again = 8 if state_bytes(loaded.model) else 0
+    recomputed = 8 if state_bytes(loaded.model) else 0
     for budget in (TreeBudget(8, 2), None):
-        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8, num_models=0, num_again=again)
+        programs = programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 8, num_models=0, num_recomputed=recomputed)
         kernels.calls.clear()
         with torch.inference_mode(), SynchronizationCheck():
             programs.verify()

@@ -61,7 +61,7 @@ class DraftColumns:
         with torch.inference_mode(mode=False):
             self._order = torch.cat(in_order).long().to(device)  # of columns, pass by pass instead of row by row
             self._depths = torch.tensor(depths, dtype=torch.int32, device=device)
-            # Those of copies and assistants are the roots. Where they leave out tokens, their number is no position.
+            # Copies and assistants compute roots alone; how many tokens a copy attends to is not the root's position.
             num_counted = 0 if shape.kinds[0].shares_cache else shape.num_known
             self._is_known = torch.arange(len(depths), device=device) < num_counted
             self._numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)

@@ -88,8 +88,8 @@ class DeviceDrafts:
         ]
         return True
 
-    def lend(self, launch: Launch) -> None:
-        """Lend copies the slots that the step has reserved in the target, whose pass then overwrites the drafts."""
+    def share_slots(self, launch: Launch) -> None:
+        """Give copies of the target the slots that the step has reserved; its pass overwrites what they store."""
         for number, of_rows in enumerate(launch.draft_slots):
             if self.kinds[number].borrows_slots and launch.size.shape is not None:
                 count, pairs = launch.size.shape.of_model(number).num_columns, zip(of_rows, launch.slots, strict=True)

@@ -12,6 +12,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import Answer, DeviceRequest
 from specinfer.engine.device.sizes import holds_expansion
+from specinfer.model.graphs.sizes import REQUESTS
 from specinfer.verify.rules import RANDOM_RULES
 
 
@@ -26,20 +27,32 @@ class DrawnRequests:
     def __init__(self, rule: str | None, usual: str) -> None:
         self.rule, self._usual = rule, usual
         self._best_first: set[Request] = set()  # these get trees that are no fixed expansions
+        self._too_wide: dict[Request, int] = {}  # numbers of rows with which their expansions do not fit into a step
 
     def has(self, request: Request) -> bool:
         """Return whether a request is under the rule, where that differs from plain decoding."""
         rule = request.verification or self._usual
         return rule in RANDOM_RULES and not (request.params.is_greedy or request.params.tree == "off")
 
-    def may_join(self, request: Request) -> bool:
-        """Return whether the trees of a request are drawn on the device, as far as is known."""
-        return request not in self._best_first and (self.rule is not None or not self.has(request))
+    def may_join(self, request: Request, num_served: int) -> bool:
+        """Return whether the trees of a request are drawn on the device next to others, as far as is known."""
+        if request in self._best_first or num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
+            return False
+        return self.rule is not None or not self.has(request)
 
     def undrawable(
-        self, device_requests: Sequence[DeviceRequest], budgets: Iterable[TreeBudget], shape: DraftShape | None
+        self,
+        device_requests: Sequence[DeviceRequest],
+        budgets: Iterable[TreeBudget],
+        shape: DraftShape | None,
+        num_rows: int,
+        most_nodes: int,
     ) -> list[DeviceRequest]:
-        """Return the requests whose trees this shape does not hold as whole fixed expansions."""
+        """Return the requests whose trees this shape does not hold as whole fixed expansions.
+
+        Args:
+            most_nodes: Draft tokens of a request that a step with this number of rows may have.
+        """
         found = [
             (one, budget)
             for one, budget in zip(device_requests, budgets, strict=True)
@@ -47,6 +60,8 @@ class DrawnRequests:
         ]
         self._best_first = {request for request in self._best_first if not request.is_finished}
         self._best_first |= {one.request for one, budget in found if not budget.widths}
+        self._too_wide = {request: rows for request, rows in self._too_wide.items() if not request.is_finished}
+        self._too_wide |= {one.request: num_rows for one, budget in found if budget.max_nodes > most_nodes}
         return [one for one, _ in found]
 
     def note(self, request: Request, answer: Answer, drafters: Sequence[str | None]) -> None:

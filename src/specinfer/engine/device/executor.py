@@ -169,7 +169,7 @@ class DeviceExecutor:
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = self._device.max_rows // num_rows
         has_lookups = self._guesses.has_lookups
-        look_up = has_lookups and any(budget.max_nodes for budget in self._budgets.uncut)
+        look_up = has_lookups and most > 1 and any(budget.max_nodes for budget in self._budgets.uncut)
         if look_up and self._launches:
             return None  # lookups need to know all tokens
         most_nodes = max(min(num_slots, most - 1), 0)
@@ -179,7 +179,7 @@ class DeviceExecutor:
             guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
             shape = shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds, 1 + num_slots)
             guesses = []
-        if undrawable := self._drawn.undrawable(device_requests, budgets, shape):
+        if undrawable := self._drawn.undrawable(device_requests, budgets, shape, num_rows, most - 1):
             for one in undrawable:
                 self._served.send_away(one)
             return self._plan(policy, clock)
@@ -193,8 +193,8 @@ class DeviceExecutor:
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
-        again = self._device.num_again(max(one.num_again for one in device_requests))
-        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts, again)
+        recomputed = self._device.num_recomputed(max(one.num_recomputed for one in device_requests))
+        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts, recomputed)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
         if shape is not None and not (size.num_slots <= 1 + num_slots and self._drafts.reserve(launch)):
@@ -219,7 +219,7 @@ class DeviceExecutor:
         self._launches.append(launch)
         self._scheduler.charge([one.request for one in launch.device_requests])
         self._served.reserve(launch)
-        self._drafts.lend(launch)
+        self._drafts.share_slots(launch)
         self._device.launch(launch, launch.budgets)
 
     def _num_draft_slots(self) -> int:

@@ -17,7 +17,7 @@ from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import read_logprobs
 from specinfer.engine.timer import StageClock
 from specinfer.model.kv_cache import Slots
-from specinfer.model.recurrent.states import Lent
+from specinfer.model.recurrent.states import Loan
 from specinfer.verify import Acceptance
 
 
@@ -26,18 +26,18 @@ class DeviceRequest:
     """A request that is served on the device."""
 
     request: Request
-    lent: Lent  # rows for its states while it is served, if layers are recurrent
+    loan: Loan  # rows for its states while it is served, if layers are recurrent
     num_in_flight: int = 0  # number of steps in flight with it
     drafted_by: set[str] = field(default_factory=set)  # have read all of its tokens, also those of steps in flight
     lost_by: set[str] = field(default_factory=set)  # drafters that cannot read it
     has_left: bool = False  # results of steps in flight are dropped
     num_steps: int = 0  # launched with it
-    num_again: int = 0  # most tokens after the state that the next step reads
+    num_recomputed: int = 0  # most tokens that the next step may have to recompute before its root
 
     def next_state_row(self) -> int:
-        """Return the row that the next step writes a state to."""
+        """Count a step, and return the row that it writes its state to."""
         self.num_steps += 1
-        return self.lent.rows[self.num_steps % 2]
+        return self.loan.rows[self.num_steps % 2]
 
     def span(self) -> Span:
         """Return its part in a step, from the tokens that the host knows."""
@@ -199,7 +199,7 @@ class Launch:
     draft_slots: list[list[Slots | None]] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)  # by row; none without lookups
     answers: Answers | None = None
-    state_rows: list[int] = field(default_factory=list)  # by row: what it writes states to
+    state_rows: list[int] = field(default_factory=list)  # by row: the row of the pool that its state is written to
 
     def wait(self) -> tuple[float, float]:
         assert self.answers is not None

@@ -35,7 +35,7 @@ class LaunchSize:
         asked: Log-probabilities that are returned, or None.
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
         adapts: Whether requests may have adapters.
-        num_again: Tokens of each request before its root that recurrent layers compute once more.
+        num_recomputed: Places before each root for tokens that recurrent layers recompute.
     """
 
     num_rows: int
@@ -44,7 +44,7 @@ class LaunchSize:
     asked: Asked | None = None
     rule: str | None = None
     adapts: bool = False
-    num_again: int = 0
+    num_recomputed: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -72,7 +72,7 @@ class LaunchSize:
         """Return whether a step of the other size can run in this one, with the same trees."""
         if self.num_rows < other.num_rows or self.processing < other.processing or self.adapts < other.adapts:
             return False
-        if self.num_again < other.num_again:
+        if self.num_recomputed < other.num_recomputed:
             return False
         if other.rule is not None and self.rule != other.rule:
             return False

@@ -58,9 +58,9 @@ def usual_sizes(
                 if kinds
                 else shape_of_guesses(max(min(budget.max_nodes, most - 1), 0), budget.max_depth, most - 1)
             )
-        again = rows.num_again(max(shape.max_depth for shape in shapes if shape) if any(shapes) else 1)
+        recomputed = rows.num_recomputed(max(shape.max_depth for shape in shapes if shape) if any(shapes) else 1)
         sizes += dict.fromkeys(
-            LaunchSize(count, shape, processing, rule=rule, num_again=again) for shape in shapes[::-1]
+            LaunchSize(count, shape, processing, rule=rule, num_recomputed=recomputed) for shape in shapes[::-1]
         )
     return sizes
 

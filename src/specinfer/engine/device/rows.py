@@ -24,7 +24,7 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.size_choice import SizeChoice
-from specinfer.engine.device.sizes import AGAIN
+from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
@@ -32,7 +32,7 @@ from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.graph_runner import MAX_ROWS
 from specinfer.model.graphs.sizes import MAX_STATES, at_least
 from specinfer.model.kv_cache import Slots
-from specinfer.model.recurrent.states import Lent
+from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class DeviceRows:
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step of the target; between recurrent layers each of them has a state."""
+        """Most rows of a step of the target; with recurrent layers each may need a state of its own."""
         return MAX_STATES if self._target.tensors.states.pools else MAX_ROWS
 
-    def num_again(self, least: int) -> int:
-        """Return for how many tokens before the root there is room in a step; 0 if no layer computes them again."""
-        found = at_least(AGAIN, least) if self._target.tensors.states.pools else 0
+    def num_recomputed(self, least: int) -> int:
+        """Return the number of places before the root that hold this many tokens; 0 without recurrent layers."""
+        found = at_least(RECOMPUTED, least) if self._target.tensors.states.pools else 0
         assert found is not None
         return found
 
@@ -110,20 +110,20 @@ class DeviceRows:
         with on_device(self._place):  # otherwise pages would be pinned through another GPU
             return host.pin_memory().to(self._place, non_blocking=True)
 
-    def write(self, row: int, request: Request, slots: Slots, *, lent: Lent, is_drawn: bool = False) -> None:
+    def write(self, row: int, request: Request, slots: Slots, *, loan: Loan, is_drawn: bool = False) -> None:
         """Write a request to a row; its known tokens but the last have these slots.
 
         Args:
-            lent: Rows for the states of recurrent layers.
+            loan: Rows for the states of recurrent layers.
             is_drawn: Whether its draft tokens are drawn, for the multi-step or the traversal rule.
         """
         state = self.state
-        state.scanned[row].fill_(lent.num_known)
-        for place, state_row in enumerate(lent.rows):
+        state.scanned[row].fill_(loan.num_known)
+        for place, state_row in enumerate(loan.rows):
             state.states[row, place].fill_(state_row)
-        if lent.source != lent.rows[0]:
+        if loan.source != loan.rows[0]:
             for pool in self._target.tensors.states.pools.values():
-                pool[lent.rows[0]].copy_(pool[lent.source])
+                pool[loan.rows[0]].copy_(pool[loan.source])
         state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
         state.known[row].fill_(len(slots))
         state.roots[row].fill_(request.token_ids[-1])

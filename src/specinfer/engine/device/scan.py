@@ -1,7 +1,7 @@
 """DeviceScan: the order in which layers without attention compute the tokens of a step on a device.
 
-The state that a request continues from is that of the step before, after its root. So the tokens of the path accepted
-since are computed once more, from what is stored of them, and then the root and the nodes:
+Each step keeps the state after its root. So the next one first recomputes the tokens of the path accepted since, from
+what is stored of them, and then computes the root and the nodes:
 
     tokens of a request    [ - - path | root nodes - ]
 
@@ -28,21 +28,22 @@ class DeviceScan:
     """
 
     def __init__(self, size: LaunchSize, state: DeviceState, target: ModelRunner) -> None:
-        self._rows, self._nodes, self._again = size.num_rows, size.num_nodes, size.num_again
+        self._rows, self._nodes, self._recomputed = size.num_rows, size.num_nodes, size.num_recomputed
         self._state, self._taps, device = state, num_taps(target.loaded.model), target.loaded.device
-        width = self._again + self._nodes
+        width = self._recomputed + self._nodes
         with torch.inference_mode(mode=False):
             self._numbers = torch.arange(self._nodes, device=device)
-            num_before = self._again + self._taps - 1  # the first token of a path reads some more
+            num_before = self._recomputed + self._taps - 1  # the first token of a path reads some more
             self._before = torch.arange(-num_before, 0, device=device)  # distances from the root
             self._above = torch.arange(num_before, device=device).sub(1).clamp(min=0)
             self._scanned = torch.arange(self._taps - 1, num_before + self._nodes, device=device)
-            self._first = torch.arange(self._rows, device=device).unsqueeze(1) * width + self._again  # of the roots
+            of_rows = torch.arange(self._rows, device=device).unsqueeze(1)
+            self._first = of_rows * width + self._recomputed  # of the roots
             self._places = (torch.arange(self._rows * self._nodes, device=device)).view(-1, self._nodes)
-            self._none = torch.full((self._rows, self._again), -1, dtype=torch.int64, device=device)
+            self._none = torch.full((self._rows, self._recomputed), -1, dtype=torch.int64, device=device)
             self._no_place = torch.full((self._rows,), -1, dtype=torch.int64, device=device)
             self._new = (self._first + self._numbers).flatten()
-            self._is_root = torch.arange(width, device=device) == self._again
+            self._is_root = torch.arange(width, device=device) == self._recomputed
             self._results = self._after_path(self._places)
 
     def of_step(self, trees: Grown, slots: Tensor, is_live: Tensor) -> PaddedScan:
@@ -56,20 +57,20 @@ class DeviceScan:
         state, rows = self._state, self._rows
         known, slots, parents = state.known[:rows].long().unsqueeze(1), slots.long(), trees.parents.long()
         read, written = state.states[:rows].unbind(dim=1)
-        num_again = torch.where(is_live, known.squeeze(1) - state.scanned[:rows], 0).clamp(max=self._again)
+        num_recomputed = torch.where(is_live, known.squeeze(1) - state.scanned[:rows], 0).clamp(max=self._recomputed)
         is_used = self._numbers < trees.sizes.unsqueeze(1)
         goes_back = is_used & (parents != self._numbers - 1) & (self._numbers > 0)
-        # Whether another node than the next continues from a node; the last column is that of no node.
-        is_left = torch.zeros((rows, self._nodes + 1), dtype=torch.bool, device=slots.device)
-        is_left.scatter_(1, torch.where(goes_back, parents, self._nodes), True)
+        # Whether a node other than the next one continues from a node; the last column collects the rest.
+        is_origin = torch.zeros((rows, self._nodes + 1), dtype=torch.bool, device=slots.device)
+        is_origin.scatter_(1, torch.where(goes_back, parents, self._nodes), True)
         kept = torch.where(self._is_root & is_live.unsqueeze(1), written.unsqueeze(1), -1)
         paths = self._paths(known, slots, parents)
         origins = torch.where(goes_back, self._places - self._numbers + parents, -1)
-        places = torch.where(is_left[:, :-1], self._places, -1)
+        places = torch.where(is_origin[:, :-1], self._places, -1)
         order = ScanOrder(
             num_results=rows * self._nodes,
             num_places=rows * self._nodes if self._nodes > 1 else 0,
-            starts=self._first.squeeze(1) - num_again,
+            starts=self._first.squeeze(1) - num_recomputed,
             ends=self._first.squeeze(1) + trees.sizes,
             first_rows=torch.where(is_live, read, -1),
             first_places=self._no_place,
@@ -90,6 +91,7 @@ class DeviceScan:
 
         Args:
             known: [rows, 1] tokens before the roots.
+            slots, parents: [rows, nodes] of the nodes.
         """
         table, num_before = self._state.slots[: self._rows], len(self._before)
         places = known + self._before
@@ -104,7 +106,10 @@ class DeviceScan:
         return torch.stack(columns[::-1], dim=2).flatten(0, 1)
 
     def advance(self, is_live: Tensor) -> None:
-        """Note that the states after the roots have been written, before the paths are committed."""
+        """Swap the rows of live requests, and record what the new states cover.
+
+        Call it before paths are committed, while `known` is still that of the step.
+        """
         state, rows = self._state, self._rows
         state.scanned[:rows].copy_(torch.where(is_live, state.known[:rows] + 1, state.scanned[:rows]))
         states = state.states[:rows]

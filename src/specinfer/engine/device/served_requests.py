@@ -11,7 +11,7 @@ from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.launch import DeviceRequest, Launch
 from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.engine.device.sizes import AGAIN
+from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.recurrent.states import RecurrentStates
@@ -55,25 +55,36 @@ class ServedRequests:
 
     def join(self) -> None:
         """Add the requests that may be served here; none of them is in a pass."""
+        others = self._rows_of_others()
         for request in self._scheduler.decoding():
             if len(self._by_row) >= self._max_requests:
                 return
             if not self._may_join(request):
                 continue
             slots = self._cache.slots(request.request_id)
-            if (lent := self._states.lend(slots, AGAIN[-1])) is None:
+            rest = [row for other, row in others.items() if other is not request]
+            if (loan := self._states.lend(request, slots, RECOMPUTED[-1], rest)) is None:
                 continue
+            others.pop(request, None)
             self._barred.pop(request, None)
-            one = DeviceRequest(request, lent=lent, num_again=len(slots) - lent.num_known)
+            one = DeviceRequest(request, loan, num_recomputed=len(slots) - loan.num_known)
             self._by_row.append(one)  # first, so that a failure from here on releases it
             self._scheduler.mark_in_flight([one.span()])
-            self._rows.write(len(self._by_row) - 1, request, slots, lent=lent, is_drawn=self._drawn.has(request))
+            self._rows.write(len(self._by_row) - 1, request, slots, loan=loan, is_drawn=self._drawn.has(request))
+
+    def _rows_of_others(self) -> dict[Request, int]:
+        """Return the rows of the states of running requests that are not served here; -1 for none."""
+        if not self._states.pools:
+            return {}
+        served = {one.request for one in self._by_row}
+        running = [request for request in self._scheduler.running if request not in served]
+        return {request: self._states.latest(self._cache.slots(request.request_id)) for request in running}
 
     def _may_join(self, request: Request) -> bool:
         return (
             is_served(request, may_follow=self._may_follow, may_sample=self._may_sample)
             and self._barred.get(request) != request.num_output
-            and self._drawn.may_join(request)
+            and self._drawn.may_join(request, len(self._by_row))
             and (request.adapter is None or self._rows.takes_adapters)
             and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
         )
@@ -86,7 +97,7 @@ class ServedRequests:
             launch.state_rows.append(one.next_state_row())
             self._states.drop(launch.slots[-1])
             self._states.forget(launch.state_rows[-1])
-            one.num_again = launch.size.max_depth  # the longest path
+            one.num_recomputed = launch.size.max_depth  # the longest path
 
     def note_state(self, launch: Launch, row: int) -> None:
         """Note that a step which was read, and is kept, has written a state after its root."""
@@ -114,7 +125,7 @@ class ServedRequests:
         """Return a request to the scheduler if it has left, and none of its steps is in flight."""
         if one.has_left and not one.num_in_flight:
             self._scheduler.release([one.span()])
-            self._states.take_back(one.lent.rows)
+            self._states.take_back(one.request)
 
     def clear(self) -> None:
         """Forget all rows, without a look at what is in flight."""

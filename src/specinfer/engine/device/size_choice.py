@@ -73,4 +73,11 @@ class SizeChoice:
 def _cost(size: LaunchSize) -> tuple[int, ...]:
     """Return what orders sizes by the time of a step."""
     of_logprobs = (size.asked.others, size.asked.best) if size.asked else (-1, -1)
-    return size.max_depth, size.num_rows * size.num_nodes, size.processing, *of_logprobs, size.adapts, size.num_again
+    return (
+        size.max_depth,
+        size.num_rows * size.num_nodes,
+        size.processing,
+        *of_logprobs,
+        size.adapts,
+        size.num_recomputed,
+    )

@@ -9,7 +9,7 @@ from specinfer.model.graphs.sizes import at_least
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-AGAIN = (8, LEVELS[-1])  # tokens of a path that recurrent layers compute once more
+RECOMPUTED = (8, LEVELS[-1])  # places for tokens of a path that recurrent layers recompute
 # Nodes of a best-first tree, and nodes of each level that may have children.
 _WIDTHS = ((2, 1), (8, 2), (16, 4), (64, 8), (256, 16))
 
@@ -37,8 +37,8 @@ def shape_of(
         most_frontier: Nodes of a level that may have children.
         guess_depth: Longest path that lookups propose, at most as many nodes as a tree has; 0 without lookups.
         kinds: Those of the drafters that grow a tree each; the trees are merged.
-        most_slots: The target's slots for each request, for drafters that need more than trees have nodes; None for any
-            number.
+        most_slots: Most slots of the target for each request, of which copies may need more than trees have nodes; None
+            for no limit.
     """
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))

@@ -8,7 +8,7 @@ was accepted since, one that was preempted, a fork, and another one with the sam
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,14 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 NO_ROW = -1
-ROWS_PER_REQUEST = 2  # the state that a request continues from, and one of a prefix
+ROWS_PER_REQUEST = 2  # in steps on a device, what a step reads and what it writes; else its own, and one of a prefix
+
+
+class Borrower(Protocol):
+    """A request with rows for its states."""
+
+    @property
+    def is_finished(self) -> bool: ...
 
 
 class RecurrentStates:
@@ -45,7 +52,7 @@ class RecurrentStates:
         self._pending: dict[int, int] = {}  # slots by the rows that the pass writes
         self._readers: Counter[int] = Counter()  # requests of the pass that read a row
         self._unwritten: set[int] = set()  # layers that have not written them yet
-        self._lent: set[int] = set()  # rows that steps on a device write
+        self._lent: dict[int, Borrower] = {}  # by rows that steps on a device write
 
     def clear(self) -> None:
         """Drop all states, because other weights computed them."""
@@ -65,7 +72,7 @@ class RecurrentStates:
             self.drop(slots)
 
     def drop(self, slots: Ints) -> None:
-        """Drop the states of the tokens in these slots, which others will take."""
+        """Drop the states of the tokens in these slots, which will be written again."""
         if len(self._row_of):
             rows = self._row_of[slots]
             self._slot_of[rows[rows >= 0]] = -1
@@ -96,7 +103,7 @@ class RecurrentStates:
         # Free rows first, of these the one that was used last: its memory is at hand.
         order = np.lexsort((np.where(is_used, self._last_used, -self._last_used), is_used))
         needed = self._pending.keys() | {row for row, count in self._readers.items() if row != own or count > 1}
-        needed |= self._lent
+        needed |= self._in_loans()
         row = next((int(one) for one in order if int(one) not in needed), NO_ROW)
         if row != NO_ROW:
             self.forget(row)
@@ -119,33 +126,50 @@ class RecurrentStates:
 
     # ------------------------------------------------------------------------------------ steps on a device
 
-    def lend(self, prefix_slots: Ints, most_again: int) -> "Lent | None":
-        """Lend two rows to a request whose steps write its states in turns; None if it has to take other steps first.
+    def latest(self, prefix_slots: Ints) -> int:
+        """Return the row of the latest kept state within a prefix, or -1 for none."""
+        rows = self._row_of[prefix_slots] if len(self._row_of) else self._row_of
+        known = np.flatnonzero(rows >= 0)
+        return int(rows[known[-1]]) if len(known) else NO_ROW
+
+    def lend(
+        self, borrower: Borrower, prefix_slots: Ints, most_recomputed: int, others: Sequence[int]
+    ) -> "Loan | None":
+        """Lend a request two rows, which its steps write in turns. Return None if it must take an ordinary step first.
 
         Args:
             prefix_slots: Slots of its tokens.
-            most_again: Tokens after its latest kept state that may be computed once more.
+            most_recomputed: Most tokens after its latest kept state that a step can recompute.
+            others: Rows of other running requests without a loan, each of which has to keep a state; -1 for one that
+                has none yet.
         """
         if not self.pools:
-            return Lent((NO_ROW, NO_ROW), NO_ROW, len(prefix_slots))
+            return Loan((NO_ROW, NO_ROW), NO_ROW, len(prefix_slots))
         if not len(self._row_of):
             return None
         rows = self._row_of[prefix_slots]
         known = np.flatnonzero(rows >= 0)
-        if not len(known) or len(prefix_slots) - int(known[-1]) - 1 > most_again:
+        if not len(known) or len(prefix_slots) - int(known[-1]) - 1 > most_recomputed:
             return None
-        source = int(rows[known[-1]])
+        source, lent = int(rows[known[-1]]), self._in_loans()
         order = np.lexsort((self._last_used, self._slot_of >= 0)).tolist()
-        free = [row for row in order if row not in self._lent and row != source]
-        if source not in self._lent:
-            free.append(source)  # the last choice: what others share stays as it is
-        if len(free) < 2:
+        free = [row for row in order if row not in lent and row != source and row not in others]
+        if source not in lent and source not in others:
+            free.append(source)  # taken last: a prefix may share it
+        if len(free) < 2 + others.count(NO_ROW):
             return None
         own = (source, free[0]) if free[1] == source else (free[0], free[1])
         for row in own:
-            self.forget(row)
-            self._lent.add(row)
-        return Lent(own, source, int(known[-1]) + 1)
+            if row != source:
+                self.forget(row)
+            self._lent[row] = borrower
+        if source not in lent:
+            self._last_used[source] = 0  # copied: others may take it before the sources of further requests
+        return Loan(own, source, int(known[-1]) + 1)
+
+    def _in_loans(self) -> set[int]:
+        """Return the rows that are lent. Those of requests that have ended are free: passes run in launch order."""
+        return {row for row, borrower in self._lent.items() if not borrower.is_finished}
 
     def forget(self, row: int) -> None:
         """Forget which token's state is in a row, which is about to be written."""
@@ -160,17 +184,17 @@ class RecurrentStates:
             self.forget(row)
             self._row_of[slot], self._slot_of[row], self._last_used[row] = row, slot, self._clock
 
-    def take_back(self, rows: Sequence[int]) -> None:
-        """End a loan; the rows keep the states that were noted."""
-        self._lent.difference_update(rows)
+    def take_back(self, borrower: Borrower) -> None:
+        """End the loan of a request; its rows keep the states that were noted."""
+        self._lent = {row: one for row, one in self._lent.items() if one is not borrower}
 
 
-class Lent(NamedTuple):
+class Loan(NamedTuple):
     """Two rows for the states of one request. Each step reads the one that the step before has written.
 
     Attributes:
         rows: The row that the first step reads, and the one that it writes.
-        source: The row with the latest kept state, which has to be copied to the first of them, or may be it.
+        source: The row of the latest kept state. If it is not the first of `rows`, it must be copied there.
         num_known: The number of tokens that this state covers.
     """
 
