@@ -33,6 +33,13 @@ from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 from tiny import make_request, random_prompts
 
 CPU = torch.device("cpu")
+# Greedy and sampled requests, one of them truncated, one with a penalty.
+MIXED_PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=24),
+    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
+)
 
 
 def load_plain(folder: Path) -> LoadedModel:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
+from specinfer.kernels import AdapterRows
 from specinfer.model.batch import Piece, pack
 from specinfer.model.device import on_device
 from specinfer.model.forward import forward
@@ -160,6 +161,17 @@ class ModelRunner:
             self._why_unpadded = capture_usual_sizes(self.padded, progress)
         if self._why_unpadded is not None:
             self.padded = None
+
+    def adapter_rows(self, lora_indices: Tensor | None, width: int) -> AdapterRows | None:
+        """Return the adapters of the rows of a pass of fixed shapes, or None if it has none.
+
+        Args:
+            lora_indices: [requests] int32 slots of their adapters, or None.
+            width: Rows of each request.
+        """
+        if lora_indices is None or self.padded is None or self.padded.adapter_slots is None:
+            return None
+        return AdapterRows(self.padded.adapter_slots, lora_indices.repeat_interleave(width))
 
     def keep_taps(self, layers: Collection[int]) -> None:
         self.tensors.keep_taps(layers)

@@ -132,11 +132,12 @@ def designs(present: StepDesign, copy: SelfKind | None = None) -> Sequence[tuple
     Args:
         copy: What the drafter is if it is a copy of the target, which must have other bits than that.
     """
-    int4 = () if copy is not None and copy.quantization == "int4" else (("int4 weights", 0.56),)
-    return (
-        ("as built", present),
-        ("4 kernels a layer", replace(present, layer_kernels=4)),
-        ("FP8 keys and values", replace(present, kv_bytes=1.0)),
-        *((name, replace(present, weight_bytes=width)) for name, width in int4),
-        ("without captured graphs", replace(present, layer_kernel_seconds=10e-6, kernel_seconds=10e-6)),
-    )
+    has_int4 = copy is not None and copy.quantization == "int4"
+    found = {
+        "as built": present,
+        "4 kernels a layer": replace(present, layer_kernels=4),
+        "FP8 keys and values": replace(present, kv_bytes=1.0),
+        "int4 weights": None if has_int4 else replace(present, weight_bytes=0.56),
+        "without captured graphs": replace(present, layer_kernel_seconds=10e-6, kernel_seconds=10e-6),
+    }
+    return [(name, design) for name, design in found.items() if design is not None]

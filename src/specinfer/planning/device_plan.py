@@ -123,8 +123,6 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
     dtype = "bfloat16" if config.grow is not None and config.dtype == "auto" else config.dtype
     growths = plan_growth(models, config.grow, dtype).growths if config.grow is not None else {}
 
-    target_config = load_config(Path(str(models.target))).get_text_config()
-
     def shape_of(name: str, quantization: str | None) -> TargetShape:
         folder = Path(name)
         width = mean_bytes(folder, str(dtype_of(folder, dtype)).removeprefix("torch."), quantization, _GPU)
@@ -136,6 +134,7 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
             kind, rounded = SELF_DRAFTERS[name], config.quantization
             if rounded is not None and kind.quantization == rounded:
                 raise ValueError(f"drafter: {name} is the target itself, which is {rounded} too; leave it out")
+            target_config = load_config(Path(target)).get_text_config()
             if kind.is_sparse and num_attending(target_config) < target_config.num_hidden_layers:
                 raise ValueError(f"drafter: {name} leaves out tokens, and the target has layers that need all of them")
             shapes[name] = shape_of(target, kind.quantization or config.quantization)

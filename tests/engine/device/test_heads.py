@@ -9,7 +9,15 @@ import torch
 
 from assistants import save_assistant
 from heads import save_block, save_cycle, save_cycle_block, save_eagle3
-from on_device import executor_of, load_device_head, load_plain, make_device_engine, repeating_requests, run_on_device
+from on_device import (
+    MIXED_PARAMS,
+    executor_of,
+    load_device_head,
+    load_plain,
+    make_device_engine,
+    repeating_requests,
+    run_on_device,
+)
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
@@ -48,12 +56,6 @@ TREES = {
     "3,2,1": TreeBudget.expansion((3, 2, 1), num_drafters=3),
     "best-first": TreeBudget(max_nodes=12, max_depth=4),
 }
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=30),
-    SamplingParams(max_tokens=24),
-    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
-    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
-]
 CYCLE = SamplingParams(temperature=0.0, max_tokens=43)
 
 
@@ -113,7 +115,7 @@ def cycle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def _requests() -> list[Request]:
-    return repeating_requests(PARAMS, [6, 9, 15, 7])
+    return repeating_requests(MIXED_PARAMS, [6, 9, 15, 7])
 
 
 def _cycle(first: int, length: int) -> list[int]:

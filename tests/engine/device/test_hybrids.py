@@ -10,6 +10,7 @@ import pytest
 from interpreter import interpreted
 from late_stream import LateStream, make_executor_late
 from on_device import (
+    MIXED_PARAMS,
     come_and_go,
     executor_of,
     load_plain,
@@ -38,12 +39,6 @@ TREES = {
     "3,2,1": TreeBudget.expansion((3, 2, 1)),
     "best-first": TreeBudget(max_nodes=12, max_depth=4),
 }
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=30),
-    SamplingParams(max_tokens=24),
-    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
-    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
-]
 
 
 @pytest.fixture(scope="module", params=quick(HYBRIDS, "lfm2", "qwen3_5_text"))
@@ -65,7 +60,7 @@ def text(kind: Pair) -> list[list[int]]:
 
 
 def _requests() -> list[Request]:
-    return repeating_requests(PARAMS)
+    return repeating_requests(MIXED_PARAMS)
 
 
 def _check_left(engine: Engine) -> None:

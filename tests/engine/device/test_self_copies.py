@@ -11,6 +11,7 @@ from adapters import save_adapter
 from late_stream import LateStream, make_executor_late
 from on_device import (
     CPU,
+    MIXED_PARAMS,
     as_on_a_gpu,
     come_and_go,
     executor_of,
@@ -43,12 +44,6 @@ TREES = {
     "best-first": TreeBudget(max_nodes=12, max_depth=4),
     "deep": TreeBudget(max_nodes=9, max_depth=9),
 }
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=30),
-    SamplingParams(max_tokens=24),
-    SamplingParams(temperature=0.6, top_k=9, max_tokens=20),
-    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
-]
 
 
 def _with_copy(folder: Path, name: str = "self:int4", dtype: str = "float32") -> Pair:
@@ -64,7 +59,7 @@ def pair(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> P
 
 
 def _requests() -> list[Request]:
-    return repeating_requests(PARAMS)
+    return repeating_requests(MIXED_PARAMS)
 
 
 def _check_left(engine: Engine) -> None:
@@ -212,7 +207,7 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(
             if runner.padded is not None:
                 runner.padded.adapter_slots = slots
         requests = [
-            make_request(str(i), prompt, PARAMS[0], adapter=own, cache_salt="" if own is None else own.salt)
+            make_request(str(i), prompt, MIXED_PARAMS[0], adapter=own, cache_salt="" if own is None else own.salt)
             for i, (prompt, own) in enumerate(zip(random_prompts([9, 4, 12]), (adapter, None, adapter), strict=True))
         ]
         if has_device_executor:

@@ -31,7 +31,7 @@ from specinfer.engine.device.known_tokens import (
 )
 from specinfer.engine.device.passes import BlockPass, LevelPasses, Passes
 from specinfer.engine.device.state import DeviceState, DraftState
-from specinfer.kernels import AdapterRows, tree_ops
+from specinfer.kernels import tree_ops
 from specinfer.kernels.drawn import Drawing
 from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_drawn import Draws
@@ -63,13 +63,6 @@ class DeviceDrafter(NamedTuple):
         if shape.kinds[0].shares_cache:
             return KnownRoot(state, kept, is_sparse=isinstance(self.runner, SelfRunner) and self.runner.is_sparse)
         return KnownPair(state, own, inputs, kept)
-
-    def adapter_rows(self, inputs: DraftInputs, width: int) -> AdapterRows | None:
-        """Return the adapters of the tokens of a pass, as many for each request, or None if it drafts without them."""
-        padded = self.runner.padded
-        if inputs.lora_indices is None or padded is None or padded.adapter_slots is None:
-            return None
-        return AdapterRows(padded.adapter_slots, inputs.lora_indices.repeat_interleave(width))
 
     def store(self, shape: DraftShape, num_rows: int) -> KVStore:
         """Return what its passes read and write in loops of this shape."""
@@ -209,7 +202,7 @@ class DraftLoop:
             allows_native=False,
             layout=layout.over(slot_table, visible),
             features=features,
-            adapter_rows=self._drafter.adapter_rows(self._inputs, tokens.shape[1]),
+            adapter_rows=self._drafter.runner.adapter_rows(self._inputs.lora_indices, tokens.shape[1]),
         )
         return forward(loaded.model, batch)
 

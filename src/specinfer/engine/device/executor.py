@@ -172,7 +172,7 @@ class DeviceExecutor:
         look_up = has_lookups and most > 1 and any(budget.max_nodes for budget in self._budgets.uncut)
         if look_up and self._launches:
             return None  # lookups need to know all tokens
-        most_nodes = max(min(num_slots, most - 1), 0)
+        most_nodes = min(num_slots, most - 1)
         if look_up and not self._budgets.asks_model(device_requests, budgets):
             shape, guesses = self._guesses.alone(device_requests, self._budgets.uncut, most_nodes)
         else:
@@ -197,7 +197,8 @@ class DeviceExecutor:
         wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts, recomputed)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
-        if shape is not None and not (size.num_slots <= 1 + num_slots and self._drafts.reserve(launch)):
+        assert size.num_slots <= 1 + num_slots
+        if shape is not None and not self._drafts.reserve(launch):
             launch.size = self._device.size_for(replace(wanted, shape=None), num_slots)
         if launch.size.shape is not None and launch.size.num_models and has_lookups:
             launch.guesses = self._guesses.of(launch.device_requests, self._budgets.uncut, launch.size.shape)

@@ -176,6 +176,7 @@ class KnownFeature(KnownRoot):
         self._shape = shape
         with torch.inference_mode(mode=False):
             self._rows = torch.arange(len(self._columns), device=outputs.device).unsqueeze(1)
+            self._zero = torch.zeros(1, dtype=torch.int64, device=outputs.device)
 
     def read(self) -> FirstPass:
         first, rows = super().read(), len(self._columns)
@@ -190,8 +191,7 @@ class KnownFeature(KnownRoot):
         above = frontier.level - 1
         places = self._rows * self._shape.frontiers[above]
         if above:  # the root's output is the first of its row; others are found by the columns of the parents
-            parents = candidates.parents.gather(1, frontier.numbers.long().clamp(min=0))
-            columns = candidates.columns.gather(1, parents.long().clamp(min=0))
+            columns = _parent_columns(frontier, candidates, self._zero)
             places = places + (columns - self._shape.first_columns[above]).clamp(min=0)
         return self._outputs[places.expand_as(frontier.numbers).flatten()]
 
@@ -246,14 +246,9 @@ class KnownPath:
         if frontier.level == 1:  # children of the root
             columns = first.root_columns.long().unsqueeze(1).expand_as(frontier.numbers)
         else:
-            parents = candidates.parents.gather(1, self._as_index(frontier.numbers))
-            columns = self._as_index(candidates.columns.gather(1, self._as_index(parents)))
+            columns = _parent_columns(frontier, candidates, self._zero)
         slots = self._inputs.slots.gather(1, columns).flatten()
         return self._runner.tensors.taps[0][slots]
-
-    def _as_index(self, numbers: Tensor) -> Tensor:
-        """Return int32 numbers as int64, 0 for those of padding, which are below; in one launch."""
-        return torch.maximum(numbers, self._zero)
 
     def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
         path, lengths, _ = walked
@@ -262,3 +257,13 @@ class KnownPath:
         tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
         before = self._state.known[:rows] - lengths - 2  # places of the tokens before the roots
         tree_ops.commit(own.following[:rows], before, merged.tokens, path, lengths)
+
+
+def _parent_columns(frontier: Frontier, candidates: Candidates, zero: Tensor) -> Tensor:
+    """Return [rows, width] int64 columns of the parents of nodes below the first level.
+
+    Args:
+        zero: [1] int64; with it a maximum makes indices of int32 numbers, 0 for those of padding, in one launch.
+    """
+    parents = candidates.parents.gather(1, torch.maximum(frontier.numbers, zero))
+    return torch.maximum(candidates.columns.gather(1, torch.maximum(parents, zero)), zero)

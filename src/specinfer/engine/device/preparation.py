@@ -56,7 +56,7 @@ def usual_sizes(
             shapes.append(
                 shape_of([budget], most - 1, most, guess_depth, kinds)
                 if kinds
-                else shape_of_guesses(max(min(budget.max_nodes, most - 1), 0), budget.max_depth, most - 1)
+                else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
             )
         recomputed = rows.num_recomputed(max(shape.max_depth for shape in shapes if shape) if any(shapes) else 1)
         sizes += dict.fromkeys(

@@ -201,12 +201,9 @@ class Programs:
 
     def _adapter_rows(self) -> AdapterRows | None:
         """Return the adapter of each node, which is that of its request, or None in a step without adapters."""
-        if self._lora_indices is None:
-            return None
-        padded = self._target.padded
-        assert padded is not None
-        assert padded.adapter_slots is not None
-        return AdapterRows(padded.adapter_slots, self._lora_indices.repeat_interleave(self.size.num_nodes))
+        rows = self._target.adapter_rows(self._lora_indices, self.size.num_nodes)
+        assert (rows is not None) == self.size.adapts
+        return rows
 
     # ---------------------------------------------------------------------------------------- logits
 

@@ -78,7 +78,7 @@ class ServedRequests:
             return {}
         served = {one.request for one in self._by_row}
         running = [request for request in self._scheduler.running if request not in served]
-        return {request: self._states.latest(self._cache.slots(request.request_id)) for request in running}
+        return {request: self._states.latest(self._cache.slots(request.request_id))[1] for request in running}
 
     def _may_join(self, request: Request) -> bool:
         return (

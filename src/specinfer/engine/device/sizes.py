@@ -80,7 +80,7 @@ def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShap
         depth: Depth of the deepest one.
         most_nodes: Nodes that there are slots for, without the root.
     """
-    if not num_guesses:
+    if num_guesses < 1:
         return None
     nodes = min(at_least(NODES, num_guesses) or num_guesses, most_nodes)
     assert nodes >= num_guesses

@@ -79,17 +79,20 @@ class RecurrentStates:
             self._row_of[slots] = NO_ROW
 
     def find(self, prefix_slots: Ints) -> tuple[int, int]:
+        """Note that a pass reads the latest kept state of a prefix, and return what `latest` does."""
+        count, row = self.latest(prefix_slots)
+        if row != NO_ROW:
+            self._readers[row] += 1
+            self._last_used[row] = self._clock
+        return count, row
+
+    def latest(self, prefix_slots: Ints) -> tuple[int, int]:
         """Return how many tokens of a prefix the latest kept state covers, and its row; 0 and -1 for none."""
         if not len(self._row_of):
             return 0, NO_ROW
         rows = self._row_of[prefix_slots]
         known = np.flatnonzero(rows >= 0)
-        if not len(known):
-            return 0, NO_ROW
-        row = int(rows[known[-1]])
-        self._readers[row] += 1
-        self._last_used[row] = self._clock
-        return int(known[-1]) + 1, row
+        return (int(known[-1]) + 1, int(rows[known[-1]])) if len(known) else (0, NO_ROW)
 
     def claim(self, slot: int, own: int = NO_ROW) -> int:
         """Return the row for the state after the token in a slot, or -1 if the pass needs all.
@@ -126,12 +129,6 @@ class RecurrentStates:
 
     # ------------------------------------------------------------------------------------ steps on a device
 
-    def latest(self, prefix_slots: Ints) -> int:
-        """Return the row of the latest kept state within a prefix, or -1 for none."""
-        rows = self._row_of[prefix_slots] if len(self._row_of) else self._row_of
-        known = np.flatnonzero(rows >= 0)
-        return int(rows[known[-1]]) if len(known) else NO_ROW
-
     def lend(
         self, borrower: Borrower, prefix_slots: Ints, most_recomputed: int, others: Sequence[int]
     ) -> "Loan | None":
@@ -145,13 +142,10 @@ class RecurrentStates:
         """
         if not self.pools:
             return Loan((NO_ROW, NO_ROW), NO_ROW, len(prefix_slots))
-        if not len(self._row_of):
+        count, source = self.latest(prefix_slots)
+        if source == NO_ROW or len(prefix_slots) - count > most_recomputed:
             return None
-        rows = self._row_of[prefix_slots]
-        known = np.flatnonzero(rows >= 0)
-        if not len(known) or len(prefix_slots) - int(known[-1]) - 1 > most_recomputed:
-            return None
-        source, lent = int(rows[known[-1]]), self._in_loans()
+        lent = self._in_loans()
         order = np.lexsort((self._last_used, self._slot_of >= 0)).tolist()
         free = [row for row in order if row not in lent and row != source and row not in others]
         if source not in lent and source not in others:
@@ -165,7 +159,7 @@ class RecurrentStates:
             self._lent[row] = borrower
         if source not in lent:
             self._last_used[source] = 0  # copied: others may take it before the sources of further requests
-        return Loan(own, source, int(known[-1]) + 1)
+        return Loan(own, source, count)
 
     def _in_loans(self) -> set[int]:
         """Return the rows that are lent. Those of requests that have ended are free: passes run in launch order."""
