@@ -83,15 +83,15 @@ def test_budgets_are_best_first_with_a_lower_bound_of_the_path_probability() -> 
     assert budget.max_depth <= optimizer.sizes.max_depth
     # A node must be worth the time it adds, at the current token rate.
     rate = optimizer.rates(1).max()
-    assert budget.min_gain == pytest.approx(rate * 0.05)
+    assert budget.min_gain == pytest.approx(rate * 0.05, rel=0.03), "within the noise of the fastest"
     assert _optimizer(make_costs()).choose(1).min_path_prob == 0.0, "a node that costs nothing may be very unlikely"
 
 
 def test_slow_and_flat_passes_get_a_wide_menu() -> None:
-    assert TreeSizes.for_costs(bent_costs(200)).max_nodes == 256
+    assert TreeSizes.for_costs(bent_costs(200)).max_nodes == 255
     assert TreeSizes.for_costs(bent_costs(200)).max_depth >= 24
-    assert TreeSizes.for_costs(bent_costs(200, 0.004)).max_nodes == 64, "weighing would cost a part of the pass"
-    assert TreeSizes.for_costs(bent_costs(20)).max_nodes == 64, "large trees cost as much as they are large"
+    assert TreeSizes.for_costs(bent_costs(200, 0.004)).max_nodes == 63, "weighing would cost a part of the pass"
+    assert TreeSizes.for_costs(bent_costs(20)).max_nodes == 63, "large trees cost as much as they are large"
 
 
 def test_trees_go_as_far_as_they_are_free() -> None:
@@ -107,6 +107,20 @@ def test_requests_together_stay_where_the_curve_bends(num_requests: int) -> None
     """The most that their trees may have, since no request gives back what another takes more."""
     budget = _optimizer(bent_costs(200)).choose(num_requests)
     assert 0.7 * 200 < num_requests * (1 + budget.max_nodes) < 1.3 * 200
+
+
+@pytest.mark.parametrize(("max_rows", "most"), [(256, (255, 7, 3, 0)), (96, (95, 2, 0, 0))])
+def test_no_tree_is_larger_than_a_step_on_the_device_holds(max_rows: int, most: tuple[int, ...]) -> None:
+    """A step has rows for 1, 32, 64 and 256 requests, for which all rows are free here."""
+    costs = bent_costs(10_000)
+    costs.max_rows = max_rows
+    optimizer = _optimizer(costs)
+    for num_requests, nodes in zip((1, 20, 64, 256), most, strict=True):
+        assert costs.most_nodes(num_requests) == nodes
+        budget = optimizer.choose(num_requests)
+        assert budget.max_nodes <= nodes
+        assert bool(budget.max_nodes) == bool(nodes)
+        assert optimizer.gain(num_requests) >= 1.0
 
 
 def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:
@@ -126,5 +140,5 @@ def test_a_price_that_grows_steadily_leaves_nodes_for_easy_requests() -> None:
     assert optimizer.sizes.is_wide
     budget = optimizer.choose(8)
     rates = optimizer.rates(8)
-    assert budget.max_nodes == 2 * optimizer.sizes.num_nodes[rates.argmax()]
+    assert budget.max_nodes == 2 * optimizer.usual()[0]
     assert budget.min_path_prob == pytest.approx(rates.max() * 0.01, rel=0.03), "within the noise of the fastest"

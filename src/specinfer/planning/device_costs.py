@@ -15,6 +15,7 @@ import numpy as np
 
 from specinfer.core.lookups import SelfKind
 from specinfer.drafters.sparse_context import num_kept
+from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.options import Accelerator
@@ -82,6 +83,7 @@ class StepCosts:
         reading = 0.0 if reader is None else 2 * weights_of(reader) / self._flops
         costs = CostModel(target, Curve(_SIZES, levels), reading, design.draft_kernels * design.kernel_seconds)
         costs.rest = design.verify_kernels * design.kernel_seconds
+        costs.max_rows = max_rows(has_states=self.target.state_bytes > 0)
         return costs
 
     @property

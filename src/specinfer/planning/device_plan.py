@@ -167,9 +167,9 @@ def _grown(folder: Path, shape: Shape, bytes_per_parameter: float) -> TargetShap
 
 
 def _predict(costs: StepCosts, acceptance: AcceptanceModel, num_requests: int) -> DeviceChoice:
-    model, lengths = costs.of_batch(num_requests), np.asarray(_CHAINS)
-    first = float(acceptance.by_rank()[0])
-    expected = np.array([sum(first**depth for depth in range(length + 1)) for length in _CHAINS])
+    model, first = costs.of_batch(num_requests), float(acceptance.by_rank()[0])
+    lengths = np.minimum(_CHAINS, model.most_nodes(num_requests))  # longer ones are cut
+    expected = np.array([sum(first**depth for depth in range(length + 1)) for length in lengths])
     plain = 1.0 / float(model.step(num_requests, 0, 0))
     chains = expected / model.step(num_requests, lengths, lengths) / plain
     return DeviceChoice(

@@ -77,7 +77,7 @@ class FixedPolicy:
         return None if self._budget.max_nodes else self._why_off
 
 
-_USUAL_AUTO = (TreeBudget(max_nodes=16, max_depth=6), TreeBudget(max_nodes=64, max_depth=8))
+_USUAL_AUTO = (TreeBudget(max_nodes=15, max_depth=6), TreeBudget(max_nodes=63, max_depth=8))
 
 
 def usual_budgets(shape: TreeShape) -> tuple[TreeBudget, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.step_record import StepRecord
+from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.policy import streamed_costs
 from specinfer.policy.curves import FAST, LEARNING_RATE, MAX_RATIO, ContextCurve, Curve, Floats, learning_rate
 from specinfer.policy.streamed_costs import StreamedCurve
@@ -36,6 +37,10 @@ class CostModel:
         draft_level: Seconds of growing the trees by one level, by its number of nodes.
         read_token: Seconds that the drafter takes to read one token of a prompt.
         draft_start: Seconds that the first level takes in addition to the time of a further one.
+
+    Attributes:
+        max_rows: Most rows of a step, or None for no limit. Larger trees are cut, all alike. The number of requests is
+            rounded up to a power of two.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class CostModel:
         self.read_token = read_token
         self.draft_start = draft_start
         self.rest = 0.0
+        self.max_rows: int | None = None
         self._plain = 1.0  # seconds of passes without draft tokens over those of the curve
         self._since_tree = _NEAR  # steps since the last draft tokens
         self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
@@ -67,6 +73,12 @@ class CostModel:
         """Take over the seconds of passes that were measured anew."""
         assert isinstance(self.target, Curve)
         self.target.sizes, self.target.seconds, self._measured = target.sizes, target.seconds, target.seconds.copy()
+
+    def most_nodes(self, num_requests: int) -> int:
+        """Return the draft tokens that each of this many requests may have in a step."""
+        if self.max_rows is None:
+            return MAX_TREE_NODES
+        return max(self.max_rows // (1 << (num_requests - 1).bit_length()) - 1, 0)
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""

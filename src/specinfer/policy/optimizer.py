@@ -33,10 +33,11 @@ class TreeSizes:
         num_nodes, num_levels: [trees] the limits of each tree.
     """
 
-    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 24, 32, 48, 64)
+    # With the root, the rows that kernels take together: 8, 14, 16, 32, 64, ...; a further one may cost as much as all.
+    SIZES = (1, 2, 3, 4, 5, 6, 7, 10, 13, 15, 19, 23, 31, 47, 63)
     DEPTHS = tuple(range(1, 13))
     # For slow passes whose time hardly grows with their rows: there large trees are nearly free.
-    WIDE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+    WIDE_SIZES = (1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 19, 23, 31, 39, 47, 63, 79, 95, 127, 159, 191, 223, 255)
     WIDE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
     _SLOW = 0.05  # seconds of a pass that make the evaluation of many sizes negligible
     _FLAT_ROWS, _FLAT = 128, 2.0  # this many rows must cost less than this many passes over one row
@@ -104,9 +105,13 @@ class TreeOptimizer:
         return int(self.sizes.num_nodes[i]), int(self.sizes.num_levels[i]), float(self.expected_tokens()[i])
 
     def rates(self, num_requests: int) -> Floats:
-        """Return the expected tokens per second of the batch with each of the trees for every request: [trees]."""
+        """Return the expected tokens per second of the batch with each of the trees for every request: [trees].
+
+        They are 0 for trees that are too large for a step.
+        """
         seconds = self._costs.step(num_requests, self.sizes.num_nodes, self.sizes.num_levels)
-        return num_requests * self.expected_tokens() / seconds
+        fits = self.sizes.num_nodes <= self._costs.most_nodes(num_requests)
+        return np.where(fits, num_requests * self.expected_tokens() / seconds, 0.0)
 
     def choose(self, num_requests: int) -> TreeBudget:
         """Return the budget of each request in a batch of this many."""
@@ -120,7 +125,7 @@ class TreeOptimizer:
         rate = float(rates[self._chosen])
         additional, node_time = self._price_nodes(num_requests, num_nodes)
         return TreeBudget(
-            max_nodes=min(num_nodes + additional, self.sizes.max_nodes),
+            max_nodes=min(num_nodes + additional, self.sizes.max_nodes, self._costs.most_nodes(num_requests)),
             max_depth=min(self._MOST * num_levels, self.sizes.max_depth),
             min_path_prob=min(rate * node_time, self._LIKELY),
             min_gain=rate * float(self._costs.draft_level(num_requests)),

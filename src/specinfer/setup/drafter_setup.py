@@ -14,6 +14,8 @@ from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_draft
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.engine.device.processing import why_not
+from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
@@ -186,7 +188,14 @@ class Speculator:
         """
         if self.drafter is None:
             return FixedPolicy(why_off=self._why_off)
-        make_costs = partial(cached_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
+
+        def make_costs() -> CostModel:
+            costs = cached_costs(self._target, self.drafter, fresh=fresh, progress=self._progress)
+            if why_not(self._target, self.drafter) is None:
+                assert isinstance(self._target, ModelRunner)
+                costs.max_rows = max_rows(has_states=bool(self._target.tensors.states.pools))
+            return costs
+
         names = [one.name for one in self.drafter.drafters]
         lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
         has_self = any(map(is_self, names))

@@ -448,7 +448,7 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
     """Until then their steps run in larger ones that are ready."""
     engine = make_device_engine(*pair, TREES["2,2,1"])
     executor, sizes, launch = executor_of(engine), list[tuple[int, int]](), DeviceRows.launch
-    executor.prepare([TreeBudget(max_nodes=16, max_depth=6)])
+    executor.prepare([TreeBudget(max_nodes=15, max_depth=6)])
     monkeypatch.setattr(Graphs, "median_seconds", 0.0035)
     monkeypatch.setattr(Answers, "wait", lambda self: (0.001, 0.003))
 
@@ -462,7 +462,7 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
         make_device_engine(pair[0], has_device_executor=False), [make_request("0", PROMPTS[0], request.params)]
     )
     assert run(engine, [request]) == wanted
-    assert sizes[:5] == [(6, 17)] * 3 + [(3, 11)] * 2
+    assert sizes[:5] == [(6, 16)] * 3 + [(3, 11)] * 2
     assert request.speculation.max_depth == 3
     _check_left(engine)
 

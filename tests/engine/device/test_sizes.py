@@ -54,6 +54,16 @@ def test_few_shapes_serve_all_sizes_of_trees() -> None:
     assert len(shapes) <= len(NODES) * len(LEVELS)
 
 
+@pytest.mark.parametrize("num_requests", [1, 2, 8, 32, 64, 128])
+def test_trees_with_their_roots_fill_the_blocks_of_kernels(num_requests: int) -> None:
+    """Kernels take 16, 32 or 64 rows together, so one more row may cost as much as a block."""
+    most = 256 // num_requests
+    for rows in (2, 4, 8, 16, 32, 64, 128, 256):
+        shape = shape_of([TreeBudget(rows - 1, 8)], most - 1, most)
+        assert shape is not None
+        assert 1 + shape.num_nodes == min(rows, most)
+
+
 def test_an_expansion_has_its_own_shape() -> None:
     shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100)
     assert shape is not None

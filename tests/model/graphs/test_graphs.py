@@ -38,8 +38,8 @@ from specinfer.model.forward import forward
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
-from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner
-from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
+from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.kv_cache import NO_SLOTS

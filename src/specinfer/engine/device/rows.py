@@ -29,8 +29,7 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
-from specinfer.model.graphs.graph_runner import MAX_ROWS
-from specinfer.model.graphs.sizes import MAX_STATES, at_least
+from specinfer.model.graphs.sizes import at_least, max_rows
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
@@ -87,8 +86,8 @@ class DeviceRows:
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step of the target; with recurrent layers each may need a state of its own."""
-        return MAX_STATES if self._target.tensors.states.pools else MAX_ROWS
+        """Most rows of a step of the target."""
+        return max_rows(has_states=bool(self._target.tensors.states.pools))
 
     def num_recomputed(self, least: int) -> int:
         """Return the number of places before the root that hold this many tokens; 0 without recurrent layers."""

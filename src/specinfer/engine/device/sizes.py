@@ -7,7 +7,8 @@ from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
 from specinfer.engine.device.growth import DraftKind, DraftShape
 from specinfer.model.graphs.sizes import at_least
 
-NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# With the root 2, 3, 4, 6, 8, 12, 16, ... rows, so that those of all requests fill the blocks of kernels.
+NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255, 256)
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RECOMPUTED = (8, LEVELS[-1])  # places for tokens of a path that recurrent layers recompute
 # Nodes of a best-first tree, and nodes of each level that may have children.

@@ -14,8 +14,8 @@ from specinfer.kernels.triton import runs_on
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.graphs.graph_runner import MAX_ROWS, GraphRunner, sums_of
-from specinfer.model.graphs.sizes import MAX_STATES, REQUESTS, at_least, loaded_sizes
+from specinfer.model.graphs.graph_runner import GraphRunner, sums_of
+from specinfer.model.graphs.sizes import MAX_ROWS, MAX_STATES, REQUESTS, at_least, loaded_sizes
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.layer_check import Verdict, Widened, judge_pass

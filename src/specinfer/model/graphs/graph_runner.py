@@ -23,7 +23,7 @@ from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
-from specinfer.model.graphs.sizes import REQUESTS, TOKENS, Size, at_least, loaded_sizes
+from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel
@@ -34,7 +34,6 @@ from specinfer.parallel.rank_sums import RankSums
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 256  # largest number of logit rows of a captured pass
 _ROW = 64
 _PROMPT_TOKENS = (512, 2048)  # of few programs for one request's attention, and of more than there are multiprocessors
 _MAX_SIZES = 128  # captured at a time; the least recently used one is dropped

@@ -12,6 +12,7 @@ from specinfer.model.batch import Piece
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NODES = tuple(WORD * 2**i for i in range(8))  # whole words of bits
+MAX_ROWS = 256  # largest number of logit rows of a captured pass
 MAX_STATES = 96  # most states of recurrent layers that a captured pass holds at a time
 _LOADED_CHAINS = 16  # most tokens of a chain with one logit row that is captured at load
 _LOADED_TREES = 64  # most tokens of a pass over one request's tree that is captured at load
@@ -81,6 +82,11 @@ def at_least(ladder: Sequence[int], count: int) -> int | None:
     """Return the first number of an ascending ladder that is at least `count`, or None."""
     place = bisect.bisect_left(ladder, count)
     return ladder[place] if place < len(ladder) else None
+
+
+def max_rows(*, has_states: bool) -> int:
+    """Return the most rows of a step on a device; with recurrent layers each may need a state of its own."""
+    return MAX_STATES if has_states else MAX_ROWS
 
 
 def is_chain(piece: Piece) -> bool:
