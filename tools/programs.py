@@ -30,7 +30,7 @@ from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
 from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.tree_layout import TreeLayout, num_words
-from specinfer.kernels.triton.adjustment import adjust_logits
+from specinfer.kernels.triton.adjustment import adjust_logits, mask_logits
 from specinfer.kernels.triton.attention import attend
 from specinfer.kernels.triton.blocks import Device, choose_blocks
 from specinfer.kernels.triton.candidates import add_candidates
@@ -175,6 +175,8 @@ def _processing_cases(requests: int, nodes: int) -> Iterator[Case]:
         )  # fmt: skip
         call = partial(adjust_logits, logits, adjustments, Paths(table, tokens, table, 1, 8))
         yield f"adjustment {vocab}", call
+        words = _empty(requests * nodes, -(-vocab // 32))
+        yield f"mask {vocab}", partial(mask_logits, logits, words, _empty(requests * nodes))
 
 
 def draft_cases() -> Iterator[Case]:

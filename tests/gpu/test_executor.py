@@ -57,6 +57,26 @@ def test_steps_of_the_device_generate_what_plain_decoding_does(family: str, mode
         assert isinstance(executor, DeviceExecutor) or family in MIXTURES or "falcon-rw" in family
 
 
+@pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first:15:5"])
+def test_grammars_and_bad_words_mask_tokens_amid_a_step(tree: str) -> None:
+    prompts = ["# numbers\n", "Once upon a time", "def main(", "The "]
+    params = [
+        SamplingParams(max_tokens=30, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){4}"}),
+        SamplingParams(max_tokens=30, temperature=0.0),
+        SamplingParams(max_tokens=30, temperature=0.0, structured_outputs={"regex": "[a-z ]+"}, logprobs=2),
+        SamplingParams(max_tokens=30, temperature=0.7, seed=3, repetition_penalty=1.1, bad_words=["the", "a"]),
+    ]
+    options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "max_num_batched_tokens": 32}
+    wanted, llm = LLM("demo", tree="off", enforce_eager=True, **options), LLM("demo", tree=tree, **options)
+    executor = llm.engine.executors[0]
+    assert isinstance(executor, DeviceExecutor)
+    found, plain = llm.generate(prompts, params), wanted.generate(prompts, params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
+    assert [one.outputs[0].finish_reason for one in found] == [one.outputs[0].finish_reason for one in plain]
+    assert llm.engine.executors[0] is executor, "no step has failed"
+    assert executor.num_launched > 5
+
+
 @pytest.mark.parametrize("family", KINDS_OF_HYBRIDS)
 def test_models_with_layers_without_attention_generate_what_plain_decoding_does(
     family: str, model_folder: Callable[..., Path]

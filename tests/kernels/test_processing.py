@@ -154,6 +154,24 @@ def _requests() -> list[Request]:
     return found
 
 
+@pytest.mark.parametrize("run", [plain_logits.mask_logits, adjustment.mask_logits, tree_ops.mask_logits])
+def test_tokens_whose_bit_is_not_set_are_masked(run: Any) -> None:
+    """Also the last token of a word; bits of further tokens, and those of other rows, are not read."""
+    vocab, rows = 2100, 4
+    logits, stored = torch.randn(rows, vocab + 7)[:, :vocab], torch.zeros(rows, 66, dtype=torch.int32)
+    is_allowed = torch.rand(rows, vocab) < 0.4
+    is_allowed[:, 31:33] = torch.tensor([True, False])
+    for row, token in is_allowed.nonzero().tolist():
+        stored[row, token // 32] |= torch.tensor(1).bitwise_left_shift(torch.tensor(token % 32)).int()
+    is_masked = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
+    wanted = logits.masked_fill(~is_allowed & (is_masked > 0).unsqueeze(1), -torch.inf)
+    run(logits, stored, is_masked)
+    assert torch.equal(logits, wanted)
+    roots = logits[::2].clone()
+    run(roots, stored.new_zeros(rows, 66)[::2], is_masked[::2].contiguous())
+    assert (roots == -torch.inf).all()
+
+
 @pytest.mark.parametrize("run", [plain_logits.adjust_logits, adjustment.adjust_logits, tree_ops.adjust_logits])
 @pytest.mark.parametrize("of_trees", [True, False])
 def test_adjusted_logits_are_those_of_one_request_at_a_time(run: Any, of_trees: bool) -> None:

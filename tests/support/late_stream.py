@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.engine.device.launch import Marks
+from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
 from specinfer.kernels import AdapterSlots
@@ -114,6 +115,7 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     for name in ("write", "write_drafter", "write_acceptance", "move"):
         _launch_later(stream, patch, DeviceRows, name)
     _launch_later(stream, patch, AdapterSlots, "_write")
+    _launch_later(stream, patch, TokenMasks, "_copy")
     events: dict[Marks, list[LateEvent]] = {}
     mark, forward, lora_indices = Marks.mark, GraphRunner.forward, GraphRunner._lora_indices
     read_taps = KVTensors.read_taps

@@ -18,6 +18,7 @@ from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
+from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.sizes import shape_of, shape_of_guesses
@@ -98,6 +99,7 @@ def programs_of(
     *,
     is_sparse: bool = False,
     num_recomputed: int = 0,
+    is_masked: bool = False,
 ) -> Programs:
     """Return the programs of a step whose drafters are all alike.
 
@@ -107,6 +109,7 @@ def programs_of(
         head, copy: What drafts in place of small models: a head, or a copy of the target in its cache.
         is_sparse: Whether the copy attends to a part of the context.
         num_recomputed: Tokens before the root that recurrent layers compute once more.
+        is_masked: Whether some requests have grammars or bad words.
     """
     target = ModelRunner(loaded, 512)
     drafter = ModelRunner(loaded, 512)
@@ -125,5 +128,7 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
     state = DeviceState.empty(rows, 256, loaded.device, [DraftKind.of(drafter)] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, loaded.device)
-    size = LaunchSize(rows, shape, processing, asked, rule, num_recomputed=num_recomputed)
-    return Programs(size, state, target, [DeviceDrafter(drafter, vocabulary.to_target)] * num_models, adjustments)
+    masks = TokenMasks(256, loaded.vocab_size, loaded.device) if is_masked else None
+    size = LaunchSize(rows, shape, processing, asked, rule, num_recomputed=num_recomputed, is_masked=is_masked)
+    drafters = [DeviceDrafter(drafter, vocabulary.to_target)] * num_models
+    return Programs(size, state, target, drafters, adjustments, masks)

@@ -1,14 +1,16 @@
 """Processing of logits for many requests at once, in plain PyTorch; kernels/triton has the same functions.
 
-They compute what `verify.logits` computes for one request: `adjust_logits` the biases and penalties of `adjust`, and
-`least_kept` the limit of `truncate`. Parameters are tensors with a number for each request. Nothing waits for the
-device.
+They compute what `verify.logits` computes for one request: `mask_logits` and `adjust_logits` the constraints, biases
+and penalties of `adjust`, and `least_kept` the limit of `truncate`. Parameters are tensors with a number for each
+request. Nothing waits for the device.
 """
 
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from specinfer.kernels.tree_layout import WORD
 
 MAX_ENDS = 16  # tokens of a request that end its output, and that are held back
 
@@ -98,6 +100,19 @@ def least_kept(logits: Tensor, truncation: Truncation) -> Tensor:
     last = (mass[:, :-1] < top_p * mass[:, -1:]).sum(dim=1, keepdim=True)
     least = torch.where(top_p < 1, torch.maximum(least, values.gather(1, last)), least)
     return torch.where(is_sampled, least, -torch.inf).squeeze(1)
+
+
+def mask_logits(logits: Tensor, bits: Tensor, is_masked: Tensor) -> None:
+    """Set the logits of tokens that are not allowed to -inf.
+
+    Args:
+        logits: [rows, vocab] float32, written to.
+        bits: [rows, words] int32, the bits of 32 tokens in each word, set for allowed ones.
+        is_masked: [rows] int32; 0 where all tokens are allowed, and no bits are read.
+    """
+    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    is_allowed = (bits.unsqueeze(2) >> shifts & 1).flatten(1)[:, : logits.shape[1]] > 0
+    logits.masked_fill_(~is_allowed & (is_masked > 0).unsqueeze(1), -torch.inf)
 
 
 def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> None:

@@ -19,8 +19,8 @@ from specinfer.kernels.triton import by_device, runs_on
 
 __all__ = [
     "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
-    "draw_candidates", "keep_drafted", "least_kept", "mark_ancestors", "merge_guesses", "next_frontier", "store",
-    "walk", "walk_multi_step", "walk_traversal",
+    "draw_candidates", "keep_drafted", "least_kept", "mark_ancestors", "mask_logits", "merge_guesses", "next_frontier",
+    "store", "walk", "walk_multi_step", "walk_traversal",
 ]  # fmt: skip
 
 
@@ -44,6 +44,7 @@ walk_multi_step = by_device(_walk_runs_on, plain_multi_step.walk_multi_step, "mu
 walk_traversal = by_device(_walk_runs_on, plain_traversal.walk_traversal, "traversal")
 commit = by_device(_runs_on, plain_tree.commit, "commit")
 least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
+mask_logits = by_device(_runs_on, plain_logits.mask_logits, "adjustment")
 adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
 add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
 draw_candidates = by_device(_runs_on, plain_drawn.draw_candidates, "drawn")

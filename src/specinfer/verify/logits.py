@@ -181,13 +181,16 @@ def _forbid_bad_words(
     paths: Sequence[Sequence[int]],
 ) -> None:
     """Forbid the last token of each bad word wherever the output along the path ends with the word's other tokens."""
-    reach = max(map(len, words)) - 1
-    recent = list(output_ids[max(0, len(output_ids) - reach) :])
     for row, path in enumerate(paths):
-        history = [*recent, *path]
-        ends = [word[-1] for word in words if _ends_with(history, word[:-1])]
-        if ends:
+        if ends := ends_of_bad_words(words, output_ids, path):
             logits[row, torch.tensor(ends, device=logits.device)] = -torch.inf
+
+
+def ends_of_bad_words(words: Sequence[Sequence[int]], output_ids: Sequence[int], path: Sequence[int]) -> list[int]:
+    """Return the last tokens of the bad words whose other tokens end the output along a path."""
+    reach = max(map(len, words), default=1) - 1
+    history = [*output_ids[max(0, len(output_ids) - reach) :], *path]
+    return [word[-1] for word in words if _ends_with(history, word[:-1])]
 
 
 def _ends_with(history: Sequence[int], start: Sequence[int]) -> bool:

@@ -272,21 +272,18 @@ def test_penalties_for_which_no_memory_is_left(
     assert len([r for r in caplog.records if "ordinary steps apply them" in r.message]) == 1
 
 
-ORDINARY = [
-    SamplingParams(temperature=0.0, max_tokens=20, prediction=PROMPTS[1]),
-    SamplingParams(max_tokens=20, bad_words=["never"]),
-]
-
-
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
 def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pair: Pair) -> None:
     def requests() -> list[Request]:
-        params = [one for two in zip(ORDINARY, PARAMS[:2], strict=True) for one in two]
-        return [make_request(str(i), PROMPTS[i % 5], one, seed=i) for i, one in enumerate(params)]
+        found = _requests()
+        for request in found[::2]:
+            request.prediction_ids = tuple(PROMPTS[1])
+        return found
 
     wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
-    engine = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16)
-    assert run(engine, requests()) == wanted
+    engine, found = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16), requests()
+    assert run_on_device(engine, found) == set(found[1::2])
+    assert [request.output_ids for request in found] == wanted
     assert executor_of(engine).num_launched > 3
     _check_left(engine)
 

@@ -57,7 +57,7 @@ class Kernels:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
         of_growth = ("add_candidates", "next_frontier", "best_tree", "mark_ancestors", "keep_drafted")
-        of_growth += ("least_kept", "adjust_logits", "merge_guesses", "draw_candidates")
+        of_growth += ("least_kept", "mask_logits", "adjust_logits", "merge_guesses", "draw_candidates")
         of_growth += ("walk_multi_step", "walk_traversal")
         for name in ("attend", "store", "choose", "walk", "commit", *of_growth):
             patch.setattr(tree_ops, name, self._counted(name))
@@ -180,6 +180,14 @@ class Kernels:
         assert logits.stride(1) == 1
         assert len(logits) % len(truncation.top_k) == 0
         return torch.empty(len(logits), device=META)
+
+    @staticmethod
+    def mask_logits(logits: Tensor, bits: Tensor, is_masked: Tensor) -> None:
+        _on_device(logits, is_masked, contiguous=True)
+        _on_device(bits)
+        assert bits.stride(1) == 1
+        assert bits.dtype == is_masked.dtype == torch.int32
+        assert len(logits) == len(bits) == len(is_masked)
 
     @staticmethod
     def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> None:
@@ -311,9 +319,10 @@ def test_kernels_are_given_what_they_read_by_layers_without_attention(
         assert kernels.calls["convolve"] == len(layers)
         assert kernels.calls["recur"] == sum(not isinstance(one, ShortConv) for one in layers)
         assert programs._scan is not None
+        is_row = torch.empty(4, dtype=torch.bool, device=META)
         with torch.inference_mode(), Launches() as launches:
-            programs._scan.of_step(programs._trees, programs.inputs.there["slots"], programs._is_row)
-            programs._scan.advance(programs._is_row)
+            programs._scan.of_step(programs._trees, programs.inputs.there["slots"], is_row)
+            programs._scan.advance(is_row)
         counts.append(launches.count)
     assert max(counts) <= PER_SCAN
     without = programs_of(on_meta(model_folder("llama")), None, 4, Processing.ADJUSTMENT, num_models=0)
@@ -408,7 +417,8 @@ PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
 PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
 PER_GUESSES = 9
-PER_SCAN = 61  # the order of the tokens in layers without attention
+PER_MASK = 15
+PER_SCAN = 59  # the order of the tokens in layers without attention
 PER_PART = 51  # of a context, once for a draft loop
 
 
@@ -451,6 +461,23 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         num_places = rows * programs.results.there["rank"].shape[1]
         per_part = PER_SCORED + (PER_BEST if asked.best else 0) + PER_NAMED * asked.others
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
+
+
+@pytest.mark.parametrize("budget", [None, TreeBudget(16, 8)])
+def test_masks_split_the_verification_and_take_few_kernels(
+    budget: TreeBudget | None, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of the nodes are made twice; the logits are copied to where they wait for the masks."""
+    loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
+    programs = programs_of(loaded, budget, 4, is_masked=True)
+    assert [part is not None for part in programs.parts] == [budget is not None, True, True]
+    counts = []
+    for program in filter(None, programs.parts):
+        with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
+            program()
+        counts.append(launches.count)
+    assert kernels.calls["mask_logits"] == (2 if budget else 1), "of the roots, for the draft, and of all nodes"
+    assert counts[-2] + counts[-1] <= PER_VERIFICATION + PER_LAYER * len(loaded.layer_shapes) + PER_MASK
 
 
 def test_a_copy_of_the_target_launches_no_more_than_a_small_model(

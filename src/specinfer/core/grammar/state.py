@@ -63,6 +63,17 @@ class MaskCredit:
         self._left = min(_MAX_CREDIT, self.left + seconds)
 
 
+def has_bit(bits: Bits, token: int) -> bool:
+    """Return whether the bit of a token is set."""
+    return bool(bits[token // 8] >> (token % 8) & 1)
+
+
+def set_bit(bits: Bits, token: int, *, is_set: bool) -> None:
+    """Set or clear the bit of a token."""
+    byte, bit = int(bits[token // 8]), 1 << token % 8
+    bits[token // 8] = byte | bit if is_set else byte & ~bit
+
+
 class Grammar:
     """The constraints on one output: the tokens that are legal after it, and after proposed tokens that follow it.
 
@@ -99,6 +110,7 @@ class Grammar:
         self._ahead: list[int] = []  # proposed tokens that the matcher has consumed after the output
         self._has_ended = False
         self.is_lost = False  # the output has a token that the grammar does not allow, or that is too much work
+        self._none = np.zeros(-(-vocab_size // 8), dtype=np.uint8)
         self._bits: dict[tuple[int, ...], Bits] = {}  # legal tokens after a path, one bit each
         self._ends: set[tuple[int, ...]] = set()  # paths that end the output
 
@@ -132,19 +144,24 @@ class Grammar:
         return self._has_ended or () in self._ends
 
     def mask(self, path: Sequence[int]) -> Tensor:
-        """Return the tokens that are legal after the output and a path of proposed tokens, as a [vocab] bool mask.
+        """Return `bits`, as a [vocab] bool mask."""
+        bits = np.unpackbits(self.bits(path), count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def bits(self, path: Sequence[int]) -> Bits:
+        """Return the tokens that are legal after the output and a path of proposed tokens, a bit each: [vocab / 8].
 
         After the end all tokens are legal: the request ends there, and tokens after it are dropped.
         """
         path = tuple(path)
-        if self._has_ended:
-            return torch.ones(self._vocab_size, dtype=torch.bool)
-        for length in range(len(path) + 1):
+        for length in range(len(path) + 1 if not self._has_ended else 0):
             self._look_at(path[:length])
             if path[:length] in self._ends:
-                return torch.ones(self._vocab_size, dtype=torch.bool)
-        bits = np.unpackbits(self._bits[path], count=self._vocab_size, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+                break
+        else:
+            if not self._has_ended:
+                return self._bits[path]
+        return np.full(-(-self._vocab_size // 8), 255, dtype=np.uint8)
 
     def advance(self, token: int) -> None:
         """Add a generated token to the output. After an illegal token nothing is legal."""
@@ -168,27 +185,35 @@ class Grammar:
         if path in self._bits or path in self._ends:
             return
         if path and not self._is_legal(path[:-1], path[-1]):
-            self._bits[path] = np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
+            self._bits[path] = self._none
             return
         if path and path[-1] in self._eos_token_ids:
             self._ends.add(path)
             return
-        bits = self._compute(path)
-        is_complete = bool(bits[self._end_bit])
-        bits = bits.copy()
-        bits[self._end_bit] = 0
-        bits[self._eos_token_ids] = is_complete
-        bits = bits[: self._vocab_size]
+        found = self._compute(path)
+        if found is None:
+            self._bits[path] = self._none
+            return
+        is_complete = has_bit(found, self._end_bit)
+        bits = self._none.copy()
+        count = min(len(bits), len(found))
+        bits[:count] = found[:count]
+        if self._end_bit < self._vocab_size:
+            set_bit(bits, self._end_bit, is_set=False)
+        for token in self._eos_token_ids:
+            set_bit(bits, token, is_set=is_complete)
+        if self._vocab_size % 8:  # what llguidance says of further tokens
+            bits[-1] &= (1 << self._vocab_size % 8) - 1
         if is_complete and not bits.any():
             self._ends.add(path)
-        self._bits[path] = np.packbits(bits, bitorder="little")
+        self._bits[path] = bits
 
     def _is_legal(self, path: tuple[int, ...], token: int) -> bool:
         self._look_at(path)
-        return 0 <= token < self._vocab_size and bool(self._bits[path][token // 8] >> (token % 8) & 1)
+        return 0 <= token < self._vocab_size and has_bit(self._bits[path], token)
 
-    def _compute(self, path: tuple[int, ...]) -> Bits:
-        """Return llguidance's mask of legal tokens, 1 if legal; all 0 if the path is illegal or too much work."""
+    def _compute(self, path: tuple[int, ...]) -> Bits | None:
+        """Return llguidance's bits of legal tokens; None if the path is illegal or too much work."""
         bits = None
         if not path or self._may_guess:
             bits = self._try(path)
@@ -197,7 +222,7 @@ class Grammar:
                 bits = self._try(path)
             if bits is None:
                 self._start_again()
-        return np.zeros(max(self._vocab_size, self._end_bit + 1), dtype=np.uint8) if bits is None else bits
+        return bits
 
     @property
     def _may_guess(self) -> bool:
@@ -214,7 +239,7 @@ class Grammar:
             packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():  # a matcher stays in this state, in which it reports the text as complete
             return None
-        return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
+        return np.frombuffer(packed, dtype=np.uint8)
 
     def _go(self, path: tuple[int, ...]) -> bool:
         """Move the matcher to the end of a path, and return whether that was possible."""

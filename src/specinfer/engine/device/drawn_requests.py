@@ -11,6 +11,7 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import Answer, DeviceRequest
+from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.sizes import holds_expansion
 from specinfer.model.graphs.sizes import REQUESTS
 from specinfer.verify.rules import RANDOM_RULES
@@ -38,7 +39,8 @@ class DrawnRequests:
         """Return whether the trees of a request are drawn on the device next to others, as far as is known."""
         if request in self._best_first or num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
             return False
-        return self.rule is not None or not self.has(request)
+        # Draws of ordinary steps are masked at every level, so other tokens would be drawn here.
+        return not self.has(request) or (self.rule is not None and not is_masked(request))
 
     def undrawable(
         self,

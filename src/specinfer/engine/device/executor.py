@@ -28,6 +28,7 @@ from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import Launch
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
+from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.preparation import capture_sizes, usual_processing, usual_sizes
 from specinfer.engine.device.processing import Processing, drawn_rule, why_not, why_not_sampled
 from specinfer.engine.device.rows import DeviceRows
@@ -166,6 +167,9 @@ class DeviceExecutor:
                 self.leave()
             return None
         budgets = self._budgets.of(device_requests, policy.budgets)
+        masked = any(is_masked(one.request) for one in device_requests)
+        if masked and self._launches:
+            return None  # grammars need to know all tokens
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = self._device.max_rows // num_rows
         has_lookups = self._guesses.has_lookups
@@ -194,7 +198,8 @@ class DeviceExecutor:
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
         recomputed = self._device.num_recomputed(max(one.num_recomputed for one in device_requests))
-        wanted = LaunchSize(num_rows, shape, max(map(Processing.of_request, requests)), asked, rule, adapts, recomputed)
+        processing = max(map(Processing.of_request, requests))
+        wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, masked)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
         assert size.num_slots <= 1 + num_slots

@@ -173,6 +173,10 @@ class Answers:
             uniforms=int(states[row].view(np.uint64)[0]) if len(states) else None,
         )
 
+    def tree(self, row: int) -> TokenTree:
+        """Return the tree of all drafters, without draws; it may be read before the verification."""
+        return self._tree(max(self._num_models, 1) - 1, row).of(None)
+
     def _tree(self, number: int, row: int) -> DraftedTree:
         names = TreeNames.of(number, max(self._num_models, 1))
         size = int(self._here[names.sizes][row])
@@ -200,6 +204,10 @@ class Launch:
     guesses: list[Guess] = field(default_factory=list)  # by row; none without lookups
     answers: Answers | None = None
     state_rows: list[int] = field(default_factory=list)  # by row: the row of the pool that its state is written to
+
+    @property
+    def requests(self) -> list[Request]:
+        return [one.request for one in self.device_requests]
 
     def wait(self) -> tuple[float, float]:
         assert self.answers is not None

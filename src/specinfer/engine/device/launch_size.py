@@ -36,6 +36,7 @@ class LaunchSize:
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
         adapts: Whether requests may have adapters.
         num_recomputed: Places before each root for tokens that recurrent layers recompute.
+        is_masked: Whether grammars or bad words of some requests mask tokens.
     """
 
     num_rows: int
@@ -45,6 +46,7 @@ class LaunchSize:
     rule: str | None = None
     adapts: bool = False
     num_recomputed: int = 0
+    is_masked: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -72,7 +74,7 @@ class LaunchSize:
         """Return whether a step of the other size can run in this one, with the same trees."""
         if self.num_rows < other.num_rows or self.processing < other.processing or self.adapts < other.adapts:
             return False
-        if self.num_recomputed < other.num_recomputed:
+        if self.num_recomputed < other.num_recomputed or self.is_masked != other.is_masked:
             return False
         if other.rule is not None and self.rule != other.rule:
             return False

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specinfer.core.config import AUTO
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
@@ -111,11 +112,16 @@ def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
     return not (
         not (may_sample or params.is_greedy)
         or (request.num_output < params.min_tokens and len(_ends(request)) > MAX_ENDS)
-        or request.grammar is not None
-        or request.bad_words_ids
+        or (request.grammar is not None and not _is_ready(request, request.grammar))
         or (request.prediction_ids and not may_follow)
         or request.trace is not None
     )
+
+
+def _is_ready(request: Request, grammar: Grammar) -> bool:
+    """Return whether masks of a grammar can be computed now, and do not depend on other constraints."""
+    has_credit = grammar.credit is None or grammar.credit.left > 0.0
+    return has_credit and request.num_output >= request.params.min_tokens
 
 
 def _ends(request: Request) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ nothing is written for them, so that a program can be run, and captured, without
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import write_logprobs
+from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.scan import DeviceScan
 from specinfer.engine.device.state import DeviceState
@@ -27,12 +29,24 @@ from specinfer.kernels.plain_logits import Adjustments, Paths
 from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
+from specinfer.model.graphs.capture import Program
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
 
 
+class _Nodes(NamedTuple):
+    """The nodes of all trees, as the target's pass and the walk take them."""
+
+    is_row: Tensor  # [rows] True for rows that have a request
+    is_live: Tensor  # [rows] True for those that need a token
+    slots: Tensor  # [rows, nodes] -1 for rows without a request
+    starts: Tensor  # [rows + 1]
+    positions: Tensor  # [rows, nodes]
+    visible: Tensor
+
+
 class Programs:
-    """The two programs of one size, and their inputs and results.
+    """The programs of one size, and their inputs and results: `draft` and `verify`, which may run in two parts.
 
     Args:
         size: Rows and tree shape of the step.
@@ -40,6 +54,7 @@ class Programs:
         target: The runner of the target.
         drafters: The drafters, as many as a size with trees has, unless lookups alone propose these.
         adjustments: Rows of biases and penalties; None only with a size that applies none.
+        masks: Masks of tokens, for sizes that are masked.
     """
 
     def __init__(
@@ -49,6 +64,7 @@ class Programs:
         target: ModelRunner,
         drafters: Sequence[DeviceDrafter] = (),
         adjustments: Adjustments | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         assert size.num_models in (0, len(drafters))
         assert adjustments is not None or size.processing < Processing.ADJUSTMENT
@@ -64,6 +80,7 @@ class Programs:
         self._adjustments = None
         if adjustments is not None and size.processing >= Processing.ADJUSTMENT:
             self._adjustments = adjustments.first(size.num_rows)
+        self._masks = masks if size.is_masked else None
         with torch.inference_mode(mode=False):
             count, vocab = size.shape.num_candidates if size.shape else 0, target.loaded.vocab_size
             self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.rule else None
@@ -94,9 +111,10 @@ class Programs:
         )  # fmt: skip
 
     @property
-    def _is_row(self) -> Tensor:
-        """[rows], True for rows that have a request."""
-        return self._numbers[:-1] < self.inputs.there["num"]
+    def parts(self) -> tuple[Program | None, Program | None, Program]:
+        """In order: of steps with trees the draft loop, of those with masks the target's pass, and the rest."""
+        draft = None if self.size.shape is None else self.draft
+        return (draft, self.score, self.walk) if self.size.is_masked else (draft, None, self.verify)
 
     def draft(self) -> None:
         """Grow the trees of all drafters, one after the other, and merge them, or take those of lookups alone."""
@@ -128,68 +146,93 @@ class Programs:
 
     def verify(self) -> None:
         """Run one target pass over all trees, walk down each, and list the slots of accepted tokens."""
-        state, rows, nodes, results = self._state, self.size.num_rows, self.size.num_nodes, self.results.there
-        trees, inputs, loaded = self._trees, self.inputs.there, self._target.loaded
-        num_left, is_row = state.num_left[:rows], self._is_row
-        is_live = is_row & (num_left > 0)
+        nodes = self._lay_out()
+        self._walk(nodes, self._score(nodes))
+
+    def score(self) -> None:
+        """Run one target pass over all trees; `walk` does the rest of `verify` when there are masks."""
+        assert self._masks is not None
+        self._masks.logits[: len(self._logit_rows)].copy_(self._score(self._lay_out()))
+
+    def walk(self) -> None:
+        """Walk down the trees by the logits of `score`, and list the slots of accepted tokens."""
+        assert self._masks is not None
+        self._walk(self._lay_out(), self._masks.logits[: len(self._logit_rows)])
+
+    def _lay_out(self) -> _Nodes:
+        state, rows, trees, inputs = self._state, self.size.num_rows, self._trees, self.inputs.there
+        is_row = self._numbers[:-1] < inputs["num"]
+        is_live = is_row & (state.num_left[:rows] > 0)
         if self.size.shape is None:
             trees.tokens[:, 0] = state.roots[:rows]
         trees.sizes.copy_(torch.where(is_live, 1 if self.size.shape is None else trees.sizes, 0))
         visible, positions = tree_ops.mark_ancestors(
-            trees.parents, state.known[:rows], max_depth=self.size.max_depth, last=loaded.max_position - 1
-        )
+            trees.parents, state.known[:rows],
+            max_depth=self.size.max_depth, last=self._target.loaded.max_position - 1,
+        )  # fmt: skip
         slots = torch.where(is_row.unsqueeze(1), inputs["slots"], -1)
-        starts = torch.minimum(self._numbers, inputs["num"]) * nodes
+        starts = torch.minimum(self._numbers, inputs["num"]) * self.size.num_nodes
+        return _Nodes(is_row, is_live, slots, starts, positions, visible)
+
+    def _score(self, nodes: _Nodes) -> Tensor:
+        """Return the logits of all nodes: [requests * nodes, vocab] float32."""
+        state, rows, trees = self._state, self.size.num_rows, self._trees
         layout = TreeLayout(
             slot_table=state.slots[:rows],
             prefix_lens=state.known[:rows],
-            starts=starts,
-            node_slots=slots.clamp(min=0),
-            node_positions=positions,
-            node_lens=is_row.int() * nodes,
-            visible=visible,
-            positions=positions.flatten(),
-            max_new=nodes,
-            is_chain=nodes == 1,
+            starts=nodes.starts,
+            node_slots=nodes.slots.clamp(min=0),
+            node_positions=nodes.positions,
+            node_lens=nodes.is_row.int() * self.size.num_nodes,
+            visible=nodes.visible,
+            positions=nodes.positions.flatten(),
+            max_new=self.size.num_nodes,
+            is_chain=self.size.num_nodes == 1,
         )
-        scan = None if self._scan is None else self._scan.of_step(trees, slots, is_live)
         batch = ForwardBatch(
             token_ids=trees.tokens.flatten(),
-            positions=positions.flatten().long(),
-            slots=slots.flatten().long(),
+            positions=nodes.positions.flatten().long(),
+            slots=nodes.slots.flatten().long(),
             logit_rows=self._logit_rows,
             pieces=(),
             store=self._target.tensors,
             allows_native=False,
             layout=layout,
             adapter_rows=self._adapter_rows(),
-            padded_scan=scan,
+            padded_scan=None if self._scan is None else self._scan.of_step(trees, nodes.slots, nodes.is_live),
         )
-        logits = unprocessed = forward(loaded.model, batch)
+        logits = forward(self._target.loaded.model, batch)
         if self._scan is not None:
-            self._scan.advance(is_live)
-        if self.size.asked is not None and self._adjustments is not None:
+            self._scan.advance(nodes.is_live)
+        return logits
+
+    def _walk(self, nodes: _Nodes, logits: Tensor) -> None:
+        state, rows, trees, results = self._state, self.size.num_rows, self._trees, self.results.there
+        is_live, num_left, unprocessed = nodes.is_live, state.num_left[:rows], logits
+        if self.size.asked is not None and (self._adjustments is not None or self._masks is not None):
             unprocessed = logits.clone()
+        if self._masks is not None:
+            tree_ops.mask_logits(logits, *self._masks.of_nodes(len(logits)))
         least = self._process(logits, Paths(self._nodes, trees.tokens, trees.parents, 1, self.size.max_depth))
         choices = tree_ops.choose(
             logits,
-            state.seeds[:rows].repeat_interleave(nodes),
-            positions.flatten() + 1,
-            state.temperatures[:rows].repeat_interleave(nodes),
+            state.seeds[:rows].repeat_interleave(self.size.num_nodes),
+            nodes.positions.flatten() + 1,
+            state.temperatures[:rows].repeat_interleave(self.size.num_nodes),
             least,
         )
         walked = tree_ops.walk(
-            choices, starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
+            choices, nodes.starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
         if self._draws is not None and self.size.rule is not None:
-            walk_drawn(self.size.rule, state, trees, self._draws, logits, least, starts[:-1], walked)
+            walk_drawn(self.size.rule, state, trees, self._draws, logits, least, nodes.starts[:-1], walked)
             results["uniforms"].copy_(state.uniforms[:rows].view(torch.int32).view(rows, 2))
         path, lengths, following = walked
-        tree_ops.commit(state.slots[:rows], state.known[:rows], slots, path, lengths)
+        tree_ops.commit(state.slots[:rows], state.known[:rows], nodes.slots, path, lengths)
         if self._adjustments is not None:
             self._count(self._adjustments, *walked)
         if self.size.asked is not None:
-            roots, named = self._logit_rows[::nodes], state.named[:rows]
+            roots, named = self._logit_rows[:: self.size.num_nodes], state.named[:rows]
             write_logprobs(unprocessed, roots, walked, self._drafted(path), named, results)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
@@ -210,9 +253,13 @@ class Programs:
     def _process(self, logits: Tensor, paths: Paths) -> Tensor | None:
         """Adjust the logits in place, and return the score that a token must have to be chosen, if tokens are dropped.
 
+        The host masks the first level of drafts: of further ones it does not know the path.
+
         Args:
             logits: [requests * nodes, vocab] float32.
         """
+        if self._masks is not None and not paths.max_depth:
+            tree_ops.mask_logits(logits, *self._masks.of_roots(self.size.num_rows, self.size.num_nodes))
         if self._adjustments is not None:
             tree_ops.adjust_logits(logits, self._adjustments, paths)
         return tree_ops.least_kept(logits, self._truncation) if self.size.processing else None

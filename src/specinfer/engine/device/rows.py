@@ -21,6 +21,7 @@ from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.size_choice import SizeChoice
@@ -29,7 +30,7 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
-from specinfer.model.graphs.sizes import at_least, max_rows
+from specinfer.model.graphs.sizes import MAX_ROWS, at_least, max_rows
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
@@ -46,6 +47,7 @@ class _Ready:
 
     programs: Programs
     draft: Program | None
+    score: Program | None  # the first part of the verification, if masks come between
     verify: Program
 
 
@@ -72,6 +74,7 @@ class DeviceRows:
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None
+        self._masks: TokenMasks | None = None
         self._lacks_memory = False
         self._choice = SizeChoice()
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
@@ -168,6 +171,18 @@ class DeviceRows:
                 logger.warning("no %d MiB are left for penalties on the device: ordinary steps apply them", size)
         return self._adjustments is not None
 
+    def can_mask(self) -> bool:
+        """Return whether there is memory for masks of tokens, which is reserved when they are first needed."""
+        if self._masks is None and not self._lacks_memory:
+            vocab = self._target.loaded.vocab_size
+            try:
+                self._masks = TokenMasks(MAX_ROWS, vocab, self._place)
+            except torch.OutOfMemoryError:
+                self._lacks_memory = True
+                size = 4 * MAX_ROWS * vocab >> 20
+                logger.warning("no %d MiB are left for grammars on the device: ordinary steps apply them", size)
+        return self._masks is not None
+
     def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
         """Update each drafter's acceptance probabilities: heights and slopes of lines for greedy and sampled ones."""
         for own, both in zip(self.state.drafts, tables, strict=True):
@@ -208,8 +223,7 @@ class DeviceRows:
 
         def programs() -> Iterator[Program]:
             for size in sizes:
-                made = self._made(size)
-                yield from (made.verify,) if size.shape is None else (made.draft, made.verify)
+                yield from filter(None, self._made(size).parts)
 
         with on_device(self._place):
             self._graphs.compile(programs(), progress=progress)
@@ -226,17 +240,39 @@ class DeviceRows:
         marks.mark()
         launch.clock.mark("rest")
         programs.inputs.send(turn)
+        back = programs.results.turn()
         if ready.draft is not None:
+            if self._masks is not None and launch.size.is_masked:
+                self._masks.send_roots(launch.requests, launch.size.num_nodes)
             ready.draft()
         marks.mark()
         launch.clock.mark("draft")
+        if ready.score is not None:
+            programs.results.fetch(back)
+            self._mask(launch, programs.results.here(back), ready.score)
         ready.verify()
-        back = programs.results.turn()
         programs.results.fetch(back)
         marks.mark()
         launch.clock.mark("target")
         launch.clock.launched()
         launch.answers = Answers(marks, programs.results.here(back), launch.size.num_models)
+
+    def _mask(self, launch: Launch, results: dict[str, npt.NDArray[Any]], score: Program) -> None:
+        """Run the target's pass, and meanwhile send the masks of all nodes whose masks were not sent yet.
+
+        Args:
+            results: Results of the step, with the trees, which are on their way here.
+        """
+        assert self._masks is not None
+        drafted, nodes = Marks(self._place), launch.size.num_nodes
+        drafted.mark()
+        score()
+        if launch.size.shape is None:
+            self._masks.send_roots(launch.requests, nodes)
+            return
+        drafted.wait()
+        answers = Answers(drafted, results, launch.size.num_models)
+        self._masks.send(launch.requests, [answers.tree(row) for row in range(len(launch.requests))], nodes)
 
     def _place_adapters(self, lora_indices: npt.NDArray[Any], launch: Launch) -> None:
         """Write the slot of each request's adapter. Steps in flight have read the slots before they change there."""
@@ -267,15 +303,16 @@ class DeviceRows:
             self._graphs.wait()
             self._choice.forget(self._ready.popitem(last=False)[0])
         programs = self._made(size)
-        draft = None if size.shape is None else self._graphs.captured(programs.draft)
-        ready = self._ready[size] = _Ready(programs, draft, self._graphs.captured(programs.verify))
+        draft, score, verify = (part and self._graphs.captured(part) for part in programs.parts)
+        assert verify is not None
+        ready = self._ready[size] = _Ready(programs, draft, score, verify)
         self.captured_at = time.perf_counter()
         return ready
 
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""
         drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
-        programs = Programs(size, self.state, self._target, drafters, self._adjustments)
+        programs = Programs(size, self.state, self._target, drafters, self._adjustments, self._masks)
         programs.inputs.clear()
         return programs
 

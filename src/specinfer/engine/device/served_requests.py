@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from specinfer.core.request import Request
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.launch import DeviceRequest, Launch
+from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import RECOMPUTED
@@ -80,13 +81,22 @@ class ServedRequests:
         running = [request for request in self._scheduler.running if request not in served]
         return {request: self._states.latest(self._cache.slots(request.request_id))[1] for request in running}
 
+    def _is_served(self, request: Request) -> bool:
+        return is_served(request, may_follow=self._may_follow, may_sample=self._may_sample)
+
+    def _must_leave(self, one: DeviceRequest) -> bool:
+        # Such as one whose tenant has used up the time for masks of grammars.
+        is_idle = not one.num_in_flight and not self._is_served(one.request)
+        return one.request.is_finished or one.has_left or is_idle
+
     def _may_join(self, request: Request) -> bool:
         return (
-            is_served(request, may_follow=self._may_follow, may_sample=self._may_sample)
+            self._is_served(request)
             and self._barred.get(request) != request.num_output
             and self._drawn.may_join(request, len(self._by_row))
             and (request.adapter is None or self._rows.takes_adapters)
             and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
+            and (not is_masked(request) or self._rows.can_mask())
         )
 
     def reserve(self, launch: Launch) -> None:
@@ -110,7 +120,7 @@ class ServedRequests:
 
     def dismiss(self) -> None:
         """Reuse the rows of requests that have ended or left."""
-        for one in [one for one in self._by_row if one.request.is_finished or one.has_left]:
+        for one in [one for one in self._by_row if self._must_leave(one)]:
             row, last = self._by_row.index(one), len(self._by_row) - 1
             one.has_left = True
             if row != last:

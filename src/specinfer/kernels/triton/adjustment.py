@@ -1,4 +1,4 @@
-"""Biases and penalties of requests, applied to the logits of the nodes of their trees."""
+"""Masks, biases and penalties of requests, applied to the logits of the nodes of their trees."""
 
 import triton
 import triton.language as tl
@@ -61,3 +61,24 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
         vocab, logits.stride(0), nodes, paths.tokens.shape[1], paths.first, adjustments.ends.shape[1],
         CHUNK=_CHUNK, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["words"])
+def mask_program(logits, bits, is_masked, vocab, stride, words, CHUNK: tl.constexpr):
+    """Mask a chunk of a row's logits. Grid: [chunks, rows]."""
+    row, ids = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    if tl.load(is_masked + row) > 0:
+        valid = ids < vocab
+        word = tl.load(bits + row * words + ids // 32, valid, other=0)
+        tl.store(logits + row * stride + ids, float("-inf"), valid & ((word >> ids % 32 & 1) == 0))
+
+
+def mask_logits(logits: Tensor, bits: Tensor, is_masked: Tensor) -> None:
+    """Compute `plain_logits.mask_logits`."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == bits.stride(1) == 1
+    assert is_masked.is_contiguous()
+    assert len(bits) == len(is_masked) == rows
+    mask_program[(triton.cdiv(vocab, _CHUNK), rows)](
+        logits, bits, is_masked, vocab, logits.stride(0), bits.stride(0), CHUNK=_CHUNK
+    )

@@ -1,0 +1,90 @@
+"""Masks of tokens in steps on a device: what grammars and bad words allow after each node of the trees.
+
+The host computes them from the trees while the device computes the target's pass, and sends them before the walk. Those
+of the roots are sent before the draft loop, so that the first draft tokens are allowed ones.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from specinfer.core.grammar.state import set_bit
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
+from specinfer.kernels.tree_layout import WORD
+from specinfer.verify.logits import ends_of_bad_words
+
+
+def is_masked(request: Request) -> bool:
+    """Return whether the tokens that are allowed depend on the text."""
+    return request.grammar is not None or bool(request.bad_words_ids)
+
+
+class TokenMasks:
+    """Masks of all nodes of a step, a bit for each token, on the host and on the device; and logits that wait for them.
+
+    Only one step may use them at a time.
+
+    Args:
+        num_rows: Largest number of nodes of a step.
+        vocab: Size of the target's vocabulary.
+        device: The device.
+
+    Attributes:
+        logits: [num_rows, vocab] float32, those of the target's pass.
+    """
+
+    def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
+        words, pins = -(-vocab // WORD), device.type == "cuda"
+        with torch.inference_mode(mode=False):
+            self.logits = torch.zeros((num_rows, vocab), device=device)
+            self._bits = torch.zeros((num_rows, words), dtype=torch.int32, device=device)
+            self._is_masked = torch.zeros(num_rows, dtype=torch.int32, device=device)
+            self._host_bits = torch.zeros((num_rows, words), dtype=torch.int32, pin_memory=pins)
+            self._host_is_masked = torch.zeros(num_rows, dtype=torch.int32, pin_memory=pins)
+        self._num_bytes = -(-vocab // 8)
+        self._here = self._host_bits.numpy().view("uint8")
+
+    def of_roots(self, requests: int, nodes: int) -> tuple[Tensor, Tensor]:
+        """Return the masks of the roots of trees, and whether they are used, as `mask_logits` takes them."""
+        bits, used = self.of_nodes(requests * nodes)
+        return bits[::nodes], used[::nodes].contiguous()
+
+    def of_nodes(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the masks of all nodes, and whether they are used, as `mask_logits` takes them."""
+        return self._bits[:count], self._is_masked[:count]
+
+    def send_roots(self, requests: Iterable[Request], nodes: int) -> None:
+        """Send the masks of the roots of the next step; from here on no others are used.
+
+        Args:
+            nodes: Nodes of each tree of the step.
+        """
+        self._host_is_masked.zero_()
+        for row, request in enumerate(requests):
+            if is_masked(request):
+                self._write(row * nodes, request, [()])
+        self._copy(self._is_masked, self._host_is_masked)
+
+    def send(self, requests: Iterable[Request], trees: Iterable[TokenTree], nodes: int) -> None:
+        """Send the masks of the other nodes of the trees; what was sent before need not have arrived."""
+        for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            if is_masked(request) and tree.num_guessed:
+                self._write(row * nodes + 1, request, [tree.path_tokens(node) for node in range(1, len(tree))])
+        self._copy(self._is_masked, self._host_is_masked)
+
+    def _write(self, first: int, request: Request, paths: Iterable[tuple[int, ...]]) -> None:
+        """Send the masks after some paths, from this row on."""
+        output_ids, row = request.output_ids, first
+        for path in paths:
+            bits = self._here[row, : self._num_bytes]
+            bits[:] = 255 if request.grammar is None else request.grammar.bits(path)
+            for token in ends_of_bad_words(request.bad_words_ids, output_ids, path):
+                set_bit(bits, token, is_set=False)
+            self._host_is_masked[row] = 1
+            row += 1
+        self._copy(self._bits[first:row], self._host_bits[first:row])
+
+    def _copy(self, there: Tensor, here: Tensor) -> None:
+        there.copy_(here, non_blocking=True)
