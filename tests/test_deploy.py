@@ -102,7 +102,7 @@ def test_all_images_can_be_named_by_digest() -> None:
     services, tags = load("compose.yaml")["services"], {}
     for service in services.values():
         named = service["build"]["args"] if "build" in service else {"image": service["image"]}
-        for argument, value in named.items():
+        for argument, value in named.items() - {("TORCH_CUDA", "${TORCH_CUDA:-cu130}")}:
             variable, tag = re.fullmatch(r"\$\{([A-Z]+_IMAGE):-([\w./:-]+)\}", value).groups()  # type: ignore[union-attr]
             assert argument in ("image", variable)
             tags[variable] = tag
@@ -151,10 +151,20 @@ def test_the_composition_mounts_files_that_there_are_and_gives_little_away() -> 
     for name in ("specinfer", "specinfer-cuda"):
         service = services[name]
         assert service["read_only"]
-        assert set(service["environment"]) <= variables()
+        assert set(service["environment"]) <= variables() | {"HF_TOKEN"}
         assert (ROOT / service["build"]["dockerfile"]).exists()
         grace, drain = service["stop_grace_period"], service["environment"]["SPECINFER_SHUTDOWN_TIMEOUT"]
         assert float(grace.removesuffix("s")) > float(drain)
+
+
+def test_what_a_model_on_a_gpu_needs_is_passed_on_by_the_composition() -> None:
+    """Compose takes what has no value from the environment or from .env."""
+    services = load("compose.yaml")["services"]
+    passed_on = {"SPECINFER_DRAFTER", "SPECINFER_GPU_MEMORY_UTILIZATION", "HF_TOKEN"}
+    for name in ("specinfer", "specinfer-cuda"):
+        assert {key for key, value in services[name]["environment"].items() if value is None} == passed_on
+    assert ("ARG", "TORCH_CUDA=cu130") in instructions("Dockerfile.cuda")
+    assert "deploy/.env" in (ROOT / ".gitignore").read_text().split()  # it may hold a token
 
 
 def test_prometheus_asks_the_server_with_a_key_that_can_do_nothing_else() -> None:
@@ -260,6 +270,7 @@ def test_the_unit_starts_a_command_that_there_is() -> None:
     words = unit["Service"]["ExecStart"].split()
     assert words[1] == "serve"
     assert {word for word in words if word.startswith("--")} <= flags()
+    assert f"XDG_CACHE_HOME=/var/cache/{unit['Service']['CacheDirectory']} " in unit["Service"]["Environment"]
     assert unit["Service"]["NoNewPrivileges"] == unit["Service"]["DynamicUser"] == "yes"
     assert float(unit["Service"]["TimeoutStopSec"]) > load("config.yaml")["shutdown-timeout"]
     # An engine for which memory runs out is started again by the main process, which alone speaks to systemd.

@@ -730,6 +730,27 @@ def test_collect_env_names_versions_but_nobody() -> None:
     assert socket.gethostname() not in shown
 
 
+def test_collect_env_says_why_no_gpu_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n")
+    monkeypatch.setattr("specinfer.model.device._DRIVER", tmp_path / "version")
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    shown = run("collect-env").stdout
+    assert re.search(r"^gpu driver: +535\.104\.05$", shown, re.MULTILINE)
+    assert re.search(r"^gpus: +none, PyTorch \S+ is a build without CUDA; to use a GPU", shown, re.MULTILINE)
+
+
+def test_collect_env_names_what_a_gpu_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = types.SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: found)
+    monkeypatch.setattr("specinfer.setup.gpu_path.gpu_abilities", lambda _: {"Triton": "no compiler"})
+    shown = run("collect-env").stdout
+    assert re.search(r"^gpu 0: +NVIDIA H100, 80 GiB, compute capability 9\.0$", shown, re.MULTILINE)
+    assert re.search(r"^gpu 0 Triton: +no, no compiler$", shown, re.MULTILINE)
+    assert not re.search("^gpus:", shown, re.MULTILINE)
+
+
 @pytest.fixture
 def _pair_of_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for the embedded pair, whose size would make a slow test."""

@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
+from specinfer.core.places import cache_folder
 from specinfer.core.request import Request
 from specinfer.demo import pair
 from specinfer.engine.device.executor import DeviceExecutor
@@ -99,8 +100,9 @@ def _frozen_stays_frozen() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs and the like are neither taken from the user's cache nor left there."""
+    """Measured costs and the like are neither taken from the user's cache nor left there; compiled kernels are."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR", str(cache_folder() / "triton")))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

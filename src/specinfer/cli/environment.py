@@ -16,7 +16,7 @@ def collect_env() -> None:
     import torch
 
     from specinfer import kernels
-    from specinfer.model.device import cpu_model
+    from specinfer.model.device import cpu_model, driver_version, why_no_cuda
     from specinfer.setup.gpu_path import described, gpu_abilities
 
     packages = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
@@ -32,15 +32,17 @@ def collect_env() -> None:
         "torch threads": str(torch.get_num_threads()),
         "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         "torch cuda": torch.version.cuda or "not built in",
+        "gpu driver": driver_version() or "not found",
     }
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        rows[f"gpu {i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        memory, capability = f"{properties.total_memory / 2**30:.0f} GiB", f"{properties.major}.{properties.minor}"
+        rows[f"gpu {i}"] = f"{properties.name}, {memory}, compute capability {capability}"
         for line in described(gpu_abilities(torch.device("cuda", i))):
             part, _, answer = line.partition(": ")
             rows[f"gpu {i} {part}"] = answer
-    if not torch.cuda.is_available():
-        rows["gpus"] = "none"
+    if not torch.cuda.device_count():
+        rows["gpus"] = ", ".join(filter(None, ("none", why_no_cuda())))
     for name, value in rows.items():
         print(f"{name + ':':22}{value}")
 

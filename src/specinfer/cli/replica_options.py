@@ -110,6 +110,6 @@ class ReplicaOptions:
 def _is_gpu(device: str) -> bool:
     if device != "auto":
         return not device.startswith("cpu")
-    import torch
+    from specinfer.model.device import find_device
 
-    return torch.cuda.is_available()
+    return find_device(device).type == "cuda"

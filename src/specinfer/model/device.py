@@ -1,13 +1,19 @@
 """Devices and types by their names on the command line, checked before anything is loaded."""
 
+import logging
+import os
 import platform
+import re
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from specinfer.core.config import check_device
 
+logger = logging.getLogger(__name__)
+_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # of NVIDIA's driver on Linux
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
     "float32": torch.float32,
@@ -34,11 +40,50 @@ def find_device(name: str) -> torch.device:
     """
     check_device(name)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        warn_of_unused_gpu()
+        return torch.device("cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f'device: no CUDA device {name!r} is available; use "cpu" or "auto"')
+        why = why_no_cuda()
+        raise ValueError(
+            f'device: no CUDA device {name!r} is available; use "cpu" or "auto"' + (f" ({why})" if why else "")
+        )
     return device
+
+
+@cache
+def warn_of_unused_gpu() -> None:
+    """Log once that the CPU is used on a machine with a GPU, unless the user hides it."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not is_hidden and (_has_device_file() or driver_version()):
+        logger.warning("device: the CPU is used, since PyTorch sees no GPU: %s", why_no_cuda())
+
+
+def why_no_cuda() -> str | None:
+    """Return why PyTorch has no CUDA device, in its own words where it has any, or None if it has one."""
+    if torch.version.cuda is None:
+        remedy = "to use a GPU of NVIDIA, pip uninstall torch and install a build for CUDA"
+        return f"PyTorch {torch.__version__} is a build without CUDA; {remedy}"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # a driver may fail in many ways
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        return reason if _has_device_file() else f"{reason}; in a container: docker run --gpus all"
+    return None
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, or None if it is not loaded or the system does not report it."""
+    with suppress(OSError):  # only on Linux
+        found = re.search(r"\d+(\.\d+)+", _DRIVER.read_text(encoding="utf-8"))
+        return found[0] if found else None
+    return None
+
+
+def _has_device_file() -> bool:
+    return any(_DEVICES.glob("nvidia[0-9]*"))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 first: then kernels run on the CPU, one program after the oth
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
@@ -14,6 +15,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from specinfer.core.places import cache_folder
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., object])
@@ -41,6 +44,7 @@ def why_not_on(device: torch.device) -> str | None:
         logger.warning("Triton is not installed: kernels run as PyTorch has them; pip install specinfer[gpu]")
         return "it is not installed; pip install specinfer[gpu]"
     try:
+        _choose_cache_folder()
         from specinfer.kernels.triton.gate import gate
 
         opened = gate(torch.ones(1, 2, device=device)).item()
@@ -50,6 +54,12 @@ def why_not_on(device: torch.device) -> str | None:
         logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, reason)
         return reason
     return None if abs(opened - 1 / (1 + math.exp(-1))) < 1e-3 else "its smallest kernel gives wrong numbers"
+
+
+def _choose_cache_folder() -> None:
+    """Let Triton keep compiled kernels in SpecInfer's cache, unless the user chose a place: a service has no home."""
+    if os.environ.keys().isdisjoint({"TRITON_CACHE_DIR", "TRITON_HOME"}):
+        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
 
 
 def by_device(is_used: Callable[[Any], bool], plain: F, module: str) -> F:

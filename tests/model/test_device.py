@@ -1,0 +1,143 @@
+"""Devices by name, and why PyTorch sees none of a machine's GPUs; drivers and builds of PyTorch are made up."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from specinfer.model import device
+from specinfer.model.device import driver_version, find_device, why_no_cuda
+
+CPU = torch.device("cpu")
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020)"
+VERSIONS = {
+    "535.104.05": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\nGCC version: 12.3.0\n",
+    "580.65.06": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with `dev` and `version` of a machine whose GPU PyTorch does not see."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    (tmp_path / "version").write_text(VERSIONS["535.104.05"])
+    monkeypatch.setattr(device, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(device, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    device.warn_of_unused_gpu.cache_clear()
+    yield tmp_path
+    device.warn_of_unused_gpu.cache_clear()
+
+
+def build_for_cuda(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """Make up a build for CUDA that cannot start it."""
+
+    def fail() -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+
+
+def without_gpu(machine: Path) -> None:
+    (machine / "dev/nvidia0").unlink()
+    (machine / "version").unlink()
+
+
+def test_a_gpu_that_is_not_used_is_one_warning_with_pytorchs_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_for_cuda(monkeypatch, f"{TOO_OLD}.\nmore of it")
+    assert find_device("auto") == find_device("auto") == CPU
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"device: the CPU is used, since PyTorch sees no GPU: {TOO_OLD}"
+
+
+def test_a_build_without_cuda_is_named_where_there_is_a_gpu(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (machine / "dev/nvidia0").unlink()  # made when it is first used
+    assert find_device("auto") == CPU
+    (record,) = caplog.records
+    assert (
+        f"PyTorch {torch.__version__} is a build without CUDA; to use a GPU of NVIDIA, pip uninstall torch"
+        in record.getMessage()
+    )
+    with pytest.raises(ValueError, match=r'use "cpu" or "auto" \(PyTorch \S+ is a build without CUDA'):
+        find_device("cuda")
+
+
+def test_nothing_is_said_where_there_is_no_gpu_or_it_is_hidden(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_for_cuda(monkeypatch, "No CUDA GPUs are available")
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert find_device("auto") == CPU
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    without_gpu(machine)
+    assert find_device("auto") == CPU
+    assert not caplog.records
+
+
+def test_a_container_without_devices_is_told_how_it_gets_some(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_for_cuda(monkeypatch, "Found no NVIDIA driver on your system.")
+    assert why_no_cuda() == "Found no NVIDIA driver on your system"
+    without_gpu(machine)
+    with pytest.raises(ValueError, match=r"no CUDA device 'cuda:1' .*no NVIDIA driver.*docker run --gpus all"):
+        find_device("cuda:1")
+
+
+def test_a_device_that_is_missing_among_others_has_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r"no CUDA device 'cuda:2' is available; use \"cpu\" or \"auto\"$"):
+        find_device("cuda:2")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_version_of_the_driver_is_that_of_the_kernel_module(machine: Path, version: str) -> None:
+    (machine / "version").write_text(VERSIONS[version])
+    assert driver_version() == version
+    (machine / "version").unlink()
+    assert driver_version() is None
+
+
+SHOWN = """
+import sys
+from pathlib import Path
+import torch
+from specinfer.cli.terminal import quiet_libraries
+from specinfer.model import device
+from specinfer.server import logs
+
+device._DEVICES = Path(sys.argv[1])
+torch.cuda.is_available = lambda: False
+quiet_libraries(debug=False)
+device.find_device("auto")
+device.warn_of_unused_gpu.cache_clear()
+logs.configure("info")
+device.find_device("auto")
+logs.flush()
+"""
+
+
+def test_the_warning_is_seen_with_the_usual_settings_of_commands_and_of_the_server(machine: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SHOWN, str(machine / "dev")], capture_output=True, text=True, check=True, timeout=120
+    )
+    command, server = result.stderr.splitlines()
+    assert command.startswith("specinfer: warning: device: the CPU is used, since PyTorch sees no GPU: ")
+    assert server.startswith("WARNING ")
+    assert "device: the CPU is used" in server
