@@ -128,7 +128,7 @@ def programs_of(
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
     state = DeviceState.empty(rows, 256, loaded.device, [DraftKind.of(drafter)] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, loaded.device)
-    masks = TokenMasks(256, loaded.vocab_size, loaded.device) if is_masked else None
+    masks = TokenMasks(torch.zeros(256, loaded.vocab_size, device=loaded.device)) if is_masked else None
     size = LaunchSize(rows, shape, processing, asked, rule, num_recomputed=num_recomputed, is_masked=is_masked)
     drafters = [DeviceDrafter(drafter, vocabulary.to_target)] * num_models
     return Programs(size, state, target, drafters, adjustments, masks)

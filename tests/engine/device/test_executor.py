@@ -441,6 +441,16 @@ def test_the_sizes_captured_first_process_logits_as_the_model_recommends(
     assert set(executor._device._ready) == ready
 
 
+def test_kernels_that_few_requests_need_are_compiled_at_the_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[str]()
+    monkeypatch.setattr(Graphs, "compile", lambda _, programs, **__: compiled.extend(one.__name__ for one in programs))
+    engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=2)
+    executor_of(engine).prepare([TREES["2,2,1"]])
+    assert compiled == ["draft", "verify", "verify"] * 2 + ["draft", "score", "walk"]
+    [programs] = [executor_of(engine)._device._made(size) for size in executor_of(engine)._device._ready][:1]
+    assert programs._adjustments is None, "memory for them is reserved when a request has some"
+
+
 def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then their steps run in larger ones that are ready."""
     engine = make_device_engine(*pair, TREES["2,2,1"])

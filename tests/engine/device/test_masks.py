@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from late_stream import LateStream, make_executor_late
 from on_device import executor_of, load_plain, make_device_engine, run_on_device
@@ -15,7 +14,6 @@ from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.engine.device import rows
 from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
@@ -175,19 +173,6 @@ def test_a_request_without_credit_for_masks_leaves_and_comes_back(pair: Pair) ->
     assert all(one.is_finished for one in others)
     assert first.output_ids == wanted
     _check_left(engine)
-
-
-def test_masks_for_which_no_memory_is_left(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def lacking(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(rows, "TokenMasks", lacking)
-    engine, requests = make_device_engine(*pair, TREES["2,2,1"]), _requests()
-    assert {requests.index(request) for request in run_on_device(engine, requests)} == {2}
-    assert _outputs(requests) == _wanted(pair[0])
-    assert len([r for r in caplog.records if "ordinary steps apply them" in r.message]) == 1
 
 
 def test_a_text_after_which_no_token_is_allowed_fails_alone(pair: Pair) -> None:

@@ -27,18 +27,14 @@ class TokenMasks:
     Only one step may use them at a time.
 
     Args:
-        num_rows: Largest number of nodes of a step.
-        vocab: Size of the target's vocabulary.
-        device: The device.
-
-    Attributes:
-        logits: [num_rows, vocab] float32, those of the target's pass.
+        logits: [largest number of nodes of a step, vocab] float32 memory for those of the target's pass.
     """
 
-    def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, device = logits, logits.device
+        num_rows, vocab = logits.shape
         words, pins = -(-vocab // WORD), device.type == "cuda"
         with torch.inference_mode(mode=False):
-            self.logits = torch.zeros((num_rows, vocab), device=device)
             self._bits = torch.zeros((num_rows, words), dtype=torch.int32, device=device)
             self._is_masked = torch.zeros(num_rows, dtype=torch.int32, device=device)
             self._host_bits = torch.zeros((num_rows, words), dtype=torch.int32, pin_memory=pins)

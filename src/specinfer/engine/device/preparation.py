@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftKind, DraftShape
 from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import holds, shape_of, shape_of_guesses
@@ -66,8 +68,14 @@ def usual_sizes(
 
 
 def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: ProgressCallback | None) -> None:
-    """Compile and capture the programs of each size until one cannot be captured."""
-    rows.compile(sizes, progress_of(progress, f"{COMPILING} of whole steps"))
+    """Compile and capture the programs of each size until one cannot be captured.
+
+    Kernels that only some requests need are compiled, too. Their steps are captured when the first such request comes.
+    """
+    rarer = replace(
+        sizes[0], processing=Processing.ADJUSTMENT, asked=Asked(1, 1), adapts=rows.takes_adapters, is_masked=True
+    )
+    rows.compile([*sizes, rarer], progress_of(progress, f"{COMPILING} of whole steps"))
     report = progress_of(progress, f"{CAPTURING} of whole steps")
     for done, size in enumerate(sizes):
         report(done, len(sizes))

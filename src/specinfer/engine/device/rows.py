@@ -30,7 +30,7 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
-from specinfer.model.graphs.sizes import MAX_ROWS, at_least, max_rows
+from specinfer.model.graphs.sizes import at_least, max_rows
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
@@ -74,7 +74,8 @@ class DeviceRows:
         self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
         self._weights = self._versions()
         self._adjustments: Adjustments | None = None
-        self._masks: TokenMasks | None = None
+        assert target.padded is not None
+        self._masks = TokenMasks(target.padded.results)  # the logits of other passes have been read by then
         self._lacks_memory = False
         self._choice = SizeChoice()
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
@@ -171,18 +172,6 @@ class DeviceRows:
                 logger.warning("no %d MiB are left for penalties on the device: ordinary steps apply them", size)
         return self._adjustments is not None
 
-    def can_mask(self) -> bool:
-        """Return whether there is memory for masks of tokens, which is reserved when they are first needed."""
-        if self._masks is None and not self._lacks_memory:
-            vocab = self._target.loaded.vocab_size
-            try:
-                self._masks = TokenMasks(MAX_ROWS, vocab, self._place)
-            except torch.OutOfMemoryError:
-                self._lacks_memory = True
-                size = 4 * MAX_ROWS * vocab >> 20
-                logger.warning("no %d MiB are left for grammars on the device: ordinary steps apply them", size)
-        return self._masks is not None
-
     def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
         """Update each drafter's acceptance probabilities: heights and slopes of lines for greedy and sampled ones."""
         for own, both in zip(self.state.drafts, tables, strict=True):
@@ -242,7 +231,7 @@ class DeviceRows:
         programs.inputs.send(turn)
         back = programs.results.turn()
         if ready.draft is not None:
-            if self._masks is not None and launch.size.is_masked:
+            if launch.size.is_masked:
                 self._masks.send_roots(launch.requests, launch.size.num_nodes)
             ready.draft()
         marks.mark()
@@ -263,7 +252,6 @@ class DeviceRows:
         Args:
             results: Results of the step, with the trees, which are on their way here.
         """
-        assert self._masks is not None
         drafted, nodes = Marks(self._place), launch.size.num_nodes
         drafted.mark()
         score()
@@ -312,7 +300,10 @@ class DeviceRows:
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""
         drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
-        programs = Programs(size, self.state, self._target, drafters, self._adjustments, self._masks)
+        adjustments = self._adjustments
+        if adjustments is None and size.processing >= Processing.ADJUSTMENT:  # to compile kernels for later requests
+            adjustments = Adjustments.empty(size.num_rows, self._target.loaded.vocab_size, self._place)
+        programs = Programs(size, self.state, self._target, drafters, adjustments, self._masks)
         programs.inputs.clear()
         return programs
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from specinfer.core.request import Request
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.launch import DeviceRequest, Launch
-from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.processing import Processing, is_served
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import RECOMPUTED
@@ -96,7 +95,6 @@ class ServedRequests:
             and self._drawn.may_join(request, len(self._by_row))
             and (request.adapter is None or self._rows.takes_adapters)
             and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
-            and (not is_masked(request) or self._rows.can_mask())
         )
 
     def reserve(self, launch: Launch) -> None:

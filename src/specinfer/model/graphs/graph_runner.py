@@ -91,6 +91,11 @@ class GraphRunner:
         return tuple(self._passes)
 
     @property
+    def results(self) -> Tensor:
+        """What passes return is the first rows of this: [`MAX_ROWS`, vocab] logits if the model has a head."""
+        return self._results
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all buffers on the device."""
         tensors = [self._table.cells, self._results, *([] if self._received is None else [self._received])]
