@@ -1,5 +1,6 @@
 """Steps on the device: the same tokens as plain decoding, whatever comes and goes."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -273,7 +274,9 @@ def test_penalties_for_which_no_memory_is_left(
 
 
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
-def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pair: Pair) -> None:
+def test_device_requests_run_next_to_requests_with_ordinary_steps(
+    tree: str, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     def requests() -> list[Request]:
         found = _requests()
         for request in found[::2]:
@@ -282,7 +285,11 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(tree: str, pai
 
     wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
     engine, found = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16), requests()
-    assert run_on_device(engine, found) == set(found[1::2])
+    with caplog.at_level(logging.INFO):
+        assert run_on_device(engine, found) == set(found[1::2])
+    reasons = [record.message for record in caplog.records if "ordinary steps" in record.message]
+    assert len(reasons) == 1, "each reason is logged once"
+    assert reasons[0].endswith("a prediction, without a lookup among the drafters")
     assert [request.output_ids for request in found] == wanted
     assert executor_of(engine).num_launched > 3
     _check_left(engine)

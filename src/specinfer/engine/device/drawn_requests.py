@@ -35,12 +35,16 @@ class DrawnRequests:
         rule = request.verification or self._usual
         return rule in RANDOM_RULES and not (request.params.is_greedy or request.params.tree == "off")
 
-    def may_join(self, request: Request, num_served: int) -> bool:
-        """Return whether the trees of a request are drawn on the device next to others, as far as is known."""
-        if request in self._best_first or num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
-            return False
+    def why_ordinary(self, request: Request, num_served: int) -> str | None:
+        """Return why the tree of a request is not drawn on the device next to others, or None, as far as is known."""
+        if not self.has(request):
+            return None
+        if self.rule is None or request in self._best_first:
+            return "tokens are drawn by a rule with random numbers, and trees are no fixed expansions"
+        if num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
+            return "fixed expansions of so many requests do not fit into a step"
         # Draws of ordinary steps are masked at every level, so other tokens would be drawn here.
-        return not self.has(request) or (self.rule is not None and not is_masked(request))
+        return "a grammar or bad words, under a rule with random numbers" if is_masked(request) else None
 
     def undrawable(
         self,

@@ -30,7 +30,7 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.preparation import capture_sizes, usual_processing, usual_sizes
-from specinfer.engine.device.processing import Processing, drawn_rule, why_not, why_not_sampled
+from specinfer.engine.device.processing import READS_LOGITS, Processing, drawn_rule, why_not, why_not_sampled
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.served_requests import ServedRequests
 from specinfer.engine.device.sizes import shape_of
@@ -147,6 +147,7 @@ class DeviceExecutor:
         try:
             if not learners.reads_logits:
                 return self._plan(learners.policy, StageClock(timer))
+            self._served.note_ordinary(READS_LOGITS)
             self.leave()
         except Exception as error:
             self._error = error

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specinfer.core.config import AUTO
-from specinfer.core.grammar.state import Grammar
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
@@ -25,6 +24,9 @@ from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
 from specinfer.verify.rules import TRAVERSAL
+
+# What `Observer.reads_logits` and `SpeculationPolicy.reads_logits` are for.
+READS_LOGITS = "logits are read by the learned policy, a step log, a trace file or a drafter that learns"
 
 
 class Processing(enum.IntEnum):
@@ -101,27 +103,24 @@ def drawn_rule(drafter: Drafter | None, verification: str) -> str | None:
     return rule if drafter is not None and rule in RANDOM_RULES and why_not_sampled(drafter, rule) is None else None
 
 
-def is_served(request: Request, *, may_follow: bool, may_sample: bool) -> bool:
-    """Return whether steps of this request can be taken on a device from now on.
+def why_ordinary(request: Request, *, may_follow: bool, may_sample: bool) -> str | None:
+    """Return why this request takes ordinary steps now, or None if its steps can be taken on a device.
 
     Args:
         may_follow: Whether guesses of lookups are merged there, and so predictions.
         may_sample: Whether sampled requests are drafted for and verified there.
     """
     params = request.params
-    return not (
-        not (may_sample or params.is_greedy)
-        or (request.num_output < params.min_tokens and len(_ends(request)) > MAX_ENDS)
-        or (request.grammar is not None and not _is_ready(request, request.grammar))
-        or (request.prediction_ids and not may_follow)
-        or request.trace is not None
-    )
-
-
-def _is_ready(request: Request, grammar: Grammar) -> bool:
-    """Return whether masks of a grammar can be computed now, and do not depend on other constraints."""
-    has_credit = grammar.credit is None or grammar.credit.left > 0.0
-    return has_credit and request.num_output >= request.params.min_tokens
+    is_early = request.num_output < params.min_tokens
+    if not (may_sample or params.is_greedy):
+        return "sampled requests have this verification rule or draft sampling"
+    if is_early and (request.grammar is not None or len(_ends(request)) > MAX_ENDS):
+        return f"min_tokens, with a grammar or more than {MAX_ENDS} stop tokens"
+    if request.grammar is not None and request.grammar.credit is not None and request.grammar.credit.left <= 0.0:
+        return "the time for masks of grammars is used up"
+    if request.prediction_ids and not may_follow:
+        return "a prediction, without a lookup among the drafters"
+    return None if request.trace is None else "a trace of the steps"
 
 
 def _ends(request: Request) -> tuple[int, ...]:

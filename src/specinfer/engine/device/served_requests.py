@@ -4,17 +4,20 @@ For the scheduler a request is in a pass in flight from joining to leaving, so i
 left is released when the last step in flight with it has been read.
 """
 
+import logging
 from collections.abc import Iterator
 
 from specinfer.core.request import Request
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.launch import DeviceRequest, Launch
-from specinfer.engine.device.processing import Processing, is_served
+from specinfer.engine.device.processing import Processing, why_ordinary
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.recurrent.states import RecurrentStates
+
+logger = logging.getLogger(__name__)
 
 
 class ServedRequests:
@@ -45,6 +48,7 @@ class ServedRequests:
         self._cache, self._states, self._scheduler, self._rows, self._drawn = cache, states, scheduler, rows, drawn
         self._max_requests, self._may_follow, self._may_sample = max_requests, may_follow, may_sample
         self._by_row: list[DeviceRequest] = []
+        self._reasons = set[str]()  # that were logged
         self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
 
     def __iter__(self) -> Iterator[DeviceRequest]:
@@ -80,22 +84,31 @@ class ServedRequests:
         running = [request for request in self._scheduler.running if request not in served]
         return {request: self._states.latest(self._cache.slots(request.request_id))[1] for request in running}
 
-    def _is_served(self, request: Request) -> bool:
-        return is_served(request, may_follow=self._may_follow, may_sample=self._may_sample)
+    def _why_ordinary(self, request: Request) -> str | None:
+        return why_ordinary(request, may_follow=self._may_follow, may_sample=self._may_sample)
 
     def _must_leave(self, one: DeviceRequest) -> bool:
         # Such as one whose tenant has used up the time for masks of grammars.
-        is_idle = not one.num_in_flight and not self._is_served(one.request)
+        is_idle = not one.num_in_flight and self._why_ordinary(one.request) is not None
         return one.request.is_finished or one.has_left or is_idle
 
     def _may_join(self, request: Request) -> bool:
-        return (
-            self._is_served(request)
-            and self._barred.get(request) != request.num_output
-            and self._drawn.may_join(request, len(self._by_row))
-            and (request.adapter is None or self._rows.takes_adapters)
-            and (Processing.of_request(request) < Processing.ADJUSTMENT or self._rows.can_adjust())
-        )
+        if self._barred.get(request) == request.num_output:
+            return False
+        why = self._why_ordinary(request) or self._drawn.why_ordinary(request, len(self._by_row))
+        if why is None and request.adapter is not None and not self._rows.takes_adapters:
+            why = "an adapter, for which passes are not captured"
+        if why is None and Processing.of_request(request) >= Processing.ADJUSTMENT and not self._rows.can_adjust():
+            why = "penalties, for which no memory is left"
+        if why is not None:
+            self.note_ordinary(why)
+        return why is None
+
+    def note_ordinary(self, why: str) -> None:
+        """Log each reason why requests take ordinary steps once: on a GPU these are slower, and delay all others."""
+        if why not in self._reasons:
+            self._reasons.add(why)
+            logger.info("some requests take ordinary steps, and no steps on the device: %s", why)
 
     def reserve(self, launch: Launch) -> None:
         """Reserve slots of the target, and rows for states, for the requests of a step that is launched next."""
