@@ -369,9 +369,9 @@ def test_levels_that_do_not_pay_are_left_out(
     depths: list[int] = []
     launch = DeviceRows.launch
 
-    def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
+    def launched(self: DeviceRows, one: Launch) -> None:
         depths.append(one.size.max_depth)
-        launch(self, one, budgets)
+        launch(self, one)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
     found = {}
@@ -466,9 +466,9 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
     monkeypatch.setattr(Graphs, "median_seconds", 0.0035)
     monkeypatch.setattr(Answers, "wait", lambda self: (0.001, 0.003))
 
-    def launched(self: DeviceRows, one: Launch, budgets: Sequence[TreeBudget]) -> None:
+    def launched(self: DeviceRows, one: Launch) -> None:
         sizes.append((one.size.max_depth, one.size.num_nodes))
-        launch(self, one, budgets)
+        launch(self, one)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
     request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40))

@@ -75,9 +75,9 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
     sizes: list[tuple[Asked | None, Asked | None]] = []
     launch = DeviceRows.launch
 
-    def launched(self: DeviceRows, one: Any, budgets: Any) -> None:
+    def launched(self: DeviceRows, one: Any) -> None:
         sizes.append((one.size.asked, Asked.of([r.request.params for r in one.device_requests], VOCAB)))
-        launch(self, one, budgets)
+        launch(self, one)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
     small = pair[1] if TREES[tree] else None

@@ -227,7 +227,7 @@ class DeviceExecutor:
         self._scheduler.charge([one.request for one in launch.device_requests])
         self._served.reserve(launch)
         self._drafts.share_slots(launch)
-        self._device.launch(launch, launch.budgets)
+        self._device.launch(launch)
 
     def _num_draft_slots(self) -> int:
         """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""

@@ -209,6 +209,35 @@ class Launch:
     def requests(self) -> list[Request]:
         return [one.request for one in self.device_requests]
 
+    def write(self, inputs: dict[str, npt.NDArray[Any]], drafters: Sequence[str]) -> None:
+        """Write the inputs of the programs, but for those of adapters.
+
+        Args:
+            drafters: Names of the models that may draft.
+        """
+        inputs["num"][0] = len(self.device_requests)
+        for row, (slots, budget) in enumerate(zip(self.slots, self.budgets, strict=True)):
+            inputs["slots"][row] = slots[: self.size.num_nodes]
+            inputs["max_depth"][row] = budget.max_depth
+            for number, name in enumerate(drafters):
+                inputs["max_nodes"][number, row] = budget.max_nodes if budget.asks(name) else 0
+            inputs["least_float32"][row] = budget.min_path_prob
+            widths = inputs["widths"][row]
+            widths[:] = 0
+            used = budget.widths[: len(widths)]
+            widths[: len(used)] = used
+        inputs["guess_tokens"][:], inputs["guess_parents"][:], inputs["guess_float32"][:] = 0, -1, -1.0
+        for row, (tree, path_prob) in enumerate(self.guesses):
+            inputs["guess_tokens"][row, : tree.num_guessed] = tree.tokens[1:]
+            inputs["guess_parents"][row, : tree.num_guessed] = np.asarray(tree.parents[1:], dtype=np.int32) - 1
+            inputs["guess_float32"][row, : tree.num_guessed] = path_prob
+        inputs["drafts"][:] = 0
+        for number, of_rows in enumerate(self.draft_slots):
+            for row, columns in enumerate(of_rows):
+                if columns is not None:
+                    inputs["draft_slots"][number, row, : len(columns)] = columns
+                    inputs["drafts"][number, row] = 1
+
     def wait(self) -> tuple[float, float]:
         assert self.answers is not None
         return self.answers.wait()

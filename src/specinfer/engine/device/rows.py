@@ -15,7 +15,6 @@ from torch import Tensor
 from specinfer.core.draws import Floats
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import DRAWS_EACH, Request
-from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.growth import DraftKind
@@ -182,10 +181,10 @@ class DeviceRows:
     # ------------------------------------------------------------------------------------------- launch
 
     @torch.inference_mode()
-    def launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
+    def launch(self, launch: Launch) -> None:
         """Run the programs for the first rows; `launch.answers` receives the results."""
         with on_device(self._place):
-            self._launch(launch, budgets)
+            self._launch(launch)
 
     def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
@@ -217,13 +216,13 @@ class DeviceRows:
         with on_device(self._place):
             self._graphs.compile(programs(), progress=progress)
 
-    def _launch(self, launch: Launch, budgets: Sequence[TreeBudget]) -> None:
+    def _launch(self, launch: Launch) -> None:
         ready = self._programs(launch.size)
         programs, marks = ready.programs, Marks(self._place)
         turn = programs.inputs.turn()
         drafters = [one.name for one in self._drafters] if launch.size.num_models else []
         inputs = programs.inputs.here(turn)
-        _fill(inputs, launch, budgets, drafters)
+        launch.write(inputs, drafters)
         if launch.size.adapts:
             self._place_adapters(inputs["lora_indices"], launch)
         marks.mark()
@@ -306,31 +305,3 @@ class DeviceRows:
         programs = Programs(size, self.state, self._target, drafters, adjustments, self._masks)
         programs.inputs.clear()
         return programs
-
-
-def _fill(
-    inputs: dict[str, npt.NDArray[Any]], launch: Launch, budgets: Sequence[TreeBudget], drafters: Sequence[str]
-) -> None:
-    count = len(launch.device_requests)
-    inputs["num"][0] = count
-    for row, (slots, budget) in enumerate(zip(launch.slots, budgets, strict=True)):
-        inputs["slots"][row] = slots[: launch.size.num_nodes]
-        inputs["max_depth"][row] = budget.max_depth
-        for number, name in enumerate(drafters):
-            inputs["max_nodes"][number, row] = budget.max_nodes if budget.asks(name) else 0
-        inputs["least_float32"][row] = budget.min_path_prob
-        widths = inputs["widths"][row]
-        widths[:] = 0
-        used = budget.widths[: len(widths)]
-        widths[: len(used)] = used
-    inputs["guess_tokens"][:], inputs["guess_parents"][:], inputs["guess_float32"][:] = 0, -1, -1.0
-    for row, (tree, path_prob) in enumerate(launch.guesses):
-        inputs["guess_tokens"][row, : tree.num_guessed] = tree.tokens[1:]
-        inputs["guess_parents"][row, : tree.num_guessed] = np.asarray(tree.parents[1:], dtype=np.int32) - 1
-        inputs["guess_float32"][row, : tree.num_guessed] = path_prob
-    inputs["drafts"][:] = 0
-    for number, of_rows in enumerate(launch.draft_slots):
-        for row, columns in enumerate(of_rows):
-            if columns is not None:
-                inputs["draft_slots"][number, row, : len(columns)] = columns
-                inputs["drafts"][number, row] = 1
