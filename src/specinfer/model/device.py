@@ -1,12 +1,13 @@
 """Devices and types by their names on the command line, checked before anything is loaded."""
 
+import math
 import platform
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
 
-from specinfer.core.config import check_device
+from specinfer.core.config import EngineConfig, check_device
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -24,6 +25,9 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# Products of 4096 outputs in blocks of 128 by 256 then have two blocks for each multiprocessor, so that few are idle.
+_TOKENS_PER_CORE = 16
+_MOST_TOKENS = 2048  # of a step by default: requests that decode wait for prompts that are read in the same pass
 
 
 def find_device(name: str) -> torch.device:
@@ -39,6 +43,15 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f'device: no CUDA device {name!r} is available; use "cpu" or "auto"')
     return device
+
+
+def prompt_tokens(device: torch.device) -> int:
+    """Return the usual number of prompt tokens in a step: on a GPU the more, the more it computes at a time."""
+    least = EngineConfig().max_num_batched_tokens
+    if device.type != "cuda":
+        return least
+    tokens = _TOKENS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(max(1 << round(math.log2(tokens)), least), _MOST_TOKENS)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
