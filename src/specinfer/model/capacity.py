@@ -117,7 +117,7 @@ def pass_bytes(loaded: LoadedModel, num_tokens: int) -> int:
     if loaded.device.type != "cuda" or loaded.stream is not None:  # those of streamed layers are part of a budget
         return 0
     config = load_config(loaded.folder).get_text_config()
-    sizes = [
+    sizes: list[int] = [
         max(one.in_features, one.out_features)
         for name, one in loaded.model.named_modules()
         if isinstance(getattr(one, "out_features", None), int) and not name.endswith("head")

@@ -63,7 +63,7 @@ class Size:
         nodes = at_least(_NODES, self.nodes)
         if tokens is None or requests is None or nodes is None:
             return None
-        new = tokens if requests == 1 else min(1 << (self.new - 1).bit_length(), tokens)
+        new = tokens if requests == 1 else min(power_of_two(self.new), tokens)
         # Chunks of prompts need the logits of at most their last rows, trees of all rows.
         rows = requests if self.rows <= requests else tokens
         size = Size(tokens, requests, new, nodes, rows, self.is_chain, self.adapts)
@@ -76,6 +76,11 @@ class Size:
         if fitting is None or (fitting > MAX_STATES and not self.is_chain):
             return None
         return replace(self, scanned=fitting)
+
+
+def power_of_two(count: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def at_least(ladder: Sequence[int], count: int) -> int | None:
