@@ -123,7 +123,9 @@ class EngineArgs:
     max_model_len: int | None = setting(None, _MODEL, "Maximum length of prompt and output together, in tokens.")
     max_num_seqs: int = setting(EngineConfig().max_num_seqs, _MODEL, "Maximum number of requests in a batch.")
     max_num_batched_tokens: int | None = setting(
-        None, _MODEL, "Maximum number of prompt tokens in a step. (default: 512, or 1024 with --offload)"
+        None,
+        _MODEL,
+        "Maximum number of prompt tokens in a step. (default: 512, up to 2048 on GPUs, 1024 with --offload)",
     )
     kv_cache_memory_bytes: int | str | None = setting(
         None, _MODEL, "Size of the KV caches of all models, such as 512M or 4GiB.", metavar="SIZE"

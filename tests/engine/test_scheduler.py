@@ -73,6 +73,14 @@ def test_a_budget_below_the_number_of_requests_starves_nobody() -> None:
     assert {span.request.request_id for span in scheduler.schedule().spans} == {"a", "b", "c"}
 
 
+def test_a_large_step_reads_few_tokens_whose_log_probabilities_are_returned() -> None:
+    """Each needs a row of logits, and memory is reserved for few of them."""
+    scheduler = Scheduler(KVCache(5000), 8, 2048)
+    scheduler.add(make_request("a", range(1000), SamplingParams(prompt_logprobs=0)))
+    scheduler.add(_request("b", 1000))
+    assert _ranges(scheduler.schedule().spans) == {"a": (0, 513), "b": (0, 1000)}
+
+
 def test_the_newest_is_put_back_and_comes_first_in_the_queue() -> None:
     cache = KVCache(9)
     scheduler = Scheduler(cache, 8, 50)

@@ -79,6 +79,29 @@ def test_replayed_logits_are_those_of_other_attention(dtype: torch.dtype, model_
         torch.testing.assert_close(_pass(captured, prompt), _pass(eager, prompt), **tolerance)
 
 
+def test_chunks_of_prompts_larger_than_all_sizes_give_the_logits_of_other_attention(
+    model_folder: Callable[..., Path],
+) -> None:
+    """One after the other without a wait in between, so that a pass is launched while the one before it runs."""
+    loaded = load_model(model_folder("llama", max_position_embeddings=4096), torch.float32, CUDA)
+    found = []
+    for graphs in (Graphs(CUDA), None):
+        runner, logits = ModelRunner(loaded, 9000, graphs=graphs), []
+        for i, count in enumerate([1500, 600, 700, 513, 650]):
+            pieces = []
+            for name in "ab":
+                tokens = random_prompts([count], seed=i)[0]
+                slots, prefix = runner.cache.reserve(name, count), runner.cache.slots(name)
+                pieces.append(Piece.of_span(tokens, TokenTree.root(tokens[-1]), prefix, slots))
+            logits.append(runner.forward(pieces).clone())
+            for name in "ab":
+                runner.cache.commit(name, range(count))
+        for name in "ab":
+            runner.cache.free(name)
+        found.append(torch.cat(logits))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_passes_with_the_codes_of_routed_experts_are_captured(

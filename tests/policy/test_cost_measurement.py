@@ -238,3 +238,27 @@ def test_a_prompt_is_read_anew_each_time_that_it_is_measured(
         tokens.clear()
         measure_costs(target, drafter, max_seconds=0.1)
         assert sum(size > 32 for size in tokens) >= 2
+
+
+def test_passes_over_prompts_are_measured_where_a_step_reads_more(
+    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the largest size the cost is taken as proportional, but a GPU reads a token faster in a larger pass."""
+    target = resized(runner_of("llama"), 4200)
+    monkeypatch.setattr(target, "loaded", replace(target.loaded, max_position=2048))
+    assert cost_measurement.pass_sizes(target) == [*SIZES]
+    monkeypatch.setattr(cost_measurement, "prompt_tokens", lambda _: 2048)
+    assert cost_measurement.pass_sizes(target) == [*SIZES, 1024], "longer texts than the model's are not read"
+    passes = []
+
+    def forward(pieces: list[Piece]) -> torch.Tensor:
+        passes.append([(len(piece.tokens), piece.num_logits, int(piece.positions[-1])) for piece in pieces])
+        return torch.zeros(pieces[0].num_logits, 1)
+
+    monkeypatch.setattr(target, "forward", forward)
+    measure_costs(target, None)
+    assert {len(passed) for passed in passes} == {1}
+    read = {tokens: rest for ((tokens, *rest),) in passes}
+    assert read[1024] == [1, 32 + 1023]
+    assert read[512] == [512, 32 + 7], "of trees the logits are computed"
+    assert target.cache.num_free == 4200

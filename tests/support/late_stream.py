@@ -18,9 +18,9 @@ from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
 from specinfer.kernels import AdapterSlots
-from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.kv_tensors import KVTensors
@@ -70,18 +70,6 @@ class LateEvent:
         self._stream.run_until(lambda: self._num_left == 0)
 
 
-class _LateCopies:
-    """A tensor on the device, into which copies from pinned memory are late."""
-
-    def __init__(self, there: Tensor, stream: LateStream) -> None:
-        self._there, self._stream = there, stream
-        self.nbytes = there.nbytes
-
-    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
-        assert non_blocking
-        self._stream.launch(lambda: self._there.copy_(source))
-
-
 def make_captures_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     """Captured programs are launched, and run once when they are captured."""
 
@@ -97,25 +85,30 @@ def make_captures_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
 
 def make_buffers_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     """Copies of the inputs of padded passes are late, and so are changes of the slot table."""
-    make = Buffers.__init__
+    make = InputBlock.__init__
 
-    def make_late(buffers: Any, *args: Any) -> None:
-        make(buffers, *args)
-        buffers._bytes, buffers._copied = _LateCopies(buffers._bytes, stream), LateEvent(stream)
+    def make_late(block: Any, *args: Any, **options: Any) -> None:
+        make(block, *args, **options)
+        block._copied = LateEvent(stream)
 
-    patch.setattr(Buffers, "__init__", make_late)
-    _launch_later(stream, patch, SlotTable, "write")
+    def send(block: Any, num_bytes: int) -> None:
+        stream.launch(lambda: block.there[:num_bytes].copy_(block.host[:num_bytes]))
+        block._copied.record()
+
+    patch.setattr(InputBlock, "__init__", make_late)
+    patch.setattr(InputBlock, "send", send)
+    launch_later(stream, patch, SlotTable, "write")
 
 
 def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     """Steps on the device are late: their programs, exchanges and writes to rows. Ordinary passes come in order."""
     make_captures_late(stream, patch)
     for name in ("send", "fetch"):
-        _launch_later(stream, patch, Exchange, name)
+        launch_later(stream, patch, Exchange, name)
     for name in ("write", "write_drafter", "write_acceptance", "move"):
-        _launch_later(stream, patch, DeviceRows, name)
-    _launch_later(stream, patch, AdapterSlots, "_write")
-    _launch_later(stream, patch, TokenMasks, "_copy")
+        launch_later(stream, patch, DeviceRows, name)
+    launch_later(stream, patch, AdapterSlots, "_write")
+    launch_later(stream, patch, TokenMasks, "_copy")
     events: dict[Marks, list[LateEvent]] = {}
     mark, forward, lora_indices = Marks.mark, GraphRunner.forward, GraphRunner._lora_indices
     read_taps = KVTensors.read_taps
@@ -147,7 +140,7 @@ def make_executor_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GraphRunner, "_lora_indices", lora_indices_now)
 
 
-def _launch_later(stream: LateStream, patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+def launch_later(stream: LateStream, patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
     """Launch calls of this method, with the numbers that their arguments had at the call."""
     method = getattr(kind, name)
 

@@ -43,7 +43,7 @@ class Scheduler:
         max_num_batched_tokens: Known tokens computed in one step, over all requests; one for each running
             request even if that is more.
         max_num_prompt_logprobs: Maximum number of prompt tokens in one step whose log-probabilities are returned,
-            because each needs logits, or None for no limit.
+            because each needs logits, or None for at most 512.
         max_loras: Maximum number of adapters in a batch.
     """
 
@@ -58,9 +58,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_prompt_logprobs = (
-            max_num_batched_tokens if max_num_prompt_logprobs is None else max_num_prompt_logprobs
-        )
+        self._max_num_prompt_logprobs = _PROMPT_LOGPROBS if max_num_prompt_logprobs is None else max_num_prompt_logprobs
         self._max_loras = max_loras
         self.planner: SLOPlanner | None = None  # limits by latency targets; None without measured costs
         self.waiting = WaitingQueue()
@@ -306,3 +304,4 @@ class Scheduler:
 
 
 MAX_LOOKED_AT = 64  # waiting requests examined in one step
+_PROMPT_LOGPROBS = 512  # prompt tokens with logits in one step: with a large vocabulary a row takes over a megabyte

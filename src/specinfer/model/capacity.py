@@ -7,8 +7,10 @@ import torch
 
 from specinfer.core.config import EngineConfig
 from specinfer.core.systems import installed_memory
+from specinfer.model.definition import load_config
 from specinfer.model.kv_tensors import bytes_per_slot
 from specinfer.model.load import LoadedModel
+from specinfer.model.offload.budget import WIDTHS
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 
@@ -50,7 +52,7 @@ def plan_capacity(
             f"max_model_len: {max_model_len} is more than the model's {target.max_position} positions; use at most that"
         )
     each = bytes_per_token((target, *drafters))
-    memory = cache_bytes(config, target.device, max_bytes, num_sharing, reserved)
+    memory = cache_bytes(config, target, max_bytes, num_sharing, reserved)
     if max_slots is not None:
         memory = min(memory, max_slots * each)
     if size := bytes_per_state((target, *drafters)):
@@ -100,13 +102,28 @@ def bytes_per_state(models: Iterable[LoadedModel]) -> int:
 
 
 def cache_bytes(
-    config: EngineConfig, device: torch.device, max_bytes: int | None, num_sharing: int, reserved: int = 0
+    config: EngineConfig, target: LoadedModel, max_bytes: int | None, num_sharing: int, reserved: int = 0
 ) -> int:
     """Return the bytes that the caches of all models may take; arguments as for `plan_capacity`."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    memory = max(_memory(device, config.gpu_memory_utilization) // num_sharing - reserved, 0)
+    in_passes = num_sharing * pass_bytes(target, config.max_num_batched_tokens)
+    memory = max(_memory(target.device, config.gpu_memory_utilization, in_passes) // num_sharing - reserved, 0)
     return memory if max_bytes is None else min(memory, max_bytes)
+
+
+def pass_bytes(loaded: LoadedModel, num_tokens: int) -> int:
+    """Return the bytes that a pass over prompts takes on a GPU, estimated from above; 0 on a CPU."""
+    if loaded.device.type != "cuda" or loaded.stream is not None:  # those of streamed layers are part of a budget
+        return 0
+    config = load_config(loaded.folder).get_text_config()
+    sizes: list[int] = [
+        max(one.in_features, one.out_features)
+        for name, one in loaded.model.named_modules()
+        if isinstance(getattr(one, "out_features", None), int) and not name.endswith("head")
+    ]
+    num_experts: int = getattr(config, "num_experts_per_tok", None) or 1
+    return num_tokens * WIDTHS * num_experts * max(sizes) * loaded.dtype.itemsize
 
 
 def bytes_per_token(models: Iterable[LoadedModel]) -> int:
@@ -114,9 +131,11 @@ def bytes_per_token(models: Iterable[LoadedModel]) -> int:
     return sum(bytes_per_slot(model.layer_shapes, model.dtype, model.taps, model.kv_dtype) for model in models)
 
 
-def _memory(device: torch.device, utilization: float | None) -> int:
+def _memory(device: torch.device, utilization: float | None, in_passes: int) -> int:
+    """Return the bytes for caches on a device where passes take some bytes at a time."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that was used while loading counts as taken until then
         free, total = torch.cuda.mem_get_info(device)
-        return int(_GPU_SHARE * free) if utilization is None else int(utilization * total) - (total - free)
+        share = int(_GPU_SHARE * free) if utilization is None else int(utilization * total) - (total - free)
+        return min(share, free - in_passes)
     return min(int(_CPU_SHARE * (installed_memory() or _MAX_CPU_BYTES)), _MAX_CPU_BYTES)

@@ -1,6 +1,7 @@
 """Devices and types by their names on the command line, checked before anything is loaded."""
 
 import logging
+import math
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from specinfer.core.config import check_device
+from specinfer.core.config import EngineConfig, check_device
 
 logger = logging.getLogger(__name__)
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # of NVIDIA's driver on Linux
@@ -30,6 +31,9 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# Products of 4096 outputs in blocks of 128 by 256 then have two blocks for each multiprocessor, so that few are idle.
+_TOKENS_PER_CORE = 16
+_MOST_TOKENS = 2048  # of a step by default: requests that decode wait for prompts that are read in the same pass
 
 
 def find_device(name: str) -> torch.device:
@@ -84,6 +88,15 @@ def driver_version() -> str | None:
 
 def _has_device_file() -> bool:
     return any(_DEVICES.glob("nvidia[0-9]*"))
+
+
+def prompt_tokens(device: torch.device) -> int:
+    """Return the usual number of prompt tokens in a step: on a GPU the more, the more it computes at a time."""
+    least = EngineConfig().max_num_batched_tokens
+    if device.type != "cuda":
+        return least
+    tokens = _TOKENS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(max(1 << round(math.log2(tokens)), least), _MOST_TOKENS)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -25,7 +25,7 @@ from specinfer.drafters.merge.merged import MergedDrafter, parts_of, reads_promp
 from specinfer.model.device import device_name
 from specinfer.model.pass_work import PassWork
 from specinfer.model.runner import TargetRunner
-from specinfer.policy.cost_measurement import SIZES, measure_costs, still_apply
+from specinfer.policy.cost_measurement import measure_costs, pass_sizes, still_apply
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import ContextCurve, Curve
 
@@ -102,7 +102,7 @@ def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
         **({"num_asked": selection.num_asked} if selection else {}),
         **_streaming(target),
         # With a small cache the larger sizes are not measured.
-        "num_sizes": sum(size <= target.cache.num_slots // 2 for size in SIZES),
+        "num_sizes": sum(size <= target.cache.num_slots // 2 for size in pass_sizes(target)),
     }
 
 

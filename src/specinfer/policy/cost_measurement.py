@@ -20,6 +20,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import parts_of, reads_prompts
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
+from specinfer.model.device import prompt_tokens
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.runner import ModelRunner, TargetRunner
@@ -30,6 +31,7 @@ from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
 
 # Between 8 and 32 the price of a row changes most: native kernels keep up to 14 rows in registers.
 SIZES = (1, 2, 4, 8, 14, 16, 24, 32, 64, 128, 256, 512)
+_PROMPT_SIZES = (1024, 2048)  # of GPUs that read so much at a time: a token costs less there than in a pass over 512
 _FIRST_LEVEL = 0  # in place of a size: one level of one node, which is timed in turns with the trees
 _DRAFT_SIZES = (_FIRST_LEVEL, 1, 4, 16, 64)
 _CONTEXT = 32  # tokens before the measured ones: some attention, but mostly weights
@@ -80,7 +82,8 @@ def _target_costs(target: TargetRunner, max_seconds: float, progress: ProgressCa
         if time.perf_counter() - before > max_seconds / _NUM_QUICK:
             curve = measure_streamed(sizes, run, lambda: stream.seconds_waiting)
     if curve is None:
-        curve = _fastest(_sizes_that_fit(SIZES, target), run, max_seconds, runs_first=_has_slow_first_runs(target))
+        sizes = _sizes_that_fit(pass_sizes(target), target)
+        curve = _fastest(sizes, run, max_seconds, runs_first=_has_slow_first_runs(target))
     return curve
 
 
@@ -115,6 +118,12 @@ def _has_slow_first_runs(target: TargetRunner) -> bool:
 
 def _is_alike(one: float, other: float) -> bool:
     return max(one, other) <= _LIKENESS * min(one, other)
+
+
+def pass_sizes(target: TargetRunner) -> list[int]:
+    """Return the sizes of passes that are measured if there are slots and time."""
+    most = min(prompt_tokens(target.loaded.device), target.loaded.max_position - _CONTEXT)
+    return [*SIZES, *(size for size in _PROMPT_SIZES if size <= most)]
 
 
 def _sizes_that_fit(sizes: Sequence[int], target: TargetRunner) -> list[int]:
@@ -215,14 +224,16 @@ def _context_read(target: TargetRunner) -> Iterator[None]:
 def _target_pass(target: TargetRunner, size: int) -> None:
     cache = target.cache
     try:
-        last = target.loaded.max_position - 1
-        depth = max(min(_DEPTH, last), 1)
+        last, is_prompt = target.loaded.max_position - 1, size > SIZES[-1]
+        depth = size if is_prompt else max(min(_DEPTH, last), 1)
         prefix = cache.slots(_CONTEXT_PROBE)
         if not len(prefix):
             prefix = cache.reserve(_PROBE, min(_CONTEXT, cache.num_available // 2, last - min(depth, size - 1)))
-        parents = (-1, *(node if node % depth else 0 for node in range(size - 1)))  # chains from the root
-        tree = TokenTree((0,) * size, parents)
-        target.forward([Piece.of_span([0], tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
+        chain, tree = [0] * size, TokenTree.root(0)
+        if not is_prompt:
+            parents = (-1, *(node if node % depth else 0 for node in range(size - 1)))  # chains from the root
+            chain, tree = [0], TokenTree((0,) * size, parents)
+        target.forward([Piece.of_span(chain, tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
     finally:
         cache.free(_PROBE)
 

@@ -271,7 +271,7 @@ def _plan(
         max_slots=None if ranks is None else min_remote_slots(ranks, [target, *copies]),
         reserved=reserved,
     )
-    memory = cache_bytes(limits, target.device, max_bytes, sharing, reserved)
+    memory = cache_bytes(limits, target, max_bytes, sharing, reserved)
     kept = num_states(limits, models, memory)
     if budget is None:
         return _Sizes(max_model_len, num_slots, kept, None)

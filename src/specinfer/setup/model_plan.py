@@ -4,16 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specinfer.core.config import AUTO
+import torch
+
+from specinfer.core.config import AUTO, EngineConfig
 from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.drafters.loading import reads_target
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.engine_args import EngineArgs
 from specinfer.model.definition import load_config
-from specinfer.model.device import find_device
+from specinfer.model.device import find_device, prompt_tokens
 from specinfer.model.offload.budget import Budget, usual_budget
 from specinfer.model.offload.requirements import check_budget
+from specinfer.model.recurrent.layers import has_states
 from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig
 from specinfer.policy.offload_choice import usual_copy
@@ -63,7 +66,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         names, choice = chosen.names, str(chosen)
     check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
     settings = TargetConfig(
-        str(folder), args.dtype, args.device, args.quantization, args.offload_config, args.engine_config,
+        str(folder), args.dtype, args.device, args.quantization, args.offload_config, _limits(args, folder, device),
         tuple(name for name in names if name in SELF_DRAFTERS),
         args.kv_cache_dtype, args.enforce_eager,
     )  # fmt: skip
@@ -79,6 +82,18 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
         must_be_here=args.adapt_drafters or chooses or args.tokenizer is not None,
     )  # fmt: skip
     return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement, choice)
+
+
+def _limits(args: EngineArgs, folder: Path, device: torch.device) -> EngineConfig:
+    """Return the limits of the engine, with as many prompt tokens in a step as suit the device unless they are given.
+
+    Layers without attention take one token after the other, and a prefix is reused up to the end of a chunk: larger
+    chunks are no faster there, and fewer prefixes are found.
+    """
+    limits = args.engine_config
+    if args.max_num_batched_tokens is not None or args.offload is not None or has_states(load_config(folder)):
+        return limits
+    return replace(limits, max_num_batched_tokens=prompt_tokens(device))
 
 
 def _with_budget(settings: TargetConfig, drafters: Sequence[str]) -> TargetConfig:

@@ -1,20 +1,31 @@
 """Steps and passes on a device that is late: no host memory is used again before its last reader has read it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads import save_tiny_block, save_tiny_head
-from late_stream import LateEvent, LateStream, make_buffers_late, make_captures_late, make_executor_late
+from late_stream import (
+    LateEvent,
+    LateStream,
+    launch_later,
+    make_buffers_late,
+    make_captures_late,
+    make_executor_late,
+)
 from on_device import come_and_go, executor_of, load_plain, make_device_engine
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.device.state import Exchange
-from specinfer.model.batch import Piece
+from specinfer.model.batch import ForwardBatch, Piece
+from specinfer.model.forward import forward
+from specinfer.model.graphs import graph_runner
+from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
@@ -153,4 +164,58 @@ def test_passes_that_wait_for_the_device_have_inputs_of_their_own(pair: Pair, mo
     monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)  # as if nobody waited for the copy of the pass before
     found = logits_of_passes(pair[0], stream)
     assert len(found) == 12
+    assert not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def logits_of_large_passes(
+    loaded: LoadedModel, lengths: list[tuple[int, int]], stream: LateStream | None, patch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """Run passes that are larger than all sizes, of other requests each time; a late stream computes them last.
+
+    Args:
+        lengths: For each pass, the tokens of a request's prefix, and its new tokens.
+    """
+    runner = ModelRunner(loaded, 1200, graphs=Graphs(torch.device("cpu")))
+    assert runner.padded is not None
+    for pool in (*runner.tensors.keys, *runner.tensors.values):
+        pool.normal_(generator=torch.Generator().manual_seed(0))
+    found: list[Tensor] = []
+
+    def forward_late(model: nn.Module, batch: ForwardBatch, _: Tensor | None) -> Tensor:
+        assert stream is not None
+        stream.launch(lambda: found.append(forward(model, batch)))
+        return torch.empty(0)
+
+    if stream is not None:
+        make_buffers_late(stream, patch)
+        patch.setattr(graph_runner, "forward", forward_late)
+        launch_later(stream, patch, Buffers, "update_table")
+    random = np.random.default_rng(0)
+    for prefix, new in lengths:
+        pieces = []
+        for i in range(3):
+            slots = random.permutation(np.arange(400 * i, 400 * i + 400))
+            ids = random.integers(3, 90, new).tolist()
+            piece = Piece.of_span(ids, None, slots[:prefix], slots[prefix : prefix + new])
+            pieces.append(replace(piece, num_logits=len(ids)))
+        logits = runner.forward(pieces)
+        if stream is None:
+            found.append(logits)
+    if stream is not None:
+        stream.finish()
+    return found
+
+
+def test_passes_larger_than_all_sizes_wait_for_the_inputs_of_the_pass_before(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several, one = [(0, 100), (40, 90), (20, 110), (60, 100), (0, 120), (30, 88)], [(20, 100)] * 6
+    for lengths in (several, one):
+        wanted = logits_of_large_passes(pair[0], lengths, None, monkeypatch)
+        assert len(wanted) == 6
+        with monkeypatch.context() as patch:
+            found = logits_of_large_passes(pair[0], lengths, LateStream(), patch)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)  # as if nobody waited for the copy of the pass before
+    found = logits_of_large_passes(pair[0], one, LateStream(), monkeypatch)
     assert not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -39,6 +39,7 @@ from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
 from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
@@ -349,6 +350,62 @@ def test_a_pass_larger_than_all_sizes_is_run_by_itself(loaded_of: Loaded) -> Non
         one.cache.free("a")
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
     assert runner.padded.sizes == before
+
+
+@pytest.mark.parametrize("max_requests", [1, 4])
+def test_passes_larger_than_all_sizes_take_no_further_memory(
+    max_requests: int, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over prefixes that grow and change places, amid padded passes, and after one that failed."""
+    loaded, made = loaded_of("llama"), list[str]()
+    runner, plain = ModelRunner(loaded, 900, graphs=Graphs(CPU), max_requests=max_requests), ModelRunner(loaded, 900)
+    assert runner.padded is not None
+
+    def count(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            made.append(f"{kind.__name__}.{name}")
+            return method(*args, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    for kind, name in ((InputBlock, "__init__"), (SlotTable, "__init__"), (SlotTable, "write")):
+        count(kind, name)
+    update, is_broken = Buffers.update_table, False
+
+    def update_table(buffers: Buffers) -> None:
+        if is_broken:
+            raise RuntimeError("a pass that fails")
+        update(buffers)
+
+    monkeypatch.setattr(Buffers, "update_table", update_table)
+    passes = [("abc", 120), ("cab", 100), ("ab", 130), ("a", 1), ("cb", 129), ("bca", 88)]  # requests, tokens of each
+    new_of_pass = []
+    for number, (names, num_new) in enumerate(passes):
+        pieces = []
+        for name in names:
+            slots = [one.cache.reserve(name, num_new) for one in (runner, plain)]
+            prefix, tokens = runner.cache.slots(name), random_prompts([num_new], seed=number)[0]
+            assert np.array_equal(slots[0], slots[1])
+            pieces.append(replace(Piece.of_span(tokens, None, prefix, slots[0]), num_logits=num_new))
+        made.clear()
+        if number == 4:
+            is_broken = True
+            with pytest.raises(RuntimeError):
+                runner.forward(pieces)
+            is_broken = False
+        torch.testing.assert_close(runner.forward(pieces), plain.forward(pieces), rtol=1e-4, atol=1e-4)
+        new_of_pass.append(list(made))
+        for name in names:
+            for one in (runner, plain):
+                one.cache.commit(name, range(min(num_new, 15)))
+    for one, name in itertools.product((runner, plain), "abc"):
+        one.cache.free(name)
+    assert "InputBlock.__init__" in new_of_pass[0]
+    assert ("SlotTable.__init__" in new_of_pass[0]) == (max_requests == 1)
+    del new_of_pass[3]  # of a size that is captured
+    assert new_of_pass[1:] == [[]] * 4, "even where all slots of a prefix are new to the table"
 
 
 def _all_logits(piece: Piece) -> tuple[Any, ...]:

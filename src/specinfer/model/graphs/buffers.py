@@ -1,6 +1,7 @@
 """Buffers: the inputs of passes of one size, at fixed addresses, filled anew for each pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from specinfer.kernels import AdapterRows, AdapterSlots
 from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.tree_layout import WORD, TreeLayout, num_words
 from specinfer.model.batch import ForwardBatch, KVStore, Piece
+from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import Size
-from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.recurrent.scan import PaddedScan, Scan
 
 _ALIGNMENT = 16  # bytes
@@ -33,13 +35,25 @@ class Buffers:
         size: Size that passes are padded to.
         table: Slots of the prefixes, shared by all sizes.
         taps: Most taps of a convolution, or 0 if the model has none.
+        num_updates: Slot table cells that a pass changes without separate copies, or None for some of each request.
+        make_block: Function that returns memory of at least so many bytes, which other buffers may have used before;
+            they are not used any more. None for memory of their own.
     """
 
-    def __init__(self, size: Size, table: SlotTable, device: torch.device, taps: int = 0) -> None:
+    def __init__(
+        self,
+        size: Size,
+        table: SlotTable,
+        device: torch.device,
+        taps: int = 0,
+        *,
+        num_updates: int | None = None,
+        make_block: Callable[[int], InputBlock] | None = None,
+    ) -> None:
         self.size, self._table, self._taps = size, table, taps
         tokens, requests, nodes = size.tokens, size.requests, size.nodes
         words = num_words(1 if size.is_chain else nodes)
-        num_updates = _UPDATES * requests
+        num_updates = _UPDATES * requests if num_updates is None else num_updates
         shapes: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
             "token_ids": (np.int64, (tokens,)),
             "positions": (np.int64, (tokens,)),
@@ -67,29 +81,24 @@ class Buffers:
             num_bytes = np.dtype(kind).itemsize * int(np.prod(shape))
             parts[name] = slice(end, end + num_bytes)
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        is_cuda = device.type == "cuda"
-        self._sent = torch.empty(end, dtype=torch.uint8, pin_memory=is_cuda)
-        self._bytes = torch.empty(end, dtype=torch.uint8, device=device)
-        self._copied = torch.cuda.Event() if is_cuda else None
+        self.num_bytes = end
+        self._block = (make_block or partial(InputBlock, device=device))(end)
         self._host: dict[str, npt.NDArray[np.integer]] = {}
         self._there: dict[str, Tensor] = {}
         for name, (kind, shape) in shapes.items():
-            self._host[name] = self._sent[parts[name]].numpy().view(kind).reshape(shape)
-            self._there[name] = self._bytes[parts[name]].view(_TYPES[kind]).view(shape)
+            self._host[name] = self._block.host[parts[name]].numpy().view(kind).reshape(shape)
+            self._there[name] = self._block.there[parts[name]].view(_TYPES[kind]).view(shape)
+        self._block.wait()
         self._clear()
-        self._idle = self._sent.numpy().copy()
-        self._bytes.copy_(self._sent)
+        self._idle = self._block.host[:end].numpy().copy()
+        if make_block is None:  # else they are filled at once
+            self._send()
         names = ("prefix_lens", "starts", "node_slots", "node_positions", "node_lens", "visible")
         tensors: dict[str, Any] = {name: self._there[name] for name in names}
         self.layout = TreeLayout(
             slot_table=table.rows[:requests], positions=self._there["query_positions"],
             max_new=size.new, is_chain=size.is_chain, **tensors,
         )  # fmt: skip
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device."""
-        return int(self._bytes.nbytes)
 
     def batch(self, store: KVStore, adapters: AdapterSlots | None = None) -> ForwardBatch:
         """Return a batch that reads the buffers whenever it is run; `adapters` are those that rows may have."""
@@ -113,8 +122,18 @@ class Buffers:
         """Write the changes of prefixes to the slot table; part of every pass."""
         self._table.cells.index_copy_(0, self._there["update_cells"], self._there["update_slots"])
 
-    def fill(self, pieces: Sequence[Piece], lora_indices: Sequence[int] = (), scan: Scan | None = None) -> None:
-        """Fill the buffers with these pieces, one after the other; `lora_indices` are the slots of their adapters."""
+    def fill(
+        self,
+        pieces: Sequence[Piece],
+        lora_indices: Sequence[int] = (),
+        scan: Scan | None = None,
+        changes: Iterable[Change] | None = None,
+    ) -> None:
+        """Fill the buffers with these pieces, one after the other; `lora_indices` are the slots of their adapters.
+
+        Args:
+            changes: Those of the slot table, or None to find them here.
+        """
         self._make_idle()
         host = self._host
         start = num_rows = 0
@@ -138,7 +157,7 @@ class Buffers:
         if scan is not None:
             for name, values in scan.host_arrays(self._taps).items():
                 host[f"{_SCAN}{name}"][: len(values)] = values
-        self._note_updates(pieces)
+        self._note_updates(self._table.changes([one.prefix_slots for one in pieces]) if changes is None else changes)
         self._send()
 
     def empty(self) -> None:
@@ -147,19 +166,16 @@ class Buffers:
         self._send()
 
     def _make_idle(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the previous pass reads the same memory
-        self._sent.numpy()[:] = self._idle
+        self._block.wait()  # the copy of the previous pass reads the same memory
+        self._block.host[: self.num_bytes].numpy()[:] = self._idle
 
     def _send(self) -> None:
-        self._bytes.copy_(self._sent, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._block.send(self.num_bytes)
 
-    def _note_updates(self, pieces: Sequence[Piece]) -> None:
+    def _note_updates(self, changes: Iterable[Change]) -> None:
         cells, slots = self._host["update_cells"], self._host["update_slots"]
         num_noted = 0
-        for cell, new in self._table.changes([piece.prefix_slots for piece in pieces]):
+        for cell, new in changes:
             end = num_noted + len(new)
             if end <= len(cells):
                 cells[num_noted:end] = range(cell, cell + len(new))

@@ -23,8 +23,10 @@ from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
-from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, loaded_sizes
+from specinfer.model.graphs.input_block import InputBlock
+from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, loaded_sizes, power_of_two
 from specinfer.model.graphs.slot_table import SlotTable
+from specinfer.model.kv_cache import Slots
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import num_taps
@@ -57,8 +59,8 @@ class _Pass:
 class GraphRunner:
     """A runner of passes over static buffers, of a model or of a pipeline stage.
 
-    Passes that are larger than all sizes, or have more adapters than slots, get buffers of their own and are not
-    captured.
+    Passes that are larger than all sizes, or have more adapters than slots, are not captured. Their buffers are made
+    for each, in memory that is kept.
 
     Args:
         store: Keys and values, whose addresses must not change.
@@ -75,6 +77,8 @@ class GraphRunner:
         # Not in inference mode, in which passes run: tensors made there could be modified only there.
         with torch.inference_mode(mode=False):
             self._table = SlotTable(rows, _whole(max_context), self._device)
+            self._larger_table = SlotTable(1, _ROW, self._device)  # for more requests than usual
+            self._kept_block = InputBlock(1, self._device)
             self._received, self._results = _ends(loaded)
             self.sums = sums_of(loaded.model)
             if self.sums is not None:
@@ -99,6 +103,7 @@ class GraphRunner:
     def num_bytes(self) -> int:
         """Bytes of all buffers on the device."""
         tensors = [self._table.cells, self._results, *([] if self._received is None else [self._received])]
+        tensors += [self._larger_table.cells, self._kept_block.there]
         buffers = sum(one.buffers.num_bytes for one in self._passes.values())
         return buffers + sum(int(tensor.nbytes) for tensor in tensors)
 
@@ -144,7 +149,7 @@ class GraphRunner:
         if (
             size is None
             or size.rows > MAX_ROWS
-            or not self._table_holds(pieces)
+            or not self._table.holds([piece.prefix_slots for piece in pieces])
             or not self._is_at_hand(size)
             or (lora_indices := self._lora_indices(pieces, size)) is None
         ):
@@ -163,10 +168,6 @@ class GraphRunner:
             raise
         self._store.states.finish()
         return self._results[: self._num_results(exact)]
-
-    def _table_holds(self, pieces: Sequence[Piece]) -> bool:
-        longest = max(len(piece.prefix_slots) for piece in pieces)
-        return len(pieces) <= self._table.requests and longest <= self._table.context
 
     def _lora_indices(self, pieces: Sequence[Piece], size: Size) -> list[int] | None:
         """Return the slot of each piece's adapter, empty if no piece has one; None if there are too few slots."""
@@ -240,16 +241,42 @@ class GraphRunner:
         return size.rows if self._gives_logits else size.tokens
 
     def _run_once(self, exact: Size, pieces: Sequence[Piece], hidden: Tensor | None) -> Tensor:
-        """Run a pass without padding, in buffers of its own."""
+        """Run a pass without padding."""
         if self._taps:  # the number of states that it needs at a time is known, and may be small
             return forward(self._model, pack(pieces, self._store, self._device, native=False), hidden)
-        longest = max(len(piece.prefix_slots) for piece in pieces)
-        table = SlotTable(exact.requests, _whole(longest), self._device)
-        buffers = Buffers(replace(exact, nodes=_whole(exact.nodes)), table, self._device)
-        buffers.fill(pieces)
-        buffers.update_table()
-        batch = replace(buffers.batch(self._store), adapters=runs_of(pieces))
-        return forward(self._model, batch, hidden)
+        prefixes = [piece.prefix_slots for piece in pieces]
+        table = self._table_for(prefixes)
+        try:
+            changes = list(table.changes(prefixes))
+            buffers = Buffers(
+                replace(exact, nodes=_whole(exact.nodes)), table, self._device,
+                num_updates=sum(len(new) for _, new in changes), make_block=self._block_of,
+            )  # fmt: skip
+            buffers.fill(pieces, changes=changes)
+            buffers.update_table()
+            batch = replace(buffers.batch(self._store), adapters=runs_of(pieces))
+            return forward(self._model, batch, hidden)
+        except BaseException:  # as in `forward`
+            table.forget()
+            raise
+
+    def _table_for(self, prefixes: Sequence[Slots]) -> SlotTable:
+        """Return the table of the padded passes, or one for more requests, which is kept."""
+        if self._table.holds(prefixes):
+            return self._table
+        if not self._larger_table.holds(prefixes):
+            requests = max(power_of_two(len(prefixes)), self._larger_table.requests)
+            context = max(power_of_two(max(map(len, prefixes))), self._larger_table.context)
+            with torch.inference_mode(mode=False):
+                self._larger_table = SlotTable(requests, context, self._device)
+        return self._larger_table
+
+    def _block_of(self, num_bytes: int) -> InputBlock:
+        """Return the memory for inputs of passes without padding, which is made anew only where it is too small."""
+        if num_bytes > len(self._kept_block.host):
+            with torch.inference_mode(mode=False):
+                self._kept_block = InputBlock(power_of_two(num_bytes), self._device)
+        return self._kept_block
 
 
 def _ends(loaded: LoadedModel) -> tuple[Tensor | None, Tensor]:

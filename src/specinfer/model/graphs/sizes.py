@@ -63,7 +63,7 @@ class Size:
         nodes = at_least(_NODES, self.nodes)
         if tokens is None or requests is None or nodes is None:
             return None
-        new = tokens if requests == 1 else min(1 << (self.new - 1).bit_length(), tokens)
+        new = tokens if requests == 1 else min(power_of_two(self.new), tokens)
         # Chunks of prompts need the logits of at most their last rows, trees of all rows.
         rows = requests if self.rows <= requests else tokens
         size = Size(tokens, requests, new, nodes, rows, self.is_chain, self.adapts)
@@ -76,6 +76,11 @@ class Size:
         if fitting is None or (fitting > MAX_STATES and not self.is_chain):
             return None
         return replace(self, scanned=fitting)
+
+
+def power_of_two(count: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def at_least(ladder: Sequence[int], count: int) -> int | None:
@@ -93,7 +98,10 @@ def is_chain(piece: Piece) -> bool:
     """Return whether each new token sees all nodes before it."""
     visible = piece.visible
     new, nodes = visible.shape
-    return bool(visible.all() if new == 1 else np.array_equal(visible, np.tri(new, nodes, nodes - new, dtype=np.bool_)))
+    # Each sees the first nodes up to itself, and no other: making a mask to compare with takes longer for prompts.
+    seen = np.arange(nodes - new + 1, nodes + 1)
+    sees_first = visible[-1].all() and np.array_equal(visible[:-1].argmin(axis=1), seen[:-1])
+    return bool(sees_first and np.count_nonzero(visible) == seen.sum())
 
 
 def loaded_sizes(max_requests: int) -> list[Size]:

@@ -1,12 +1,15 @@
 """SlotTable: the slots of the requests' prefixes on the device, for captured passes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.model.kv_cache import Slots
+
+Change: TypeAlias = tuple[int, Slots]  # the first of adjacent cells, and their new slots
 
 
 class SlotTable:
@@ -36,7 +39,11 @@ class SlotTable:
         """Index of a cell that is never read."""
         return self.requests * self.context
 
-    def changes(self, prefixes: "list[Slots]") -> Iterator[tuple[int, Slots]]:
+    def holds(self, prefixes: Sequence[Slots]) -> bool:
+        """Return whether there are rows for these prefixes, and cells for the longest."""
+        return len(prefixes) <= self.requests and max(map(len, prefixes)) <= self.context
+
+    def changes(self, prefixes: Sequence[Slots]) -> Iterator[Change]:
         """Yield the first cell and the slots of each change that is needed to put these prefixes in the first rows.
 
         The host's record is updated at the same time.

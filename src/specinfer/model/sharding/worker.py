@@ -111,7 +111,7 @@ class Worker:
         models = (loaded, *service_models)
         graphs = make_graphs(loaded.device, enforce_eager=settings.enforce_eager)
         reserved = 0 if graphs is None else captured_bytes(loaded, settings.limits.max_num_seqs)
-        memory = cache_bytes(settings.limits, loaded.device, most, num_sharing(loaded.device, self._place), reserved)
+        memory = cache_bytes(settings.limits, loaded, most, num_sharing(loaded.device, self._place), reserved)
         kept = num_states(settings.limits, models, memory)
         fitting = (memory - kept * bytes_per_state(models)) // bytes_per_token(models)
         descriptions = connections.world.all_gather(describe_shard((loaded, *copies), fitting))
