@@ -142,9 +142,27 @@ def test_trees_shrink_with_the_batch_and_beat_chains_everywhere() -> None:
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[0] > nodes[-2] > nodes[-1] == 0, "a step has at most 256 rows"
     for one in report.choices:
-        assert one.choice.num_requests * (1 + one.choice.num_nodes) <= 256
+        choice = one.choice
+        assert choice.num_requests * (1 + choice.num_nodes) <= 256
+        assert one.step_ms == pytest.approx(
+            1e3 * choice.num_requests * choice.tokens_per_pass / choice.tokens_per_second, rel=1e-6
+        )
+        assert one.step_ms >= one.pass_ms + choice.num_levels * one.level_ms
         assert one.choice.speedup >= 0.99 * max(*one.chains, 1.0)
-    assert all(gains[0] > 1.0 for name, gains in report.changes.items() if "kernels" in name)
+    assert report.changes["4 kernels a layer"][0] > 1.0 > report.changes["142 kernels a draft level"][0]
+
+
+def test_the_tables_in_the_docs_are_what_is_predicted() -> None:
+    report = run_device_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES))
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for one in report.choices:
+        choice = one.choice
+        tree = f"{choice.num_nodes}/{choice.num_levels}" if choice.num_nodes else "off"
+        times = " | ".join(f"{time:.2f}" for time in (one.pass_ms, one.level_ms, one.step_ms))
+        speeds = " | ".join(f"{speed:.2f}" for speed in (choice.speedup, *one.chains))
+        assert f"| {choice.num_requests} | {times} | {tree} | {choice.tokens_per_second:.0f} | {speeds} |\n" in text
+    for name, gains in report.changes.items():
+        assert f"| {name} | {' | '.join(f'{gain:.2f}' for gain in gains)} |\n" in text
 
 
 def test_a_faster_memory_makes_every_pass_faster() -> None:

@@ -140,6 +140,8 @@ def designs(present: StepDesign, copy: SelfKind | None = None) -> Sequence[tuple
         "4 kernels a layer": replace(present, layer_kernels=4),
         "FP8 keys and values": replace(present, kv_bytes=1.0),
         "int4 weights": None if has_int4 else replace(present, weight_bytes=0.56),
+        "142 kernels a draft level": replace(present, level_kernels=142),
+        "without dependent launches": replace(present, layer_kernel_seconds=present.kernel_seconds),
         "without captured graphs": replace(present, layer_kernel_seconds=10e-6, kernel_seconds=10e-6),
     }
     return [(name, design) for name, design in found.items() if design is not None]

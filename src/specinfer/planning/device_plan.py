@@ -38,7 +38,8 @@ class DeviceChoice:
 
     Attributes:
         choice: The best tree; its speed is over plain decoding on the same GPU.
-        pass_ms, level_ms: Milliseconds of a plain target pass, and of a draft level with a node for each request.
+        pass_ms, level_ms, step_ms: Milliseconds of a plain target pass, of a draft level with a node for each request,
+            and of a whole step with the best tree.
         chains: Speed with chains of fixed lengths, over plain decoding.
         fits: Whether weights and KV cache fit into the memory of the GPU.
     """
@@ -46,6 +47,7 @@ class DeviceChoice:
     choice: Choice
     pass_ms: float
     level_ms: float
+    step_ms: float
     chains: tuple[float, ...]
     fits: bool
 
@@ -70,7 +72,7 @@ class DevicePlan:
         """Return the plan in a form ready for JSON."""
         rows = [
             one.choice.as_dict()
-            | {"pass_ms": one.pass_ms, "draft_level_ms": one.level_ms, "fits": one.fits}
+            | {"pass_ms": one.pass_ms, "draft_level_ms": one.level_ms, "step_ms": one.step_ms, "fits": one.fits}
             | {"chain_speedups": dict(zip(map(str, _CHAINS), one.chains, strict=True))}
             for one in self.choices
         ]
@@ -172,10 +174,12 @@ def _predict(costs: StepCosts, acceptance: AcceptanceModel, num_requests: int) -
     expected = np.array([sum(first**depth for depth in range(length + 1)) for length in lengths])
     plain = 1.0 / float(model.step(num_requests, 0, 0))
     chains = expected / model.step(num_requests, lengths, lengths) / plain
+    best = choose(model, acceptance, num_requests)
     return DeviceChoice(
-        choose(model, acceptance, num_requests),
+        best,
         1e3 * float(model.target(num_requests)),
         1e3 * float(model.draft_level(num_requests)),
+        1e3 * float(model.step(num_requests, best.num_nodes, best.num_levels)),
         tuple(chains.tolist()),
         costs.fits(num_requests),
     )
@@ -198,8 +202,9 @@ def print_device_plan(report: DevicePlan, console: Console) -> None:
     console.print(f"\nAcceptance of the first, second, ... draft token at a node ({origin}): {rates}")
     columns = (
         Column[DeviceChoice]("batch", lambda one: str(one.choice.num_requests)),
-        Column[DeviceChoice]("pass ms", lambda one: f"{one.pass_ms:.2f}"),
-        Column[DeviceChoice]("level ms", lambda one: f"{one.level_ms:.2f}"),
+        Column[DeviceChoice]("pass", lambda one: f"{one.pass_ms:.2f}"),
+        Column[DeviceChoice]("level", lambda one: f"{one.level_ms:.2f}"),
+        Column[DeviceChoice]("step", lambda one: f"{one.step_ms:.2f}"),
         Column[DeviceChoice]("tree", lambda one: _tree(one.choice)),
         Column[DeviceChoice](
             "tokens/s", lambda one: f"{one.choice.tokens_per_second:.0f}" if one.fits else "no memory"
@@ -207,7 +212,7 @@ def print_device_plan(report: DevicePlan, console: Console) -> None:
         Column[DeviceChoice]("speedup", lambda one: f"{one.choice.speedup:.2f}"),
         *(_chain_column(place, length) for place, length in enumerate(_CHAINS)),
     )
-    title = "Expected speed over plain decoding: auto's nodes/levels, and chains of fixed lengths"
+    title = "Times in ms; speed over plain decoding, of auto's trees (nodes/levels) and of chains"
     print_table(console, title, make_table(columns, report.choices))
     headings = [f"{size} request{'s' if size > 1 else ''}" for size in _COMPARED]
     table = new_table("step", *headings)
