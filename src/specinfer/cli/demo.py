@@ -146,12 +146,13 @@ class _BestStep:
     def on_tokens(
         self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_generated: int
     ) -> None:
-        from specinfer.engine.trace import trace_step
+        from specinfer.engine.trace import target_probs, trace_step
 
         kept = len(acceptance.path[:num_generated])
         found = kept, len(tree) - 1 - kept
         if found > self._best and len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
-            self._best, self.step = found, trace_step(request, tree, acceptance, logits, num_generated)
+            probs = target_probs(tree, acceptance, logits)
+            self._best, self.step = found, trace_step(request, tree, acceptance, probs, num_generated)
 
     def on_step(self, record: "StepRecord") -> None:
         """Do nothing: whole steps are not used."""

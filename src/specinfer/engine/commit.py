@@ -10,6 +10,7 @@ from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.learners import Learners
 from specinfer.engine.scheduler import Scheduler
+from specinfer.engine.trace import target_probs, trace_step
 
 
 class Committer:
@@ -77,6 +78,9 @@ class Committer:
         path = acceptance.path[:num_generated]  # the request may have ended inside the path
         kept = [*range(num_chain), *(num_chain - 1 + node for node in path)]
         self._scheduler.keep(request, kept, outcome.num_slots)
+        if request.trace is not None:
+            probs = outcome.probs or target_probs(tree, acceptance, logits)
+            request.trace.append(trace_step(request, tree, acceptance, probs, num_generated))
         self._learners.on_tokens(request, tree, acceptance, logits, num_generated)  # they may read the cache
         if span.start < len(request.prompt_ids):  # its prompt is computed, and can be shared as a prefix
             self._scheduler.share(request)

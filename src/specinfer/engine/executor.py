@@ -27,6 +27,7 @@ class Outcome:
         logits: [len(tree), vocab] the target's logits at each node; empty on the device.
         logprobs: Of a request on the device that asks for them: log-probabilities of each emitted token and of the most
             probable ones, by token id, without texts.
+        probs: Of a traced request on the device: what `trace.target_probs` returns.
         num_slots: Slots reserved for this step, or None if no later step has any.
     """
 
@@ -35,6 +36,7 @@ class Outcome:
     acceptance: Acceptance | None = None
     logits: Tensor = NO_LOGITS
     logprobs: Sequence[dict[int, Logprob]] = ()
+    probs: Sequence[float] = ()
     num_slots: int | None = None
 
 

@@ -9,7 +9,6 @@ from specinfer.core.request import Request
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
 from specinfer.engine.metrics import EngineMetrics, Observer
-from specinfer.engine.trace import Tracer
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.verify import Acceptance
 
@@ -22,7 +21,7 @@ class Learners:
     def __init__(self, policy: SpeculationPolicy) -> None:
         self.policy = policy
         self.metrics = EngineMetrics()
-        self.observers: list[Observer] = [Tracer()]
+        self.observers: list[Observer] = []
 
     @property
     def reads_logits(self) -> bool:

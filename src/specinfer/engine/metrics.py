@@ -16,8 +16,7 @@ class Observer(Protocol):
     """Interface of objects that see what the engine does, in the engine's thread, and change nothing.
 
     Attributes:
-        reads_logits: True if it reads logits, which requests served on the device do not have. Logits of traced
-            requests need no such flag.
+        reads_logits: True if it reads logits, which requests served on the device do not have.
     """
 
     reads_logits: bool

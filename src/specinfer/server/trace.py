@@ -24,7 +24,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.step_trace import StepTrace
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
-from specinfer.engine.trace import trace_step
+from specinfer.engine.trace import target_probs, trace_step
 from specinfer.generation import Generation
 from specinfer.server.config import open_private
 from specinfer.verify import Acceptance
@@ -148,7 +148,8 @@ class TraceFile:
     ) -> None:
         """Queue a step for writing; nothing of it is stored with the request."""
         if not self._is_closed:
-            step = trace_step(request, tree, acceptance, logits, num_generated)
+            probs = target_probs(tree, acceptance, logits)
+            step = trace_step(request, tree, acceptance, probs, num_generated)
             self._put(functools.partial(self._write_step, request, step), len(step.nodes))
 
     def on_step(self, record: StepRecord) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from on_device import executor_of, load_plain, make_device_engine
+from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.step_trace import StepTrace
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs
@@ -21,7 +22,7 @@ from specinfer.engine.engine import Engine
 from specinfer.kernels import token_scores
 from specinfer.model.load import LoadedModel
 from specinfer.verify.logits import top_logprobs
-from tiny import VOCAB, make_request, random_prompts
+from tiny import VOCAB, make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
 CPU = torch.device("cpu")
@@ -93,6 +94,47 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
         assert sum(one.speculation.num_accepted_draft_tokens for one in found) > 10
     assert all(size == asked for size, asked in sizes)
     assert {size for size, _ in sizes} >= {None, Asked(VOCAB, 16)}, "nothing is computed when no request asks any more"
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("lookups", [(), ("ngram",)])
+def test_traces_are_those_of_ordinary_steps(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
+    """Every second request is traced; some have masks, penalties or log-probabilities, before which p is taken."""
+    told = []
+    for has_device_executor in (False, True):
+        small = pair[1] if TREES[tree] else None
+        engine = make_device_engine(
+            pair[0], small, TREES[tree], lookups=lookups, has_device_executor=has_device_executor
+        )
+        requests = [make_request(str(i), PROMPTS[i], one, seed=i) for i, one in enumerate(PARAMS)]
+        for request in requests[::2]:
+            request.trace = []
+        requests[2].bad_words_ids = [(token,) for token in range(30)]
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+        else:
+            run(engine, requests)
+        told.append([request.trace for request in requests])
+    for number, (ordinary, found) in enumerate(zip(*told, strict=True)):
+        if ordinary is None:
+            assert found is None
+            continue
+        if tree == "2,2,1" and not lookups and number != 2:  # others have other nodes, on which no output depends
+            assert [_described(step) for step in found] == [_described(step) for step in ordinary]
+        wanted, emitted = ([one for step in steps for one in _emitted(step)] for steps in (ordinary, found))
+        assert [token for token, _ in emitted] == [token for token, _ in wanted]
+        assert [p for _, p in emitted] == pytest.approx([p for _, p in wanted], rel=1e-3)
+        assert all(0.0 <= node.p <= 1.0 for step in found for node in step.nodes)
+
+
+def _described(step: StepTrace) -> tuple[Any, ...]:
+    nodes = [(n.token, n.parent, n.drafters, round(n.q, 3), round(n.p, 4), n.accepted) for n in step.nodes]
+    return step.position, step.root, nodes, step.path, step.next_token
+
+
+def _emitted(step: StepTrace) -> list[tuple[int, float]]:
+    accepted = [(node.token, node.p) for node in step.nodes if node.accepted]
+    return accepted if step.next_token is None else [*accepted, (step.next_token, step.next_p or 0.0)]
 
 
 def ranked(logits: Tensor, token: int, count: int, others: Sequence[int] = ()) -> dict[int, Logprob]:

@@ -25,7 +25,6 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
-from specinfer.engine.trace import Tracer
 from specinfer.kernels import layer_ops, tree_ops
 from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
@@ -877,9 +876,14 @@ def test_steps_in_which_a_size_is_first_run_are_marked(loaded_of: Loaded) -> Non
     engine = make_engine(target, SmallModelDrafter(small, VOCAB), (2, 1))
     marks: list[bool] = []
 
-    class Seen(Tracer):
+    class Seen:
+        reads_logits = False
+
         def on_step(self, record: StepRecord) -> None:
             marks.append(record.is_first_of_size)
+
+        def on_tokens(self, *_: Any) -> None:
+            pass
 
     engine.observers.append(Seen())
     for number in range(2):

@@ -200,7 +200,8 @@ class DeviceExecutor:
         adapts = any(request.adapter is not None for request in requests)
         recomputed = self._device.num_recomputed(max(one.num_recomputed for one in device_requests))
         processing = max(map(Processing.of_request, requests))
-        wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, masked)
+        traced = any(request.trace is not None for request in requests)
+        wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, masked, traced)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
         assert size.num_slots <= 1 + num_slots
@@ -270,7 +271,8 @@ class DeviceExecutor:
                 outcomes.append(
                     Outcome(
                         one.span(), tree, answer.acceptance(),
-                        logprobs=launch.logprobs(row, answer), num_slots=launch.size.num_slots,
+                        logprobs=launch.logprobs(row, answer), probs=launch.probs(row),
+                        num_slots=launch.size.num_slots,
                     )
                 )  # fmt: skip
             else:

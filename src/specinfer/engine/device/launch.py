@@ -184,6 +184,11 @@ class Answers:
             *(self._here[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
         )
 
+    def probs(self, row: int) -> list[float]:
+        """Return what `trace.target_probs` returns for the tree of all."""
+        found: list[float] = np.exp(self._here["node_logprob_float32"][row, : len(self.tree(row))]).tolist()
+        return found
+
     def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
         """Return the log-probabilities that a request asks for at each of its emitted tokens, by token id."""
         return read_logprobs(self._here, row, tokens, params)
@@ -251,6 +256,11 @@ class Launch:
         assert self.answers is not None
         params = self.device_requests[row].request.params
         return [] if params.logprobs is None else self.answers.logprobs(row, answer.emitted, params)
+
+    def probs(self, row: int) -> list[float]:
+        """Return the target's probabilities in a tree for the trace of a request; none if it has no trace."""
+        assert self.answers is not None
+        return [] if self.device_requests[row].request.trace is None else self.answers.probs(row)
 
     def path_prob(self) -> npt.NDArray[np.float32]:
         """Return the path probabilities of the requests that best-first trees were grown for: [requests, levels].

@@ -37,6 +37,7 @@ class LaunchSize:
         adapts: Whether requests may have adapters.
         num_recomputed: Places before each root for tokens that recurrent layers recompute.
         is_masked: Whether grammars or bad words of some requests mask tokens.
+        is_traced: Whether probabilities of the nodes are returned.
     """
 
     num_rows: int
@@ -47,6 +48,7 @@ class LaunchSize:
     adapts: bool = False
     num_recomputed: int = 0
     is_masked: bool = False
+    is_traced: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -73,6 +75,8 @@ class LaunchSize:
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
         if self.num_rows < other.num_rows or self.processing < other.processing or self.adapts < other.adapts:
+            return False
+        if self.is_traced < other.is_traced:
             return False
         if self.num_recomputed < other.num_recomputed or self.is_masked != other.is_masked:
             return False
@@ -115,6 +119,8 @@ class LaunchSize:
                 "uniforms": (rows if self.rule else 0, 2),  # states, in halves
                 "draft_lengths": (models, rows),  # number of columns that the drafter keeps, without the first
                 "draft_path": (models, rows, self.max_depth + 1),
+                "node_logprob_float32": (rows if self.is_traced else 0, self.num_nodes),
+                "node_rank": (rows if self.is_traced else 0, self.num_nodes),
                 **self._trees(),
                 "path_prob_float32": (rows, levels),
                 **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.asked),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
+from specinfer.kernels.plain_draft import Grown
 from specinfer.kernels.token_scores import TokenScores, score_tokens
 from specinfer.model.graphs.sizes import at_least
 
@@ -91,6 +92,22 @@ def write_logprobs(
     places = roots.unsqueeze(1) + nodes
     out = TokenScores(*(results[name].flatten(0, 1) for name in ("logprob_float32", "rank", "best", "best_float32")))
     score_tokens(logits, places.flatten(), tokens.reshape(-1, num_tokens), out)
+
+
+def write_node_logprobs(
+    logits: Tensor, roots: Tensor, trees: Grown, walked: tuple[Tensor, Tensor, Tensor], results: Mapping[str, Tensor]
+) -> None:
+    """Write the log-probability of each node's token, and in the root's place that of the token after the path.
+
+    Arguments are as for `write_logprobs`.
+    """
+    path, lengths, following = walked
+    ends = path.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
+    parents, tokens = trees.parents.long().clamp(min=0), trees.tokens.long()
+    parents[:, 0], tokens[:, 0] = torch.where(lengths > 0, ends, 0).long(), following.clamp(min=0)
+    values, ranks = (results[name].view(-1, 1) for name in ("node_logprob_float32", "node_rank"))
+    out = TokenScores(values, ranks, ranks[:, :0], values[:, :0])
+    score_tokens(logits, (roots.unsqueeze(1) + parents).flatten(), tokens.view(-1, 1), out)
 
 
 def read_logprobs(

@@ -120,7 +120,7 @@ def why_ordinary(request: Request, *, may_follow: bool, may_sample: bool) -> str
         return "the time for masks of grammars is used up"
     if request.prediction_ids and not may_follow:
         return "a prediction, without a lookup among the drafters"
-    return None if request.trace is None else "a trace of the steps"
+    return None
 
 
 def _ends(request: Request) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from specinfer.engine.device.drawn_walk import walk_drawn
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
-from specinfer.engine.device.logprobs import write_logprobs
+from specinfer.engine.device.logprobs import write_logprobs, write_node_logprobs
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.scan import DeviceScan
@@ -209,7 +209,8 @@ class Programs:
     def _walk(self, nodes: _Nodes, logits: Tensor) -> None:
         state, rows, trees, results = self._state, self.size.num_rows, self._trees, self.results.there
         is_live, num_left, unprocessed = nodes.is_live, state.num_left[:rows], logits
-        if self.size.asked is not None and (self._adjustments is not None or self._masks is not None):
+        is_scored = self.size.asked is not None or self.size.is_traced
+        if is_scored and (self._adjustments is not None or self._masks is not None):
             unprocessed = logits.clone()
         if self._masks is not None:
             tree_ops.mask_logits(logits, *self._masks.of_nodes(len(logits)))
@@ -231,8 +232,10 @@ class Programs:
         tree_ops.commit(state.slots[:rows], state.known[:rows], nodes.slots, path, lengths)
         if self._adjustments is not None:
             self._count(self._adjustments, *walked)
+        roots, named = self._logit_rows[:: self.size.num_nodes], state.named[:rows]
+        if self.size.is_traced:
+            write_node_logprobs(unprocessed, roots, trees, walked, results)
         if self.size.asked is not None:
-            roots, named = self._logit_rows[:: self.size.num_nodes], state.named[:rows]
             write_logprobs(unprocessed, roots, walked, self._drafted(path), named, results)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)

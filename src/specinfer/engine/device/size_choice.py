@@ -79,5 +79,6 @@ def _cost(size: LaunchSize) -> tuple[int, ...]:
         size.processing,
         *of_logprobs,
         size.adapts,
+        size.is_traced,
         size.num_recomputed,
     )
