@@ -45,12 +45,14 @@ def schedule(
     from benchmarks.schedule.plans import FIXED, ScheduleConfig
     from benchmarks.schedule.report import print_schedule
     from benchmarks.schedule.run import run_schedule
+    from specinfer.model.device import find_device
     from specinfer.setup.model_names import find_target, usual_drafters
 
     with checking():
         settings, name = models.settings(), measured(argument, model)
         if isinstance(settings["drafters"], str):
-            settings["drafters"] = (CODE, "suffix") if name == CODE else usual_drafters(name, find_target(name)).names
+            usual = usual_drafters(name, find_target(name), find_device(device))
+            settings["drafters"] = (CODE, "suffix") if name == CODE else usual.names
         config = ScheduleConfig(
             scheduler=policy,
             model=name,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import specinfer
@@ -859,7 +860,7 @@ def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)
     monkeypatch.setattr("specinfer.demo.chat_drafter.chat_drafter_folder", lambda: folder)
-    names = [usual_drafters(name, folder).names for name in ("demo-chat", "demo", "some/model")]
+    names = [usual_drafters(name, folder, torch.device("cpu")).names for name in ("demo-chat", "demo", "some/model")]
     assert names == [("demo-chat", "suffix"), ("demo",), ("ngram",)]
     assert find_drafter("demo-chat") == folder
 

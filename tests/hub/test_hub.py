@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from assistants import save_assistant
 from fake_hub import FakeHub, fake_hub
@@ -233,8 +234,11 @@ def test_auto_finds_drafters_next_to_the_target(tmp_path: Path) -> None:
 def test_auto_finds_the_assistant_of_a_target_in_one_process(tmp_path: Path) -> None:
     target = save_model(tmp_path / "gemma-4-E2B-it", "gemma4_text")
     assistant = save_assistant(tmp_path / "gemma-4-E2B-it-assistant")
-    assert usual_drafters(target, target).names == (str(assistant), "suffix")
-    assert usual_drafters(target, target, is_whole=False).names == ("ngram",)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert usual_drafters(target, target, cpu).names == (str(assistant), "suffix")
+    assert usual_drafters(target, target, gpu).names == (str(assistant),), "a lookup would end steps side by side"
+    for device in (cpu, gpu):
+        assert usual_drafters(target, target, device, is_whole=False).names == ("ngram",)
 
 
 def test_mtp_layers_of_the_checkpoint_draft_by_themselves(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specinfer.core.errors import ModelError
+from specinfer.core.lookups import is_model
 from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CHAT_HEADS, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
@@ -74,16 +77,34 @@ def find_tokenizer(name: str | Path, target: LoadedModel) -> Any:
 
 
 def usual_drafters(
-    model: str | Path, folder: Path, *, small_models: bool = True, copy: str | None = None, is_whole: bool = True
+    model: str | Path,
+    folder: Path,
+    device: torch.device,
+    *,
+    small_models: bool = True,
+    copy: str | None = None,
+    is_whole: bool = True,
 ) -> DrafterChoice:
     """Return the drafters of a target for which none are chosen.
 
     Args:
         folder: Folder of the target.
+        device: The target's device.
         small_models: Whether a model that this machine happens to have, or can download, may be among them.
         copy: A copy of the target in fewer bits that should pay, which drafts where no small model may, or None.
         is_whole: Whether the target is in one process, whose drafters may read its cache.
     """
+    choice = _usual_drafters(model, folder, small_models=small_models, copy=copy, is_whole=is_whole)
+    if device.type != "cuda" or copy is not None or not is_whole:
+        return choice
+    # Lookups need to know all tokens, so with them no step begins on a GPU before the last one has been read.
+    models = tuple(name for name in choice.names if is_model(name))
+    return choice._replace(names=models or choice.names)
+
+
+def _usual_drafters(
+    model: str | Path, folder: Path, *, small_models: bool, copy: str | None, is_whole: bool
+) -> DrafterChoice:
     if str(model) == CHAT:
         return DrafterChoice((CHAT, LOOKUP_WITH_MODEL), "its own drafter")
     if str(model) == CODE:

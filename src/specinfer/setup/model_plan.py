@@ -59,7 +59,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     if names is None:
         # Machines may have different models in their caches; what is chosen must be the same on all.
         chosen = usual_drafters(
-            args.model, folder, small_models=args.nnodes == 1 and args.offload is None,
+            args.model, folder, device, small_models=args.nnodes == 1 and args.offload is None,
             copy=usual_copy(folder, args.offload_config, args.quantization, device) if is_whole else None,
             is_whole=is_whole,
         )  # fmt: skip
