@@ -14,6 +14,7 @@ from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution
+from specinfer.drafters.growth import draft_sampling
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.vocabulary.token_map import TokenMap
@@ -49,6 +50,29 @@ def _processed(row: Tensor, request: Request, path: Sequence[int]) -> list[float
 
 def _tokens(candidates: Candidates, row: int) -> list[int]:
     return [token for token in candidates.tokens[row].tolist() if token >= 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_candidates_come_from_a_device_in_one_transfer(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with token ids of a large vocabulary."""
+    transfers, found, cpu = list[Tensor](), list[Candidates](), Tensor.cpu
+
+    def counted(self: Tensor) -> Tensor:
+        transfers.append(self)
+        return cpu(self)
+
+    for is_apart in (False, True):
+        requests = [_request(name=str(i), seed=i) for i in range(3)]
+        nodes = [Node(request, (), 3, drafter="small") for request in requests]
+        with monkeypatch.context() as patch:
+            patch.setattr(draft_sampling, "_is_apart", lambda _, value=is_apart: value)
+            patch.setattr(Tensor, "cpu", counted)
+            found.append(draw(way, _logits(3, 260_000), nodes))
+        assert len(transfers) == int(is_apart)
+    for name in ("tokens", "confidence", "support", "probs", "places"):
+        here, there = (getattr(one, name) for one in found)
+        assert here.dtype == there.dtype
+        np.testing.assert_array_equal(here, there)
 
 
 # ----------------------------------------------------------------------------------------------- chosen

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -187,8 +188,7 @@ def _own_noise(wanted: WantedNodes, ids: Tensor, *, draws: int = 1) -> Tensor:
 
 def _chosen(scores: Tensor, ids: Tensor, width: int, *, descend: bool) -> Candidates:
     """Return the best tokens; `descend` is True if the scores of each node descend already."""
-    # On the host: numpy takes a third of the time for so few numbers, and a device transfers them once.
-    values, tokens = scores.cpu().numpy(), ids.cpu().numpy()
+    values, tokens = _on_host(scores, ids)  # numpy takes a third of the time for so few numbers
     best = values[:, :width]
     if descend:
         tokens = tokens[:, :width]
@@ -227,15 +227,25 @@ def _drawn(
     # the draw: the confidence of a token chosen next to it would reveal the draw, and so decide whether it is taken.
     sure = whole[:, :1].expand(-1, width)  # scores descend
     confidence = torch.where(drawn, sure, whole.gather(1, ranks))
+    chosen, own = ids.gather(1, places).masked_fill(~possible, -1), places.masked_fill(~drawn, -1)
+    tokens, shares, support, probs, indices = _on_host(chosen, confidence.float(), ids, distributions, own)
     return Candidates(
-        ids.gather(1, places).masked_fill(~possible, -1).cpu().numpy(),
-        confidence.float().cpu().numpy(),
-        ids.cpu().numpy(),
-        distributions.cpu().numpy(),
-        places.masked_fill(~drawn, -1).cpu().numpy(),
-        replaced=draft_sampling == "iid",
-        whole_distribution=whole,
+        tokens, shares, support, probs, indices, replaced=draft_sampling == "iid", whole_distribution=whole
     )
+
+
+def _on_host(*tensors: Tensor) -> list[Any]:
+    """Copy tensors to the host; a device is waited for once. Double precision holds token ids, too."""
+    if not _is_apart(tensors[0]):
+        return [one.numpy() for one in tensors]
+    together = torch.cat([one.flatten().double() for one in tensors]).cpu().numpy()
+    parts = np.split(together, np.cumsum([one.numel() for one in tensors])[:-1])
+    kinds = [torch.empty(0, dtype=one.dtype).numpy().dtype for one in tensors]
+    return [part.astype(kind).reshape(one.shape) for part, kind, one in zip(parts, kinds, tensors, strict=True)]
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
 
 
 def _hybrid(scores: Tensor, ids: Tensor, wanted: WantedNodes, width: int) -> tuple[Tensor, Tensor, Tensor]:
