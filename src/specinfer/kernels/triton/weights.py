@@ -17,6 +17,15 @@ _BYTES = 1024  # of a program that widens
 
 
 @triton.jit
+def load_numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the numbers that bytes stand for, in the order of the inputs; of codes of half a byte two each."""
+    if (KIND == HALVES) | (KIND == LEVELS):
+        return _numbers(tl.interleave(codes & 15, codes >> 4), levels, DTYPE, KIND, ZERO, NATIVE)
+    else:
+        return _numbers(codes, levels, DTYPE, KIND, ZERO, NATIVE)
+
+
+@triton.jit
 def _numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr):
     """Return the numbers that codes of one kind stand for, one of each code."""
     if KIND == FLOAT8:
@@ -24,16 +33,6 @@ def _numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.co
     if KIND == LEVELS:
         return tl.load(levels + codes).to(DTYPE)
     return (codes.to(tl.int32) - ZERO).to(DTYPE)
-
-
-@triton.jit
-def load_numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the numbers that bytes stand for, in the order of the inputs; of codes of half a byte two each."""
-    if (KIND == HALVES) | (KIND == LEVELS):
-        low = _numbers(codes & 15, levels, DTYPE, KIND, ZERO, NATIVE)
-        return tl.interleave(low, _numbers(codes >> 4, levels, DTYPE, KIND, ZERO, NATIVE))
-    else:
-        return _numbers(codes, levels, DTYPE, KIND, ZERO, NATIVE)
 
 
 @triton.jit
