@@ -3,7 +3,7 @@
 The wrappers are called with tensors that have shapes and no contents, and each launch compiles instead: down to machine
 code, by the ptxas that Triton brings along. That finds errors which Triton's interpreter does not look for.
 
-    python tools/programs.py [--arch 90] [kernel ...]
+    python tools/programs.py [--arch 90] [--triton VERSION] [--ptx FOLDER] [kernel ...]
 """
 
 import argparse
@@ -44,6 +44,7 @@ from specinfer.kernels.triton.store import store
 from specinfer.kernels.triton.traversal import walk_traversal
 from specinfer.kernels.triton.truncation import least_kept
 from specinfer.kernels.triton.walk import walk
+from triton_versions import installed, run_with
 
 Case = tuple[str, Callable[[], object]]  # what is compiled, and the call that does
 # A GPU of each compute capability: A100, RTX 3090, 4090, H100, B200 and RTX 5090.
@@ -285,22 +286,33 @@ def main() -> None:
     """Compile, and print a line a kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90, choices=DEVICES, help="compute capability")
+    parser.add_argument("--triton", metavar="VERSION", help="version to compile with, which pip installs in .cache/")
+    parser.add_argument("--ptx", type=Path, metavar="FOLDER", help="where to write the PTX of each kernel")
     parser.add_argument("kernels", nargs="*", help="beginnings of the names of those wanted; none: all")
     options = parser.parse_args()
+    if options.triton not in (None, triton.__version__):
+        if Path(triton.__file__).parent.parent == installed(options.triton):
+            sys.exit(f"what pip installs as Triton {options.triton} says that it is {triton.__version__}")
+        sys.exit(run_with(options.triton))
     cases = [*attention_cases(options.arch), *step_cases(), *draft_cases()]
     cases += [*layer_cases(options.arch), *recurrence_cases()]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
     if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:
         sys.exit(f"no kernel's name begins with {' or '.join(unknown)}; without names all are compiled")
     shared_bytes, too_large, variants = DEVICES[options.arch].shared_bytes, 0, set[str]()
-    for name, kernel_name, kernel in compile_all(iter(wanted), options.arch):
+    if options.ptx:
+        options.ptx.mkdir(parents=True, exist_ok=True)
+    for number, (name, kernel_name, kernel) in enumerate(compile_all(iter(wanted), options.arch)):
+        if options.ptx:
+            (options.ptx / f"{name}, {number} {kernel_name}.ptx").write_text(kernel.asm["ptx"])
         (registers, stack), shared = resources(kernel), kernel.metadata.shared
         fits = shared <= shared_bytes and stack <= _MOST_STACK
         too_large, variants = too_large + (not fits), variants | {kernel.hash}
         parts = (f"{registers:>3} registers", f"{stack:>4} bytes of stack", f"{shared:>6} of shared memory")
         needs = ", ".join((*parts, f"{kernel.metadata.num_warps} warps"))
         print(f"{name:<28} {kernel_name:<16} {needs}{'' if fits else ' TOO LARGE'}")
-    print(f"{len(wanted)} calls compiled for sm_{options.arch}, {len(variants)} variants of kernels")
+    compiled = f"{len(wanted)} calls compiled for sm_{options.arch} by Triton {triton.__version__}"
+    print(f"{compiled}, {len(variants)} variants of kernels")
     if too_large:
         sys.exit(f"{too_large} kernels need more shared memory than {shared_bytes} bytes, or too much stack")
 

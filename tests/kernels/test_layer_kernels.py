@@ -349,6 +349,17 @@ def test_products_with_weights_as_files_hold_them(name: str, dtype: torch.dtype)
         assert ((found.double() - exact).abs() <= near * size).all()
 
 
+@pytest.mark.parametrize("name", [name for name, (bits, *_) in STORED.items() if bits == 4])
+def test_products_in_the_order_that_hopper_gpus_multiply_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, inputs = 5, 2 * NEST if name == "Q4_K" else NEST if "nest" in STORED[name][3] else 140
+    weight = _stored(name, outputs, inputs, 1)
+    x = _random((18, inputs), 3, torch.bfloat16)
+    wanted = products.product(x, weight)
+    others = not products.in_fours(x)
+    monkeypatch.setattr(products, "in_fours", lambda _: others)
+    _close(products.product(x, weight), wanted)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 3]) for i, name in enumerate([*STORED, *KINDS])])
 @pytest.mark.parametrize("tokens", [3, 1, 40])

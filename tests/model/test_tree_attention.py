@@ -190,6 +190,9 @@ def test_layouts_that_contradict_themselves_are_caught() -> None:
 # ------------------------------------------------------------------------------------------- blocks
 
 
+GPUS = ((132, 232448), (108, 166912), (170, 101376))  # H100, A100, RTX 5090
+
+
 def _blocks(layout: TreeLayout, dim: int, itemsize: int, device: Device) -> Blocks:
     return choose_blocks(layout, 32, 8, dim, dim, itemsize, device)
 
@@ -207,6 +210,14 @@ def test_blocks_fit_into_the_device(max_new: int, dim: int, itemsize: int) -> No
         assert tiles <= device.shared_bytes // 2 or (keys == 16 and tiles < 0.8 * device.shared_bytes)
         assert rows * padded * 4 / (32 * num_warps) <= 4 * 128, "the sums of a program are in its registers"
         assert splits == 1 or splits // 2 * -(-max_new * 4 // rows) * layout.num_requests * 8 < device.num_cores
+
+
+def test_trees_on_graphics_cards_have_programs_of_64_rows() -> None:
+    """With 128, the masks of heads of 80 numbers would need 280 bytes of stack on an RTX 5090."""
+    tree = replace(AttentionCase([Part(600, 1, ROOT)]).layout, max_new=64)
+    rows = [_blocks(tree, dim, 2, Device(*device)).rows for device in GPUS for dim in (64, 80, 128)]
+    assert rows == [128, 128, 128] * 2 + [128, 64, 64]
+    assert _blocks(replace(tree, is_chain=True), 80, 2, Device(*GPUS[2])).rows == 128
 
 
 def test_a_gpu_without_a_second_limit_of_shared_memory_has_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from specinfer.kernels.tree_layout import TreeLayout
 
 MAX_SPLITS = 32
 _MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Hopper
+_GRAPHICS_CARD_BYTES = 99 * 1024  # of shared memory for a program; an A100 has 163 KB
 
 
 class Blocks(NamedTuple):
@@ -49,6 +50,8 @@ def choose_blocks(
     num_rows = layout.max_new * (heads // kv_heads)
     # Products of float32 do not use tensor cores, and take more registers.
     most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 and not by_bits else 64)
+    if per_key > 256 and device.shared_bytes <= _GRAPHICS_CARD_BYTES and not layout.is_chain:
+        most_rows = min(most_rows, 64)  # with masks, 128 rows take up to 280 bytes of stack on an RTX 5090
     rows = min(max(triton.next_power_of_2(num_rows), 16), most_rows)
     keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
     while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):

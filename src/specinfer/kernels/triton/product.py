@@ -8,6 +8,8 @@ the same order. How a layer is split does not depend on the rows. For many rows,
 and PyTorch multiplies.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +24,14 @@ from specinfer.kernels.triton.weights import (
     LEVELS,
     NO_OFFSET,
     has_one_scale,
-    load_nested,
+    load_groups,
     load_numbers,
-    load_offsets,
     stored_arguments,
     widen,
 )
 
-_LEAST_BYTES = 16  # of a step: inputs of a product of tensor cores
+_LEAST_BYTES = 16  # of a piece: inputs of a product of tensor cores
+_STEP_BYTES = 64  # of an output, in a step: two sectors of memory, in copies of 16 bytes
 _WHOLE_STEP = 128  # inputs of a step where all inputs share a scale
 _OUTPUTS = 64  # outputs of a program with at most 16 rows; with more rows twice as many
 _PROGRAMS = 264  # fewest, if there are enough inputs: two per multiprocessor of a large GPU
@@ -38,18 +40,30 @@ _AT_ONCE = 2**26  # weights widened at a time
 
 
 @triton.jit
+def _piece(block, PIECES: tl.constexpr, INDEX: tl.constexpr):
+    """Return one of 1, 2 or 4 equal pieces of the columns of a block; it stays in the registers that it is in."""
+    for level in tl.static_range(PIECES // 2):
+        halves = tl.reshape(block, [block.shape[0], 2, block.shape[1] // 2])
+        low, high = tl.split(tl.permute(halves, [0, 2, 1]))
+        block = high if (INDEX >> (PIECES // 2 - 1 - level)) & 1 else low
+    return block
+
+
+@triton.jit
 def product_program(
-    rows, codes, scales, offsets, nest, levels, zero, bias, out, pairs, experts, num_experts,
+    rows, codes, scales, offsets, nest, levels, bias, out, pairs, experts, num_experts,
     num_rows, inputs, outputs, row_bytes, num_groups, num_steps, steps_each,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-    NESTED: tl.constexpr, IN_NEST: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr = 0,
+    KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr, IN_FOURS: tl.constexpr, STEP: tl.constexpr,
+    PIECES: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr, IN_NEST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    PRECISION: tl.constexpr, EACH: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute a block of rows of a block of outputs, summed over a part of the inputs.
 
-    Neighbouring programs compute blocks of rows of the same outputs, and so read the same weights. A step is a group,
-    several of which the codes are scaled before the product (`GROUP` < `STEP`), or a part of the only one (`GROUP` 0).
-    With `EACH` above 0, rows of the result are pairs of a row, which has so many, and an expert with its own weights.
+    Neighbouring programs compute blocks of rows of the same outputs, and so read the same weights. A step's codes are
+    loaded together and multiplied in pieces of `STEP` inputs: a group, several of which the codes are scaled before the
+    product (`GROUP` < `STEP`), or a part of the only one (`GROUP` 0). With `EACH` above 0, rows of the result are pairs
+    of a row, which has so many, and an expert with its own weights.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -66,52 +80,47 @@ def product_program(
     has_output, has_row = output < last, row < num_rows
     dtype: tl.constexpr = rows.dtype.element_ty
     is_half: tl.constexpr = (KIND == HALVES) | (KIND == LEVELS)
-    width: tl.constexpr = STEP // 2 if is_half else STEP  # bytes of a step
+    width: tl.constexpr = PIECES * STEP // (2 if is_half else 1)  # bytes of a step
     column = tl.arange(0, width)
     code_rows = codes + of_output[:, None] * row_bytes
     row_starts = rows + given[None, :].to(tl.int64) * inputs
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     first = part * steps_each
+    piece = tl.arange(0, PIECES)
+    if GROUP == STEP:
+        ahead = load_groups(
+            scales, offsets, nest, of_output, first * PIECES + piece, num_groups, has_output,
+            OFFSET, NESTED, IN_NEST,
+        )  # fmt: skip
     for step in range(first, min(first + steps_each, num_steps)):
         byte = step * width + column
         code = tl.load(code_rows + byte[None, :], mask=has_output[:, None] & (byte < row_bytes)[None, :], other=0)
-        if is_half:
-            even = 2 * byte  # a byte's first input is in the lower half
-            x = tl.load(row_starts + even[:, None], mask=has_row[None, :] & (even < inputs)[:, None], other=0.0)
-            y = tl.load(row_starts + even[:, None] + 1, mask=has_row[None, :] & (even + 1 < inputs)[:, None], other=0.0)
-            low = load_numbers(code & 15, levels, zero, dtype, KIND, NATIVE)
-            high = load_numbers(code >> 4, levels, zero, dtype, KIND, NATIVE)
+        if GROUP == STEP:  # numbers of groups are not copied ahead by the compiler
+            scale, offset = ahead
+            ahead = load_groups(
+                scales, offsets, nest, of_output, (step + 1) * PIECES + piece, num_groups, has_output,
+                OFFSET, NESTED, IN_NEST,
+            )  # fmt: skip
+        for index in tl.static_range(PIECES):
+            place = (step * PIECES + index) * STEP + tl.arange(0, STEP)
+            values = load_numbers(_piece(code, PIECES, index), levels, dtype, KIND, ZERO, NATIVE)
             if (GROUP > 0) & (GROUP < STEP):
-                inside = has_output[:, None] & (even < inputs)[None, :]
-                group = even // GROUP
-                each = tl.load(scales + of_output[:, None] * num_groups + group[None, :], mask=inside, other=0.0)
-                each = each.to(tl.float32)
-                low = (low.to(tl.float32) * each).to(dtype)
-                high = (high.to(tl.float32) * each).to(dtype)
-                products = tl.dot(low, x, total, input_precision=PRECISION)
+                each = scales + of_output[:, None] * num_groups + (place // GROUP)[None, :]
+                each = tl.load(each, mask=has_output[:, None] & (place < inputs)[None, :], other=0.0)
+                values = (values.to(tl.float32) * each.to(tl.float32)).to(dtype)
+            if is_half & IN_FOURS:
+                # Of each 32 inputs a thread of the tensor cores then multiplies 8 neighbours: 4 bytes of codes.
+                values = tl.permute(tl.reshape(values, [OUTPUTS, STEP // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
+                values = tl.reshape(values, [OUTPUTS, STEP])
+                place = place // 32 * 32 + place % 8 // 2 * 8 + place % 32 // 8 * 2 + place % 2
+                place = tl.max_contiguous(tl.multiple_of(place, 2), 2)
+            x = tl.load(row_starts + place[:, None], mask=has_row[None, :] & (place < inputs)[:, None], other=0.0)
+            if GROUP == STEP:
+                total += tl.dot(values, x, input_precision=PRECISION) * _piece(scale, PIECES, index)
+                if OFFSET != NO_OFFSET:
+                    total += _piece(offset, PIECES, index) * tl.sum(x.to(tl.float32), axis=0)[None, :]
             else:
-                products = tl.dot(low, x, input_precision=PRECISION)
-            products = tl.dot(high, y, products, input_precision=PRECISION)
-        else:
-            x = tl.load(row_starts + byte[:, None], mask=has_row[None, :] & (byte < inputs)[:, None], other=0.0)
-            values = load_numbers(code, levels, zero, dtype, KIND, NATIVE)
-            if GROUP == 0:
-                products = tl.dot(values, x, total, input_precision=PRECISION)
-            else:
-                products = tl.dot(values, x, input_precision=PRECISION)
-        if GROUP == STEP:
-            scale = load_nested(scales, nest, of_output, step, num_groups, has_output, 0, NESTED, IN_NEST)
-            total += products * scale[:, None]
-            if OFFSET != NO_OFFSET:
-                offset = load_offsets(
-                    offsets, scale, nest, of_output, step, num_groups, has_output, OFFSET, NESTED, IN_NEST
-                )
-                sums = tl.sum(x.to(tl.float32), axis=0)
-                if is_half:
-                    sums += tl.sum(y.to(tl.float32), axis=0)
-                total += offset[:, None] * sums[None, :]
-        else:
-            total = products
+                total = tl.dot(values, x, total, input_precision=PRECISION)
     if GROUP == 0:
         total *= tl.load(scales + of_output, mask=has_output, other=0.0)[:, None]
     to = row[None, :].to(tl.int64) * outputs + output[:, None]
@@ -139,11 +148,30 @@ def add_parts_program(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def step_of(weight: QuantizedWeight) -> int:
-    """Return the inputs of a step of a program: those of a group, or of several small ones of 4 bits."""
+def step_of(weight: QuantizedWeight) -> tuple[int, int]:
+    """Return the inputs of a step of a program, and the pieces that they are multiplied in.
+
+    A piece is a group, or several small ones of 4 bits. A step has as many as make `_STEP_BYTES` of an output's codes.
+    """
     if has_one_scale(weight):
-        return _WHOLE_STEP
-    return max(weight.group_size, _LEAST_BYTES * (2 if weight.is_packed else 1))
+        return _WHOLE_STEP, 1
+    in_byte = 2 if weight.is_packed else 1
+    piece = max(weight.group_size, _LEAST_BYTES * in_byte)
+    pieces = max(_STEP_BYTES * in_byte // piece, 1) if piece == weight.group_size else 1
+    return pieces * piece, pieces
+
+
+def in_fours(rows: Tensor) -> bool:
+    """Return whether tensor cores take 4 neighbours at most from registers: those of Hopper GPUs, of half precision."""
+    return rows.dtype != torch.float32 and _is_hopper(rows.device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    if device.type == "cpu":  # Triton's interpreter
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch // 10 == 9)
 
 
 def num_parts(inputs: int, outputs: int, step: int) -> int:
@@ -175,7 +203,7 @@ def product(
     result = rows.new_empty(num_rows, outputs) if out is None else out
     if not num_rows:
         return result
-    step = step_of(weight)
+    step, pieces = step_of(weight)
     parts = num_parts(inputs, outputs, step) if parts is None else parts
     has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
@@ -187,8 +215,9 @@ def product(
     product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
         rows, *stored, given, summed, rows, rows, 0,
         num_rows, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, -(-num_steps // parts),
-        **constants, NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=parts > 1,
-        ROWS=block, OUTPUTS=together, PRECISION="ieee", num_warps=together // 16, num_stages=stages,
+        **constants, NATIVE=has_float8, IN_FOURS=in_fours(rows), STEP=step // pieces, PIECES=pieces,
+        HAS_BIAS=bias is not None, IS_PART=parts > 1, ROWS=block, OUTPUTS=together, PRECISION="ieee",
+        num_warps=together // 16, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
@@ -222,7 +251,7 @@ def routed_product(
     row_bytes, inputs = weight.codes.shape[1], rows.shape[1]
     outputs = weight.out_features // routes.num_experts
     result = rows.new_zeros(routes.num_pairs, outputs)
-    step = step_of(weight)
+    step, pieces = step_of(weight)
     has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
     together, stages = _sizes(rows.dtype, routes.size)
@@ -230,8 +259,9 @@ def routed_product(
     product_program[(len(routes.experts), triton.cdiv(outputs, together), 1)](
         rows, *stored, rows if bias is None else bias, result, routes.pairs, routes.experts, routes.num_experts,
         routes.num_pairs, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, num_steps,
-        **constants, NATIVE=has_float8, STEP=step, HAS_BIAS=bias is not None, IS_PART=False,
-        ROWS=routes.size, OUTPUTS=together, PRECISION="ieee", EACH=each, num_warps=together // 16, num_stages=stages,
+        **constants, NATIVE=has_float8, IN_FOURS=in_fours(rows), STEP=step // pieces, PIECES=pieces,
+        HAS_BIAS=bias is not None, IS_PART=False, ROWS=routes.size, OUTPUTS=together, PRECISION="ieee", EACH=each,
+        num_warps=together // 16, num_stages=stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     return result
@@ -241,9 +271,8 @@ def _sizes(dtype: torch.dtype, block: int) -> tuple[int, int]:
     """Return the outputs of a program with a block of rows, and its stages."""
     is_wide = dtype == torch.float32
     together = _OUTPUTS if block == BLOCKS[0] or is_wide else 2 * _OUTPUTS
-    return together, 2 if is_wide else 3 if block == BLOCKS[
-        -1
-    ] else 4  # fits into 99 KB, the least shared memory of GPUs
+    stages = 2 if is_wide else 3 if block == BLOCKS[-1] else 4
+    return together, stages  # fits into 99 KB, the least shared memory of GPUs
 
 
 def product_of_many(

@@ -17,13 +17,22 @@ _BYTES = 1024  # of a program that widens
 
 
 @triton.jit
-def load_numbers(codes, levels, zero, DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the numbers that codes of one kind stand for."""
+def load_numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the numbers that bytes stand for, in the order of the inputs; of codes of half a byte two each."""
+    if (KIND == HALVES) | (KIND == LEVELS):
+        return _numbers(tl.interleave(codes & 15, codes >> 4), levels, DTYPE, KIND, ZERO, NATIVE)
+    else:
+        return _numbers(codes, levels, DTYPE, KIND, ZERO, NATIVE)
+
+
+@triton.jit
+def _numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the numbers that codes of one kind stand for, one of each code."""
     if KIND == FLOAT8:
         return widen_e4m3(codes, DTYPE, NATIVE)
     if KIND == LEVELS:
         return tl.load(levels + codes).to(DTYPE)
-    return (codes.to(tl.int32) - zero).to(DTYPE)
+    return (codes.to(tl.int32) - ZERO).to(DTYPE)
 
 
 @triton.jit
@@ -51,24 +60,34 @@ def load_offsets(
 
 
 @triton.jit
+def load_groups(
+    scales, offsets, nest, output, group, num_groups, has_output,
+    OFFSET: tl.constexpr, NESTED: tl.constexpr, IN_NEST: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of groups, [outputs, groups], and what is added to their weights, or the scales again."""
+    output, group = output[:, None], group[None, :]
+    inside = has_output[:, None] & (group < num_groups)
+    scale = load_nested(scales, nest, output, group, num_groups, inside, 0, NESTED, IN_NEST)
+    if OFFSET == NO_OFFSET:
+        return scale, scale
+    else:
+        return scale, load_offsets(offsets, scale, nest, output, group, num_groups, inside, OFFSET, NESTED, IN_NEST)
+
+
+@triton.jit
 def widen_program(
-    codes, scales, offsets, nest, levels, zero, out, inputs, row_bytes, num_groups,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
-    IN_NEST: tl.constexpr, BLOCK: tl.constexpr,
+    codes, scales, offsets, nest, levels, out, inputs, row_bytes, num_groups,
+    KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    NESTED: tl.constexpr, IN_NEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Widen a block of bytes of one output's weights; `GROUP` inputs share a scale, or with 0 all of them."""
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     byte = start + tl.arange(0, BLOCK)
     inside = byte < row_bytes
     code = tl.load(codes + row * row_bytes + byte, mask=inside, other=0)
-    is_half: tl.constexpr = (KIND == HALVES) | (KIND == LEVELS)
-    if is_half:
-        low = load_numbers(code & 15, levels, zero, tl.float32, KIND, NATIVE)
-        values = tl.interleave(low, load_numbers(code >> 4, levels, zero, tl.float32, KIND, NATIVE))
-        place = 2 * start + tl.arange(0, 2 * BLOCK)
-    else:
-        values = load_numbers(code, levels, zero, tl.float32, KIND, NATIVE)
-        place = byte
+    values = load_numbers(code, levels, tl.float32, KIND, ZERO, NATIVE)
+    in_byte: tl.constexpr = values.shape[0] // BLOCK
+    place = in_byte * start + tl.arange(0, in_byte * BLOCK)
     inside = place < inputs
     if GROUP == 0:
         values *= tl.load(scales + row)
@@ -109,10 +128,11 @@ def stored_arguments(weight: QuantizedWeight) -> tuple[tuple[Any, ...], dict[str
     kind = FLOAT8 if weight.is_float else LEVELS if weight.levels is not None else HALVES if weight.bits == 4 else BYTES
     constants = {
         "KIND": kind.value,
+        "ZERO": weight.zero,
         "GROUP": 0 if has_one_scale(weight) else weight.group_size,
         "OFFSET": (NO_OFFSET if offsets is None else ZEROS if weight.added is None else ADDED).value,
         "NESTED": 0 if weight.nest is None else weight.nest.shape[2],
         "IN_NEST": max(NEST // weight.group_size, 1),
     }
     # Where there is nothing, a tensor that is not read.
-    return (weight.codes, *(weight.scales if one is None else one for one in given), weight.zero), constants
+    return (weight.codes, *(weight.scales if one is None else one for one in given)), constants
