@@ -124,7 +124,7 @@ class DeviceExecutor:
     def requests(self) -> list[Request]:
         """Requests that are served here now, or were and still have steps in flight."""
         in_flight = [one.request for launch in self._launches for one in launch.device_requests]
-        return list(dict.fromkeys([*in_flight, *(one.request for one in self._served)]))
+        return list(dict.fromkeys([*in_flight, *(one.request for one in self._served if not one.has_left)]))
 
     def prepare(self, budgets: Sequence[TreeBudget], progress: ProgressCallback | None = None) -> None:
         """Capture plain steps and those with trees of these budgets, with the processing that the model's own sampling

@@ -96,7 +96,7 @@ class GraphRunner:
 
     @property
     def results(self) -> Tensor:
-        """What passes return is the first rows of this: [`MAX_ROWS`, vocab] logits if the model has a head."""
+        """Memory whose first rows passes return: [`MAX_ROWS`, vocab] logits if the model has a head."""
         return self._results
 
     @property
