@@ -159,7 +159,7 @@ def _taken(value: Any) -> Any:
     if isinstance(value, Request):
         tokens = [*value.prompt_ids, *value.output_ids]
         taken = Request(value.request_id, value.prompt_ids, value.params, value.seed, cache_salt=None)
-        taken.token_ids = tokens
+        taken.token_ids, taken.eos_token_ids = tokens, value.eos_token_ids
         taken.uniforms.state, taken.num_draws = value.uniforms.state, dict(value.num_draws)
         return taken
     return value

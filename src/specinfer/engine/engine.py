@@ -26,7 +26,7 @@ class Engine:
 
     Args:
         verification: Verification rule; `config.DRAFT_SAMPLINGS` lists the draft samplings that it supports.
-        executor: Executor for requests that need nothing from the host in a step, or None to serve all by ordinary
+        executor: Executor for requests whose steps need no logits on the host, or None to serve all by ordinary
             steps.
     """
 

@@ -1,5 +1,6 @@
 """Turns of requests whose grammars take time of the engine's thread: they rest while their tenant has used its part."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from specinfer.core.grammar.state import MaskCredit
@@ -29,7 +30,7 @@ class GrammarTurns:
 
     def choose(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests that run now: of a tenant those whose masks its credit will pay."""
-        planned = dict.fromkeys(self._credits, 0.0)
+        planned = defaultdict[str, float](float)
         chosen = []
         for request in requests:
             grammar = request.grammar

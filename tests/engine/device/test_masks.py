@@ -175,6 +175,58 @@ def test_a_request_without_credit_for_masks_leaves_and_comes_back(pair: Pair) ->
     _check_left(engine)
 
 
+def test_no_more_requests_with_grammars_are_served_at_a_time_than_the_credit_of_their_tenant_pays(pair: Pair) -> None:
+    def alike() -> list[Request]:
+        return [_request(i, replace(GREEDY, max_tokens=30), regex="[a-m]+( [n-z]+)*") for i in range(4)]
+
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), alike())
+    engine, requests = make_device_engine(*pair, TREES["2,2,1"]), alike()
+    grammars = [request.grammar for request in requests if request.grammar is not None]
+    for request, grammar in zip(requests, grammars, strict=True):
+        grammar._time.most = 5.0  # as of clients
+        engine.add(request)
+    credit = grammars[0].credit
+    assert credit is not None
+    served = list[int]()
+    while engine.has_work:
+        if len(served) in (4, 5, 6):
+            credit.add(0.05 - credit.left)
+            for grammar in grammars:
+                grammar.last_seconds = 0.08  # the last one
+        engine.step()
+        served.append(sum(grammar.last_seconds < 0.08 for grammar in grammars))
+    assert served[3] == 4
+    assert all(1 <= count <= 2 for count in served[4:7]), "one on the device, and one in an ordinary step"
+    assert [request.output_ids for request in requests] == wanted
+    _check_left(engine)
+
+
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_masks_that_fail_concern_their_request_alone(
+    is_deep: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, requests = _wanted(pair[0]), _requests()
+    grammar = requests[0].grammar
+    assert grammar is not None
+    bits = grammar.bits
+
+    def failing(path: Sequence[int]) -> Any:
+        if requests[0].num_output > 8 and (path or not is_deep):
+            raise MemoryError
+        return bits(path)
+
+    monkeypatch.setattr(grammar, "bits", failing)
+    engine = make_device_engine(*pair, TREES["2,2,1"])
+    assert run_on_device(engine, requests) == set(requests)
+    if is_deep:  # ordinary steps go on without draft tokens
+        assert _outputs(requests) == wanted
+    else:
+        assert requests[0].error == "the engine failed on this request: MemoryError"
+        assert _outputs(requests)[1:] == wanted[1:]
+    assert len(engine.executors) == 2, "others keep their steps on the device"
+    _check_left(engine)
+
+
 def test_a_text_after_which_no_token_is_allowed_fails_alone(pair: Pair) -> None:
     requests = _requests()
     requests[3].bad_words_ids = [(token,) for token in range(VOCAB)]

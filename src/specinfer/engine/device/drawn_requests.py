@@ -39,7 +39,9 @@ class DrawnRequests:
         """Return why the tree of a request is not drawn on the device next to others, or None, as far as is known."""
         if not self.has(request):
             return None
-        if self.rule is None or request in self._best_first:
+        if self.rule is None:
+            return "tokens are drawn by a rule with random numbers, under which these drafters take ordinary steps"
+        if request in self._best_first:
             return "tokens are drawn by a rule with random numbers, and trees are no fixed expansions"
         if num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
             return "fixed expansions of so many requests do not fit into a step"

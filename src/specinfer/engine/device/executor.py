@@ -1,9 +1,10 @@
-"""DeviceExecutor: serves requests whose steps need nothing from the host, with two steps in flight.
+"""DeviceExecutor: serves requests whose steps need no logits on the host, with up to two steps in flight.
 
 A request joins when it has emitted its first token. From then on its slots, last token, parameters and drafts are in a
-row on the device (`state`), and one step of all of them is two programs (`programs`), launched one after the other. The
-result of a step is read after the next one has been launched, so that the device works while the host delivers tokens.
-Results for a request that has ended meanwhile are dropped.
+row on the device (`state`), and one step of all of them is two programs (`programs`), launched one after the other, or
+three if the host masks tokens (`masks`). The result of a step is read after the next one has been launched, so that the
+device works while the host delivers tokens; but not where the host has to know all tokens first, as for masks and
+lookups. Results for a request that has ended meanwhile are dropped.
 
     slots reserved for a request    [of the step launched first | of the one after it]
 
@@ -124,7 +125,7 @@ class DeviceExecutor:
     def requests(self) -> list[Request]:
         """Requests that are served here now, or were and still have steps in flight."""
         in_flight = [one.request for launch in self._launches for one in launch.device_requests]
-        return list(dict.fromkeys([*in_flight, *(one.request for one in self._served)]))
+        return list(dict.fromkeys([*in_flight, *(one.request for one in self._served if not one.has_left)]))
 
     def prepare(self, budgets: Sequence[TreeBudget], progress: ProgressCallback | None = None) -> None:
         """Capture plain steps and those with trees of these budgets, with the processing that the model's own sampling
@@ -168,8 +169,9 @@ class DeviceExecutor:
                 self.leave()
             return None
         budgets = self._budgets.of(device_requests, policy.budgets)
-        masked = any(is_masked(one.request) for one in device_requests)
-        if masked and self._launches:
+        requests = [one.request for one in device_requests]
+        has_masks = any(map(is_masked, requests))
+        if has_masks and self._launches:
             return None  # grammars need to know all tokens
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = self._device.max_rows // num_rows
@@ -194,14 +196,13 @@ class DeviceExecutor:
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = self._drafts.count_read(device_requests, budgets)
-        requests = [one.request for one in device_requests]
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
         recomputed = self._device.num_recomputed(max(one.num_recomputed for one in device_requests))
         processing = max(map(Processing.of_request, requests))
-        traced = any(request.trace is not None for request in requests)
-        wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, masked, traced)
+        is_traced = any(request.trace is not None for request in requests)
+        wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, has_masks, is_traced)
         size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
         launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
         assert size.num_slots <= 1 + num_slots

@@ -4,16 +4,19 @@ The host computes them from the trees while the device computes the target's pas
 of the roots are sent before the draft loop, so that the first draft tokens are allowed ones.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from specinfer.core.grammar.state import set_bit
+from specinfer.core.grammar.state import Bits, set_bit
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.tree_layout import WORD
 from specinfer.verify.logits import ends_of_bad_words
+
+logger = logging.getLogger(__name__)
 
 
 def is_masked(request: Request) -> bool:
@@ -70,17 +73,27 @@ class TokenMasks:
                 self._write(row * nodes + 1, request, [tree.path_tokens(node) for node in range(1, len(tree))])
         self._copy(self._is_masked, self._host_is_masked)
 
-    def _write(self, first: int, request: Request, paths: Iterable[tuple[int, ...]]) -> None:
+    def _write(self, first: int, request: Request, paths: Sequence[tuple[int, ...]]) -> None:
         """Send the masks after some paths, from this row on."""
-        output_ids, row = request.output_ids, first
-        for path in paths:
-            bits = self._here[row, : self._num_bytes]
-            bits[:] = 255 if request.grammar is None else request.grammar.bits(path)
+        output_ids, rows = request.output_ids, slice(first, first + len(paths))
+        here = self._here[rows, : self._num_bytes]
+        here[:] = _allowed(request, paths)
+        for bits, path in zip(here, paths, strict=True):
             for token in ends_of_bad_words(request.bad_words_ids, output_ids, path):
                 set_bit(bits, token, is_set=False)
-            self._host_is_masked[row] = 1
-            row += 1
-        self._copy(self._bits[first:row], self._host_bits[first:row])
+        self._host_is_masked[rows] = 1
+        self._copy(self._bits[rows], self._host_bits[rows])
 
     def _copy(self, there: Tensor, here: Tensor) -> None:
         there.copy_(here, non_blocking=True)
+
+
+def _allowed(request: Request, paths: Sequence[tuple[int, ...]]) -> list[Bits] | int:
+    """Return the bits of a grammar; none after a failure, so that an ordinary step finds out what is wrong."""
+    if request.grammar is None:
+        return 255
+    try:
+        return [request.grammar.bits(path) for path in paths]
+    except Exception:
+        logger.exception("masks of request %s failed; it goes on with an ordinary step", request.request_id)
+        return 0

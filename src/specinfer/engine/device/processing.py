@@ -116,8 +116,6 @@ def why_ordinary(request: Request, *, may_follow: bool, may_sample: bool) -> str
         return "sampled requests have this verification rule or draft sampling"
     if is_early and (request.grammar is not None or len(_ends(request)) > MAX_ENDS):
         return f"min_tokens, with a grammar or more than {MAX_ENDS} stop tokens"
-    if request.grammar is not None and request.grammar.credit is not None and request.grammar.credit.left <= 0.0:
-        return "the time for masks of grammars is used up"
     if request.prediction_ids and not may_follow:
         return "a prediction, without a lookup among the drafters"
     return None

@@ -5,7 +5,7 @@ left is released when the last step in flight with it has been read.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from specinfer.core.request import Request
 from specinfer.engine.device.drawn_requests import DrawnRequests
@@ -59,11 +59,12 @@ class ServedRequests:
 
     def join(self) -> None:
         """Add the requests that may be served here; none of them is in a pass."""
-        others = self._rows_of_others()
-        for request in self._scheduler.decoding():
+        others, decoding = self._rows_of_others(), self._scheduler.decoding()
+        paid = self._paid(decoding)
+        for request in decoding:
             if len(self._by_row) >= self._max_requests:
                 return
-            if not self._may_join(request):
+            if request not in paid or not self._may_join(request):
                 continue
             slots = self._cache.slots(request.request_id)
             rest = [row for other, row in others.items() if other is not request]
@@ -84,18 +85,15 @@ class ServedRequests:
         running = [request for request in self._scheduler.running if request not in served]
         return {request: self._states.latest(self._cache.slots(request.request_id))[1] for request in running}
 
-    def _why_ordinary(self, request: Request) -> str | None:
-        return why_ordinary(request, may_follow=self._may_follow, may_sample=self._may_sample)
-
-    def _must_leave(self, one: DeviceRequest) -> bool:
-        # Such as one whose tenant has used up the time for masks of grammars.
-        is_idle = not one.num_in_flight and self._why_ordinary(one.request) is not None
-        return one.request.is_finished or one.has_left or is_idle
+    def _paid(self, others: Sequence[Request] = ()) -> set[Request]:
+        """Return those of the requests here, and then of others, whose masks of grammars their tenants' credit pays."""
+        return set(self._scheduler.grammar_turns.choose([*(one.request for one in self._by_row), *others]))
 
     def _may_join(self, request: Request) -> bool:
         if self._barred.get(request) == request.num_output:
             return False
-        why = self._why_ordinary(request) or self._drawn.why_ordinary(request, len(self._by_row))
+        why = why_ordinary(request, may_follow=self._may_follow, may_sample=self._may_sample)
+        why = why or self._drawn.why_ordinary(request, len(self._by_row))
         if why is None and request.adapter is not None and not self._rows.takes_adapters:
             why = "an adapter, for which passes are not captured"
         if why is None and Processing.of_request(request) >= Processing.ADJUSTMENT and not self._rows.can_adjust():
@@ -130,10 +128,12 @@ class ServedRequests:
         self._barred[one.request] = one.request.num_output
 
     def dismiss(self) -> None:
-        """Reuse the rows of requests that have ended or left."""
-        for one in [one for one in self._by_row if self._must_leave(one)]:
+        """Reuse the rows of requests that have ended or left, and of those that rest, with their grammars."""
+        paid = self._paid()
+        for one in self._by_row:
+            one.has_left |= one.request.is_finished or not (one.num_in_flight or one.request in paid)
+        for one in [one for one in self._by_row if one.has_left]:
             row, last = self._by_row.index(one), len(self._by_row) - 1
-            one.has_left = True
             if row != last:
                 self._rows.move(last, row)
                 self._by_row[row] = self._by_row[last]

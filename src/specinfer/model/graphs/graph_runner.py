@@ -96,7 +96,7 @@ class GraphRunner:
 
     @property
     def results(self) -> Tensor:
-        """Memory of the results of passes, which are its first rows: [`MAX_ROWS`, vocab] logits with an output head."""
+        """Memory whose first rows passes return: [`MAX_ROWS`, vocab] logits if the model has a head."""
         return self._results
 
     @property
