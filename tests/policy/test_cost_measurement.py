@@ -249,6 +249,9 @@ def test_passes_over_prompts_are_measured_where_a_step_reads_more(
     assert cost_measurement.pass_sizes(target) == [*SIZES]
     monkeypatch.setattr(cost_measurement, "prompt_tokens", lambda _: 2048)
     assert cost_measurement.pass_sizes(target) == [*SIZES, 1024], "longer texts than the model's are not read"
+    hybrid = resized(runner_of("lfm2"), 4200)
+    monkeypatch.setattr(hybrid, "loaded", replace(hybrid.loaded, max_position=4096))
+    assert cost_measurement.pass_sizes(hybrid) == [*SIZES], "these targets read no more of a prompt in a step"
     passes = []
 
     def forward(pieces: list[Piece]) -> torch.Tensor:

@@ -44,6 +44,15 @@ def test_trees_grow_first_for_who_would_miss_the_target() -> None:
     assert budgets[1:] == [OFF] * 7
 
 
+def test_no_larger_tree_is_counted_on_than_a_step_holds() -> None:
+    found = []
+    for max_rows in (None, 64, 32):  # 12 requests have 3 draft tokens each with 64 rows, and one with 32
+        policy = _policy()
+        policy.costs.max_rows = max_rows
+        found.append(policy.budgets([_span(0.9), *(_span() for _ in range(11))])[0].max_nodes)
+    assert found == [3, 3, 0], "the target cannot be met with one"
+
+
 def test_without_a_target_at_risk_all_trees_are_the_fastest() -> None:
     for late in (0.0, -3.0):
         spans = [_span(0.8 - late, late=late), *(_span() for _ in range(2))]

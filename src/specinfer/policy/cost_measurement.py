@@ -22,7 +22,7 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.device import prompt_tokens
 from specinfer.model.kv_cache import NO_SLOTS
-from specinfer.model.recurrent.layers import state_bytes
+from specinfer.model.recurrent.layers import is_hybrid, state_bytes
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import CostModel
@@ -122,7 +122,10 @@ def _is_alike(one: float, other: float) -> bool:
 
 def pass_sizes(target: TargetRunner) -> list[int]:
     """Return the sizes of passes that are measured if there are slots and time."""
-    most = min(prompt_tokens(target.loaded.device), target.loaded.max_position - _CONTEXT)
+    loaded = target.loaded
+    if is_hybrid(loaded.model):
+        return [*SIZES]  # chunks of their prompts are no larger
+    most = min(prompt_tokens(loaded.device), loaded.max_position - _CONTEXT)
     return [*SIZES, *(size for size in _PROMPT_SIZES if size <= most)]
 
 

@@ -14,6 +14,7 @@ so the tree of 2 nodes is chosen. At this rate a node must have a path probabili
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from specinfer.core.request import Request
 from specinfer.core.text import counted
@@ -110,8 +111,11 @@ class TreeOptimizer:
         They are 0 for trees that are too large for a step.
         """
         seconds = self._costs.step(num_requests, self.sizes.num_nodes, self.sizes.num_levels)
-        fits = self.sizes.num_nodes <= self._costs.most_nodes(num_requests)
-        return np.where(fits, num_requests * self.expected_tokens() / seconds, 0.0)
+        return np.where(self.fits(num_requests), num_requests * self.expected_tokens() / seconds, 0.0)
+
+    def fits(self, num_requests: int) -> npt.NDArray[np.bool_]:
+        """Return whether a step holds each of the trees for every request: [trees]."""
+        return np.asarray(self.sizes.num_nodes <= self._costs.most_nodes(num_requests))
 
     def choose(self, num_requests: int) -> TreeBudget:
         """Return the budget of each request in a batch of this many."""

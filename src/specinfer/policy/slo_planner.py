@@ -95,6 +95,7 @@ class SLOPlanner:
             seconds = self._seconds(num_requests, num_urgent * sizes.num_nodes + num_others * nodes, levels_each)
             yields = np.where(is_urgent[:, None], expected, usual)  # [targets, trees]
             num_met = (seconds / tpots[:, None] + behind[:, None] <= yields).sum(axis=0)
+            num_met = np.where(self._optimizer.fits(num_requests), num_met, -1)
             rates = (num_urgent * expected + num_others * usual) / seconds
             best = int(np.lexsort((rates, num_met))[-1])
             found.append((int(num_met[best]), float(rates[best]), best, nodes > 0))
@@ -130,7 +131,8 @@ class SLOPlanner:
         sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
         is_tight = has_trees & (tpots < float(self._seconds(num_requests, 0, 0)))
         seconds = self._seconds(num_requests, int(is_tight.sum()) * sizes.num_nodes, sizes.num_levels)
-        return int((seconds <= tpots[:, None] * np.where(is_tight[:, None], expected, 1.0)).sum(axis=0).max())
+        num_kept = (seconds <= tpots[:, None] * np.where(is_tight[:, None], expected, 1.0)).sum(axis=0)
+        return int(num_kept[self._optimizer.fits(num_requests)].max())
 
     def max_tokens(self, decoding: Sequence[Request], reading: Mapping[Request, int], most: int) -> int:
         """Return how many tokens of prompts a step may read, at most `most`.
@@ -178,7 +180,9 @@ class SLOPlanner:
         """Return the seconds that each token of a request may take, or infinity without a target that can be met."""
         sizes = self._optimizer.sizes
         alone = self._seconds(num_requests, sizes.num_nodes, sizes.num_levels)  # with a tree for one request
-        fastest, plain = float((alone / self._optimizer.expected_tokens()).min()), float(alone[0])  # the first is none
+        fits = self._optimizer.fits(num_requests)
+        fastest = float((alone / self._optimizer.expected_tokens())[fits].min())
+        plain = float(alone[0])  # the first is none
         return np.asarray([_tpot(one, now, fastest if _has_trees(one) else plain) for one in requests])
 
     def _seconds(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:

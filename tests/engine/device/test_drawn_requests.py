@@ -12,6 +12,7 @@ from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TreeBudget
+from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
@@ -163,3 +164,12 @@ def test_requests_of_both_rules_share_steps(widths: Sequence[int], pair: Pair) -
         told.append(list(map(_outcome, requests)))
     assert told[1] == told[0]
     assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])
+
+
+@pytest.mark.parametrize("rule", [None, "traversal"])
+def test_the_reason_of_ordinary_steps_is_the_drafters_or_the_trees(rule: str | None) -> None:
+    request, drawn = make_request("a", PROMPTS[0], PARAMS[0]), DrawnRequests(rule, "traversal")
+    assert (drawn.why_ordinary(request, 0) is None) == (rule is not None)
+    drawn._best_first.add(request)
+    assert ("no fixed expansions" in (drawn.why_ordinary(request, 0) or "")) == (rule is not None)
+    assert drawn.why_ordinary(make_request("b", PROMPTS[0], PARAMS[1]), 0) is None, "greedy"

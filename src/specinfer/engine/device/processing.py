@@ -25,7 +25,7 @@ from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p
 from specinfer.verify.rules import TRAVERSAL
 
-# What `Observer.reads_logits` and `SpeculationPolicy.reads_logits` are for.
+# Why all requests take ordinary steps where `Observer.reads_logits` or `SpeculationPolicy.reads_logits` is true.
 READS_LOGITS = "logits are read by the learned policy, a step log, a trace file or a drafter that learns"
 
 
