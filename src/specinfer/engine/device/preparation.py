@@ -72,8 +72,9 @@ def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: Progr
 
     Kernels that only some requests need are compiled, too. Their steps are captured when the first such request comes.
     """
+    largest = next((size for size in sizes if size.shape is not None), sizes[0])
     rarer = replace(
-        sizes[0], processing=Processing.ADJUSTMENT, asked=Asked(1, 1), adapts=rows.takes_adapters, is_masked=True
+        largest, processing=Processing.ADJUSTMENT, asked=Asked(1, 1), adapts=rows.takes_adapters, is_masked=True
     )
     rows.compile([*sizes, rarer], progress_of(progress, f"{COMPILING} of whole steps"))
     report = progress_of(progress, f"{CAPTURING} of whole steps")
