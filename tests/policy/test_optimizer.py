@@ -88,10 +88,10 @@ def test_budgets_are_best_first_with_a_lower_bound_of_the_path_probability() -> 
 
 
 def test_slow_and_flat_passes_get_a_wide_menu() -> None:
-    assert TreeSizes.for_costs(bent_costs(200)).max_nodes == 255
+    assert TreeSizes.for_costs(bent_costs(200)).max_nodes == 256
     assert TreeSizes.for_costs(bent_costs(200)).max_depth >= 24
-    assert TreeSizes.for_costs(bent_costs(200, 0.004)).max_nodes == 63, "weighing would cost a part of the pass"
-    assert TreeSizes.for_costs(bent_costs(20)).max_nodes == 63, "large trees cost as much as they are large"
+    assert TreeSizes.for_costs(bent_costs(200, 0.004)).max_nodes == 64, "weighing would cost a part of the pass"
+    assert TreeSizes.for_costs(bent_costs(20)).max_nodes == 64, "large trees cost as much as they are large"
 
 
 def test_trees_go_as_far_as_they_are_free() -> None:
@@ -121,6 +121,7 @@ def test_no_tree_is_larger_than_a_step_on_the_device_holds(max_rows: int, most: 
         assert budget.max_nodes <= nodes
         assert bool(budget.max_nodes) == bool(nodes)
         assert optimizer.gain(num_requests) >= 1.0
+    assert set(1 + optimizer.sizes.num_nodes[1:]) == {2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}, "whole blocks of rows"
 
 
 def test_nodes_before_a_bend_are_not_priced_like_those_after_it() -> None:

@@ -34,11 +34,12 @@ class TreeSizes:
         num_nodes, num_levels: [trees] the limits of each tree.
     """
 
-    # With the root, the rows that kernels take together: 8, 14, 16, 32, 64, ...; a further one may cost as much as all.
-    SIZES = (1, 2, 3, 4, 5, 6, 7, 10, 13, 15, 19, 23, 31, 47, 63)
+    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 24, 32, 48, 64)
+    # With the root the rows that kernels of GPUs take together; one more may cost as much as another block of them.
+    DEVICE_SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
     DEPTHS = tuple(range(1, 13))
     # For slow passes whose time hardly grows with their rows: there large trees are nearly free.
-    WIDE_SIZES = (1, 2, 3, 4, 5, 6, 7, 9, 11, 15, 19, 23, 31, 39, 47, 63, 79, 95, 127, 159, 191, 223, 255)
+    WIDE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)
     WIDE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
     _SLOW = 0.05  # seconds of a pass that make the evaluation of many sizes negligible
     _FLAT_ROWS, _FLAT = 128, 2.0  # this many rows must cost less than this many passes over one row
@@ -56,6 +57,8 @@ class TreeSizes:
     @classmethod
     def for_costs(cls, costs: CostModel) -> "TreeSizes":
         """Return the trees that may be worthwhile at these costs."""
+        if costs.max_rows is not None:
+            return cls(cls.DEVICE_SIZES)
         one, many = costs.target([1, cls._FLAT_ROWS]).tolist()
         is_wide = one >= cls._SLOW and many < cls._FLAT * one
         return cls(cls.WIDE_SIZES, cls.WIDE_DEPTHS) if is_wide else cls()
