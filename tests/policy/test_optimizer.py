@@ -83,7 +83,7 @@ def test_budgets_are_best_first_with_a_lower_bound_of_the_path_probability() -> 
     assert budget.max_depth <= optimizer.sizes.max_depth
     # A node must be worth the time it adds, at the current token rate.
     rate = optimizer.rates(1).max()
-    assert budget.min_gain == pytest.approx(rate * 0.05, rel=0.03), "within the noise of the fastest"
+    assert budget.min_gain == pytest.approx(rate * 0.05)
     assert _optimizer(make_costs()).choose(1).min_path_prob == 0.0, "a node that costs nothing may be very unlikely"
 
 
@@ -141,5 +141,5 @@ def test_a_price_that_grows_steadily_leaves_nodes_for_easy_requests() -> None:
     assert optimizer.sizes.is_wide
     budget = optimizer.choose(8)
     rates = optimizer.rates(8)
-    assert budget.max_nodes == 2 * optimizer.usual()[0]
+    assert budget.max_nodes == 2 * optimizer.sizes.num_nodes[rates.argmax()]
     assert budget.min_path_prob == pytest.approx(rates.max() * 0.01, rel=0.03), "within the noise of the fastest"
