@@ -1,7 +1,9 @@
 """LLM: text in, text out; what it refuses and how; that no bad prompt, break or stream spoils another."""
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -827,3 +829,18 @@ def test_a_stream_goes_on_after_an_interrupt_of_another(
     for chunk in stream:
         said += chunk.token_ids
     assert said == wanted.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("tree", ["auto", "2,1,1"])
+def test_its_memory_is_free_as_soon_as_nobody_has_it(tree: str, folder: Path, small: Path) -> None:
+    """A cycle of references would keep a GPU's memory until the garbage collector runs."""
+    gc.disable()
+    try:
+        llm = _llm(folder, drafters=[str(small), "ngram"], tree=tree)
+        llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+        target, engine = weakref.ref(llm.target), weakref.ref(llm.engine)
+        del llm
+        assert target() is None
+        assert engine() is None
+    finally:
+        gc.enable()

@@ -188,14 +188,7 @@ class Speculator:
         """
         if self.drafter is None:
             return FixedPolicy(why_off=self._why_off)
-
-        def make_costs() -> CostModel:
-            costs = cached_costs(self._target, self.drafter, fresh=fresh, progress=self._progress)
-            if why_not(self._target, self.drafter) is None:
-                assert isinstance(self._target, ModelRunner)
-                costs.max_rows = max_rows(has_states=bool(self._target.tensors.states.pools))
-            return costs
-
+        make_costs = partial(_make_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
         names = [one.name for one in self.drafter.drafters]
         lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
         has_self = any(map(is_self, names))
@@ -232,3 +225,14 @@ class Speculator:
         """Close the step log."""
         if self._step_log is not None:
             self._step_log.close()
+
+
+def _make_costs(
+    target: TargetRunner, drafter: MergedDrafter, *, fresh: bool, progress: ProgressCallback | None
+) -> CostModel:
+    """Return the costs of steps, with the limit of those on a device."""
+    costs = cached_costs(target, drafter, fresh=fresh, progress=progress)
+    if why_not(target, drafter) is None:
+        assert isinstance(target, ModelRunner)
+        costs.max_rows = max_rows(has_states=bool(target.tensors.states.pools))
+    return costs
