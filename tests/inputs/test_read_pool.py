@@ -1,6 +1,7 @@
 """The pool of threads that read prompts: turns by tenant, callers that leave, and its end."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -88,7 +89,9 @@ def test_a_caller_that_leaves_loses_its_turn() -> None:
     asyncio.run(scenario())
 
 
-def test_the_work_for_a_caller_that_leaves_is_ended_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_for_a_caller_that_leaves_is_ended_a_moment_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("specinfer.inputs.read_pool._GRACE", 0.05)
     processes = BoundedProcesses(("-c", SLEEPER), b"", 2)
 
@@ -109,6 +112,8 @@ def test_the_work_for_a_caller_that_leaves_is_ended_a_moment_later(monkeypatch: 
     asyncio.run(scenario())
     processes.close()
     assert time.monotonic() - start < 10
+    gc.collect()
+    assert "asyncio" not in {record.name for record in caplog.records}, "an error that nobody reads is logged"
 
 
 def test_a_failing_action_raises_in_its_caller_and_frees_its_thread() -> None:

@@ -106,7 +106,13 @@ class ReadPool:
         running = self._threads.submit(caller.run, action)
         self._running[running] = time.monotonic(), caller
         result = asyncio.wrap_future(running)
-        result.add_done_callback(lambda _: self._end(tenant, running))
+
+        def ended(_: asyncio.Future[T]) -> None:
+            self._end(tenant, running)
+            if not result.cancelled():
+                result.exception()  # asyncio logs one that nobody has asked for, such as a caller that has left
+
+        result.add_done_callback(ended)
         try:
             return await asyncio.shield(result)  # the thread is taken until the action ends, whoever waits for it
         except asyncio.CancelledError:
