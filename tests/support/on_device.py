@@ -14,7 +14,7 @@ from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
+from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, SmallModelDrafter, make_drafter
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.engine.device.executor import DeviceExecutor
@@ -144,6 +144,18 @@ def executor_of(engine: Engine) -> DeviceExecutor:
     executor: Any = engine.executors[0]
     assert isinstance(executor, DeviceExecutor)
     return executor
+
+
+def check_left(engine: Engine) -> None:
+    """Nothing is in flight and nothing is held any more, by the target or its drafter."""
+    assert not engine.has_work
+    assert not engine.scheduler.turns.in_flight
+    caches = [engine.target.cache]
+    if engine.drafter is not None:
+        caches += [one.runner.cache for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
+    for cache in caches:
+        assert cache.is_balanced()
+        assert cache.num_owned == 0
 
 
 def run_on_device(engine: Engine, requests: Sequence[Request]) -> set[Request]:

@@ -109,8 +109,9 @@ def find_models(
     target = find_target(model)
     if names is None:
         offload = offload or OffloadConfig()
-        copy = usual_copy(target, offload, quantization, found := find_device(device))
-        names = usual_drafters(model, target, found, small_models=offload.offload is None, copy=copy).names
+        place = find_device(device)
+        copy = usual_copy(target, offload, quantization, place)
+        names = usual_drafters(model, target, place, small_models=offload.offload is None, copy=copy).names
     folders = tuple(name if name in reserved_names() else str(find_drafter(name)) for name in names)
     return Models(target, folders)
 

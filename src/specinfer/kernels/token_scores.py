@@ -18,7 +18,7 @@ class TokenScores(NamedTuple):
     """Log-probabilities in rows of a target's logits."""
 
     values: Tensor  # [rows, tokens] float32, of the row's own tokens
-    ranks: Tensor  # [rows, tokens] integers, 1 and the number of tokens that are more probable
+    ranks: Tensor  # [rows, tokens] integers, 1 and the number of tokens that are more probable; [rows, 0] for no ranks
     best: Tensor  # [rows, count] integers, the most probable tokens in descending order, of equal ones the first
     best_values: Tensor  # [rows, count] float32
 
@@ -43,7 +43,7 @@ def score_tokens(logits: Tensor, places: Tensor, tokens: Tensor, out: TokenScore
         logprobs = torch.log_softmax(logits[places[part]].float(), dim=-1)
         own = logprobs.gather(1, tokens[part])
         out.values[part].copy_(own)
-        for column in range(own.shape[1]):  # one after the other: together they would take more memory
+        for column in range(out.ranks.shape[1]):  # one after the other: together they would take more memory
             out.ranks[part, column].copy_((logprobs > own[:, column : column + 1]).sum(dim=1) + 1)
         if count:
             values, best = most_probable_in_order(logprobs, count)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree_shape import MAX_TREE_NODES
+from specinfer.model.graphs.sizes import power_of_two
 from specinfer.policy import streamed_costs
 from specinfer.policy.curves import FAST, LEARNING_RATE, MAX_RATIO, ContextCurve, Curve, Floats, learning_rate
 from specinfer.policy.streamed_costs import StreamedCurve
@@ -78,7 +79,7 @@ class CostModel:
         """Return the draft tokens that each of this many requests may have in a step."""
         if self.max_rows is None:
             return MAX_TREE_NODES
-        return max(self.max_rows // (1 << (num_requests - 1).bit_length()) - 1, 0)
+        return max(self.max_rows // power_of_two(num_requests) - 1, 0)
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""

@@ -16,7 +16,7 @@ from specinfer.model.definition import load_config
 from specinfer.model.device import find_device, prompt_tokens
 from specinfer.model.offload.budget import Budget, usual_budget
 from specinfer.model.offload.requirements import check_budget
-from specinfer.model.recurrent.layers import has_states
+from specinfer.model.recurrent.layers import has_recurrent_layers
 from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig
 from specinfer.policy.offload_choice import usual_copy
@@ -91,7 +91,7 @@ def _limits(args: EngineArgs, folder: Path, device: torch.device) -> EngineConfi
     chunks are no faster there, and fewer prefixes are found.
     """
     limits = args.engine_config
-    if args.max_num_batched_tokens is not None or args.offload is not None or has_states(load_config(folder)):
+    if args.max_num_batched_tokens is not None or args.offload is not None or has_recurrent_layers(load_config(folder)):
         return limits
     return replace(limits, max_num_batched_tokens=prompt_tokens(device))
 

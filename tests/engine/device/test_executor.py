@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import save_tiny_block, save_tiny_head
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.demo.pair import demo_folders
-from specinfer.drafters import SmallModelDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.executor import DeviceExecutor
@@ -29,7 +28,6 @@ from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.served_requests import ServedRequests
-from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.kernels import tree_ops
@@ -85,18 +83,6 @@ def plain(pair: Pair) -> list[list[int]]:
     return run(make_device_engine(pair[0], has_device_executor=False), _requests())
 
 
-def _check_left(engine: Engine) -> None:
-    """Nothing is in flight and nothing is held any more, by the target or its drafter."""
-    assert not engine.has_work
-    assert not engine.scheduler.turns.in_flight
-    caches = [engine.target.cache]
-    if engine.drafter is not None:
-        caches += [one.runner.cache for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
-    for cache in caches:
-        assert cache.is_balanced()
-        assert cache.num_owned == 0
-
-
 # -------------------------------------------------------------------------------------------- tokens
 
 
@@ -105,7 +91,7 @@ def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
     engine = make_device_engine(pair[0], pair[1] if TREES[tree] else None, TREES[tree])
     requests = _requests()
     assert run(engine, requests) == plain
-    _check_left(engine)
+    check_left(engine)
     assert executor_of(engine).num_launched >= 4
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
 
@@ -149,7 +135,7 @@ def test_requests_that_come_and_go(pair: Pair) -> None:
         engine.step()
     assert [request.output_ids for request in served] == wanted
     assert executor_of(engine).num_launched > 30
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.covering(1)
@@ -165,7 +151,7 @@ def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list
             num_slots=num_slots, keeps_prefixes=keeps_prefixes, max_num_batched_tokens=24,
         )  # fmt: skip
         assert run(engine, _requests()) == plain
-        _check_left(engine)
+        check_left(engine)
         num_preempted += engine.metrics.num_preempted
         num_launched += executor_of(engine).num_launched
     assert num_preempted > 0
@@ -200,7 +186,7 @@ def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
 def test_few_slots_of_the_drafter(num_draft_slots: int, pair: Pair, plain: list[list[int]]) -> None:
     engine = make_device_engine(*pair, TREES["2,2,1"], num_draft_slots=num_draft_slots)
     assert run(engine, _requests()) == plain
-    _check_left(engine)
+    check_left(engine)
 
 
 @BOTH
@@ -225,7 +211,7 @@ def test_prefixes_are_shared(pair: Pair) -> None:
     followed = longer()
     assert run(engine, followed) == run(make_device_engine(pair[0], has_device_executor=False), longer())
     assert all(request.num_cached > len(prompt) for request, prompt in zip(followed, prompts, strict=True))
-    _check_left(engine)
+    check_left(engine)
 
 
 PROCESSED = [
@@ -255,7 +241,7 @@ def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair:
         assert served == set(found)
         if tree == "2,2,1":
             assert [r.speculation.as_dict() for r in found] == [r.speculation.as_dict() for r in wanted]
-        _check_left(engine)
+        check_left(engine)
 
 
 def test_penalties_for_which_no_memory_is_left(
@@ -292,7 +278,7 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(
     assert reasons[0].endswith("a prediction, without a lookup among the drafters")
     assert [request.output_ids for request in found] == wanted
     assert executor_of(engine).num_launched > 3
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_greedy_requests_take_steps_on_the_device_where_sampled_ones_do_not(pair: Pair, plain: list[list[int]]) -> None:
@@ -305,7 +291,7 @@ def test_greedy_requests_take_steps_on_the_device_where_sampled_ones_do_not(pair
     alone = _requests()
     run(make_device_engine(*pair, TREES["2,2,1"], verification="target-only", has_device_executor=False), alone)
     assert [request.output_ids for request in found] == [request.output_ids for request in alone]
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_the_device_is_told_the_acceptance_of_requests_whose_rule_is_chosen(
@@ -346,7 +332,7 @@ def test_requests_with_trees_of_their_own(pair: Pair) -> None:
     assert [one.max_depth for one in said] == [3, 0, 2, 3, 3]
     assert said[1].num_draft_tokens == 0
     assert said[2].num_draft_tokens <= 2 * said[2].num_spec_steps
-    _check_left(engine)
+    check_left(engine)
 
 
 class Wavering(FixedPolicy):
@@ -415,7 +401,7 @@ def test_a_step_that_has_to_wait_for_a_drafter_is_not_forgotten(pair: Pair) -> N
     run(engine, [request])
     assert policy.num_asked > 40
     assert request.speculation.num_spec_steps == policy.num_asked // 10
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_sizes_that_are_captured_before_any_request_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +464,7 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
     assert run(engine, [request]) == wanted
     assert sizes[:5] == [(6, 16)] * 3 + [(3, 11)] * 2
     assert request.speculation.max_depth == 3
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_step_costs_are_reported_as_measured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +497,7 @@ def test_drafters_that_are_asked_now_and_then(pair: Pair, plain: list[list[int]]
     requests = _requests()
     assert run(engine, requests) == plain
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 5
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_a_drafter_with_a_shorter_context_and_fewer_tokens(pair: Pair, model_folder: Folder) -> None:
@@ -528,7 +514,7 @@ def test_a_drafter_with_a_shorter_context_and_fewer_tokens(pair: Pair, model_fol
     served = requests()
     assert run(engine, served) == plain
     assert any(request.speculation.num_draft_tokens for request in served)
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.parametrize("family", ["opt", "gemma2", "mistral", "gpt_oss", "falcon"])
@@ -562,7 +548,7 @@ def test_the_ends_of_requests(pair: Pair, plain: list[list[int]]) -> None:
         assert run(engine, found) == tokens
         assert [r.finish_reason for r in found] == [r.finish_reason for r in wanted]
         assert [r.speculation.num_generated for r in found] == [len(t) for t in tokens]
-        _check_left(engine)
+        check_left(engine)
 
 
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
@@ -594,7 +580,7 @@ def test_outputs_do_not_end_before_their_fewest_tokens(
     assert dict(joined)["0"] < 5
     assert dict(joined)["2"] < 8
     assert all(num_output >= 7 for request_id, num_output in joined if request_id == "3"), "it has too many ends"
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
@@ -611,7 +597,7 @@ def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptu
     engine = make_device_engine(target, small, TREES["2,2,1"])
     assert run(engine, requests()) == plain
     assert "failed" not in caplog.text, "on a GPU no step would come after one that looks there"
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,7 +621,7 @@ def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatc
             assert [one.text for one in output.outputs] == [one.text for one in want.outputs]
             assert [one.finish_reason for one in output.outputs] == [one.finish_reason for one in want.outputs]
         assert executor_of(engine).num_launched > 5
-        _check_left(engine)
+        check_left(engine)
     assert "stop" in {one.finish_reason for output in wanted for one in output.outputs}
 
 
@@ -658,7 +644,7 @@ def test_an_abort_at_any_moment(pair: Pair, plain: list[list[int]]) -> None:
         for request, tokens in zip(requests, plain, strict=True):
             assert request.output_ids == (tokens if request is not victim or was_finished else said)
         assert again.output_ids == plain[0]
-        _check_left(engine)
+        check_left(engine)
 
 
 def test_when_all_are_aborted_nothing_is_in_flight(pair: Pair) -> None:
@@ -671,7 +657,7 @@ def test_when_all_are_aborted_nothing_is_in_flight(pair: Pair) -> None:
     assert executor_of(engine).num_in_flight
     for request in requests:
         engine.abort(request)
-    _check_left(engine)
+    check_left(engine)
 
 
 # --------------------------------------------------------------------------------- waiting and overlap
@@ -862,7 +848,7 @@ def test_steps_that_fail_cost_time_only(pair: Pair, plain: list[list[int]], monk
             assert run(engine, _requests()) == plain
         assert len(engine.executors) == 2
         assert len(calls) >= 7
-        _check_left(engine)
+        check_left(engine)
 
 
 def test_after_failures_in_a_row_all_steps_are_ordinary(
@@ -876,7 +862,7 @@ def test_after_failures_in_a_row_all_steps_are_ordinary(
     assert run(engine, _requests()) == plain
     assert engine.executors == [engine.host]
     assert "no more steps are taken on the device" in caplog.text
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_what_cannot_be_captured_is_tried_once(
@@ -889,7 +875,7 @@ def test_what_cannot_be_captured_is_tried_once(
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
     assert engine.executors == [engine.host]
-    _check_left(engine)
+    check_left(engine)
 
 
 @BOTH
@@ -919,7 +905,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
                 while engine.has_work:
                     engine.step()
             assert [request.output_ids for request in requests] == plain
-            _check_left(engine)
+            check_left(engine)
 
 
 @pytest.mark.parametrize("at", [2, 5])
@@ -943,7 +929,7 @@ def test_an_interrupt_between_requests_loses_no_output(
     while engine.has_work:
         engine.step()
     assert [request.output_ids for request in requests] == plain
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.parametrize("when", [1, 4])
@@ -973,7 +959,7 @@ def test_nan_ends_only_the_request_it_belongs_to(
     assert run(engine, requests) == plain, "ordinary steps compute numbers"
     assert verified.count(victim.request_id) > 2
     assert {verified.count(request.request_id) for request in requests if request is not victim} == {1}
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_requests_that_need_logits_get_ordinary_steps(pair: Pair, plain: list[list[int]]) -> None:
@@ -1006,4 +992,4 @@ def test_requests_that_need_logits_get_ordinary_steps(pair: Pair, plain: list[li
     assert [request.output_ids for request in requests] == plain
     assert executor_of(engine).num_launched == before
     assert reader.rows > 0
-    _check_left(engine)
+    check_left(engine)

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from late_stream import LateStream, make_executor_late
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import SmallModelDrafter
-from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
@@ -68,17 +66,6 @@ def _outputs(requests: Sequence[Request]) -> list[Any]:
     return [(one.output_ids, one.finish_reason, [set(known) for known in one.logprobs]) for one in requests]
 
 
-def _check_left(engine: Engine) -> None:
-    assert not engine.has_work
-    assert not engine.scheduler.turns.in_flight
-    runners = (
-        [one.runner for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)] if engine.drafter else []
-    )
-    for cache in (engine.target.cache, *(runner.cache for runner in runners)):
-        assert cache.is_balanced()
-        assert cache.num_owned == 0
-
-
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("lookups", [(), ("ngram",)])
 def test_masked_requests_have_the_tokens_of_plain_decoding(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
@@ -94,7 +81,7 @@ def test_masked_requests_have_the_tokens_of_plain_decoding(tree: str, lookups: t
     assert not {*range(20, 60)} & set(requests[3].output_ids)
     if TREES[tree]:
         assert all(request.speculation.num_accepted_draft_tokens > 0 for request in requests[:5])
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "lfm2"])
@@ -103,7 +90,7 @@ def test_other_targets(family: str, model_folder: Callable[..., Path]) -> None:
     engine, requests = make_device_engine(target, small, TREES["2,2,1"]), _requests()
     assert run_on_device(engine, requests) == set(requests)
     assert _outputs(requests) == _wanted(target)
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_the_first_draft_tokens_are_allowed_ones(pair: Pair, trees: dict[str, list[Any]]) -> None:
@@ -128,7 +115,7 @@ def test_a_step_waits_for_the_device_twice_and_uses_no_memory_too_early(
             run_on_device(engine, requests)
         assert _outputs(requests) == wanted
         assert stream.num_waits <= (2 if tree else 1) * executor_of(engine).num_launched
-        _check_left(engine)
+        check_left(engine)
 
 
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
@@ -172,7 +159,7 @@ def test_a_request_without_credit_for_masks_leaves_and_comes_back(pair: Pair) ->
     assert lengths[4] == lengths[11] < len(wanted)
     assert all(one.is_finished for one in others)
     assert first.output_ids == wanted
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_no_more_requests_with_grammars_are_served_at_a_time_than_the_credit_of_their_tenant_pays(pair: Pair) -> None:
@@ -198,7 +185,7 @@ def test_no_more_requests_with_grammars_are_served_at_a_time_than_the_credit_of_
     assert served[3] == 4
     assert all(1 <= count <= 2 for count in served[4:7]), "one on the device, and one in an ordinary step"
     assert [request.output_ids for request in requests] == wanted
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.parametrize("is_deep", [False, True])
@@ -224,7 +211,7 @@ def test_masks_that_fail_concern_their_request_alone(
         assert requests[0].error == "the engine failed on this request: MemoryError"
         assert _outputs(requests)[1:] == wanted[1:]
     assert len(engine.executors) == 2, "others keep their steps on the device"
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_a_text_after_which_no_token_is_allowed_fails_alone(pair: Pair) -> None:
@@ -236,4 +223,4 @@ def test_a_text_after_which_no_token_is_allowed_fails_alone(pair: Pair) -> None:
     assert [one for i, one in enumerate(_outputs(requests)) if i != 3] == [
         one for i, one in enumerate(_wanted(pair[0])) if i != 3
     ]
-    _check_left(engine)
+    check_left(engine)

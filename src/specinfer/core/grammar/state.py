@@ -154,14 +154,9 @@ class Grammar:
         After the end all tokens are legal: the request ends there, and tokens after it are dropped.
         """
         path = tuple(path)
-        for length in range(len(path) + 1 if not self._has_ended else 0):
-            self._look_at(path[:length])
-            if path[:length] in self._ends:
-                break
-        else:
-            if not self._has_ended:
-                return self._bits[path]
-        return np.full(-(-self._vocab_size // 8), 255, dtype=np.uint8)
+        if self._has_ended or any(self._ends_at(path[:length]) for length in range(len(path) + 1)):
+            return np.full_like(self._none, 255)
+        return self._bits[path]
 
     def advance(self, token: int) -> None:
         """Add a generated token to the output. After an illegal token nothing is legal."""
@@ -202,11 +197,15 @@ class Grammar:
             set_bit(bits, self._end_bit, is_set=False)
         for token in self._eos_token_ids:
             set_bit(bits, token, is_set=is_complete)
-        if self._vocab_size % 8:  # what llguidance says of further tokens
+        if self._vocab_size % 8:  # bits of tokens beyond the vocabulary
             bits[-1] &= (1 << self._vocab_size % 8) - 1
         if is_complete and not bits.any():
             self._ends.add(path)
         self._bits[path] = bits
+
+    def _ends_at(self, path: tuple[int, ...]) -> bool:
+        self._look_at(path)
+        return path in self._ends
 
     def _is_legal(self, path: tuple[int, ...], token: int) -> bool:
         self._look_at(path)

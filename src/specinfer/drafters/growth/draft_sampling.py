@@ -238,10 +238,8 @@ def _on_host(*tensors: Tensor) -> list[Any]:
     """Copy tensors to the host; a device is waited for once. Double precision holds token ids, too."""
     if not _is_apart(tensors[0]):
         return [one.numpy() for one in tensors]
-    together = torch.cat([one.flatten().double() for one in tensors]).cpu().numpy()
-    parts = np.split(together, np.cumsum([one.numel() for one in tensors])[:-1])
-    kinds = [torch.empty(0, dtype=one.dtype).numpy().dtype for one in tensors]
-    return [part.astype(kind).reshape(one.shape) for part, kind, one in zip(parts, kinds, tensors, strict=True)]
+    parts = torch.cat([one.flatten().double() for one in tensors]).cpu().split([one.numel() for one in tensors])
+    return [part.to(one.dtype).view(one.shape).numpy() for part, one in zip(parts, tensors, strict=True)]
 
 
 def _is_apart(tensor: Tensor) -> bool:

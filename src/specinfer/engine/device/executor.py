@@ -1,4 +1,4 @@
-"""DeviceExecutor: serves requests whose steps need no logits on the host, with up to two steps in flight.
+"""DeviceExecutor: serves requests whose steps need no logits on the host, one step beginning before the last is read.
 
 A request joins when it has emitted its first token. From then on its slots, last token, parameters and drafts are in a
 row on the device (`state`), and one step of all of them is two programs (`programs`), launched one after the other, or

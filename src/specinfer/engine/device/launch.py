@@ -186,7 +186,8 @@ class Answers:
 
     def probs(self, row: int) -> list[float]:
         """Return what `trace.target_probs` returns for the tree of all."""
-        found: list[float] = np.exp(self._here["node_logprob_float32"][row, : len(self.tree(row))]).tolist()
+        size = int(self._here[TreeNames.of(0, 1).sizes][row])
+        found: list[float] = np.exp(self._here["node_logprob_float32"][row, :size]).tolist()
         return found
 
     def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:

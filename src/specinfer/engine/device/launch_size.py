@@ -120,7 +120,6 @@ class LaunchSize:
                 "draft_lengths": (models, rows),  # number of columns that the drafter keeps, without the first
                 "draft_path": (models, rows, self.max_depth + 1),
                 "node_logprob_float32": (rows if self.is_traced else 0, self.num_nodes),
-                "node_rank": (rows if self.is_traced else 0, self.num_nodes),
                 **self._trees(),
                 "path_prob_float32": (rows, levels),
                 **result_shapes(rows, min(self.num_nodes, self.max_depth + 1), self.asked),

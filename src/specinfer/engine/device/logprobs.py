@@ -105,8 +105,9 @@ def write_node_logprobs(
     ends = path.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
     parents, tokens = trees.parents.long().clamp(min=0), trees.tokens.long()
     parents[:, 0], tokens[:, 0] = torch.where(lengths > 0, ends, 0).long(), following.clamp(min=0)
-    values, ranks = (results[name].view(-1, 1) for name in ("node_logprob_float32", "node_rank"))
-    out = TokenScores(values, ranks, ranks[:, :0], values[:, :0])
+    values = results["node_logprob_float32"].view(-1, 1)
+    none = tokens.view(-1, 1)[:, :0]
+    out = TokenScores(values, none, none, values[:, :0])
     score_tokens(logits, (roots.unsqueeze(1) + parents).flatten(), tokens.view(-1, 1), out)
 
 

@@ -150,7 +150,7 @@ def _kind(module: nn.Module, kinds: Mapping[str, type[nn.Module]]) -> Any:
     return kinds.get(type(module).__name__) if is_theirs else None
 
 
-def has_states(config: Any) -> bool:
+def has_recurrent_layers(config: Any) -> bool:
     """Return whether a model has layers without attention that mix tokens."""
     return bool(_types(config))
 
@@ -186,7 +186,7 @@ def weights_in_memory(model: nn.Module) -> set[str]:
 
 def has_stages(config: Any) -> bool:
     """Return whether a model can be split into stages."""
-    return not has_states(config) or config.model_type not in LOOP_REPLACED
+    return not has_recurrent_layers(config) or config.model_type not in LOOP_REPLACED
 
 
 def check_stages(config: Any, num_stages: int) -> None:
