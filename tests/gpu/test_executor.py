@@ -108,7 +108,7 @@ def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
         if not options:
             assert isinstance(executor, DeviceExecutor)
             assert llm.engine.executors[0] is executor, "no step has failed"
-            assert any(size.adapts for size in executor._device._ready)
+            assert any(size.adapts for size in executor._device._captured.found)
     assert found[0] == found[1] == found[2]
     assert found[0] != _tokens(_llm(folder, small, "off"))
 

@@ -17,6 +17,7 @@ from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import gpu_path
+from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.engine import _why_no_sampled
 from specinfer.setup.gpu_path import log_gpu_path
 from tiny import VOCAB
@@ -41,7 +42,7 @@ def logged(
     """Return the level and the text of the only line that is logged for a GPU."""
     caplog.clear()
     with caplog.at_level(logging.INFO, logger=gpu_path.__name__):
-        log_gpu_path(target, {"small": small}, why_no_steps, why_no_sampled, device=GPU)
+        log_gpu_path(target, {"small": small.why_not_captured}, why_no_steps, why_no_sampled, device=GPU)
     (record,) = caplog.records
     return record.levelname, record.getMessage()
 
@@ -127,13 +128,7 @@ def test_passes_over_a_part_of_the_context_are_not_captured(
     assert "captured passes of small: no, they leave out tokens, and layers have windows or are not fused" in line
 
 
-def test_heads_draft_on_the_device(
-    runners: tuple[ModelRunner, ModelRunner],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Their passes are captured there alone, which is no reason for a warning."""
+def test_heads_draft_on_the_device(runners: tuple[ModelRunner, ModelRunner], tmp_path: Path) -> None:
     target, small = runners
     head = HeadRunner(load_head(save_tiny_head(tmp_path / "head"), target.loaded), target, 200)
     block = HeadRunner(load_head(save_block(tmp_path / "block"), target.loaded), target, 200)
@@ -141,12 +136,20 @@ def test_heads_draft_on_the_device(
         assert why_not(target, make_drafter(kinds, VOCAB, [f"{i}" for i in range(len(kinds))])) is None
     copy = SelfRunner(replace(target.loaded, layer_shapes=()), target)
     assert why_not(target, make_drafter([copy, small, head], VOCAB, ["a", "b", "c"])) is None
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
-    level, line = logged(caplog, target, head, None)
-    assert (level, "small" in line) == ("INFO", False)
-    level, line = logged(caplog, target, head, "capturing is off")
-    assert level == "WARNING"
-    assert "captured passes of small: no, those of heads are captured only in steps on the device" in line
+
+
+def test_draft_loops_are_captured_where_passes_are(runners: tuple[ModelRunner, ModelRunner], tmp_path: Path) -> None:
+    """Those of heads, too, whose other passes are not."""
+    target, small = runners
+    head = HeadRunner(load_head(save_tiny_head(tmp_path), target.loaded), target, 200)
+    speculator = Speculator(target, {"small": small, "head": head, "suffix": "suffix"}, {})
+    for captures, why in ((True, None), (False, "capturing is off")):
+        for runner in runners:
+            assert runner.graphs is not None
+            runner.graphs.captures = captures
+        speculator.configure(SpeculativeConfig(tree="2,1"))
+        assert len(speculator.draft_programs) == 2 * captures
+        assert speculator.why_not_captured == {"small": None, "head": why}
 
 
 def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

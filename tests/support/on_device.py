@@ -17,6 +17,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, SmallModelDrafter, make_drafter
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import NextTokens
+from specinfer.engine.device.draft_programs import use_draft_programs
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
@@ -33,6 +34,12 @@ from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 from tiny import make_request, random_prompts
 
 CPU = torch.device("cpu")
+# Ordinary steps whose trees grow level by level, such with a program for all levels, and steps on the device.
+WAYS: tuple[dict[str, bool], ...] = (
+    {"has_device_executor": False},
+    {"has_device_executor": False, "has_draft_programs": True},
+    {"has_device_executor": True},
+)
 # Greedy and sampled requests, one of them truncated, one with a penalty.
 MIXED_PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=30),
@@ -86,16 +93,18 @@ def make_device_engine(
     takes_adapters: bool = False,
     is_sparse: bool = False,
     num_states: int | None = None,
+    has_draft_programs: bool = False,
 ) -> Engine:
     """An engine with a device executor, or one without it that is alike in all else.
 
     Args:
+        has_draft_programs: Whether a program grows all trees of an ordinary step.
         small: Drafters. Those that store no keys and values are copies of the target.
         takes_adapters: Whether copies draft with the adapters of requests.
         is_sparse: Whether copies attend to a part of the context.
         num_states: Number of states of recurrent layers, or None for as many as requests need.
     """
-    graphs = Graphs(CPU) if has_device_executor else None
+    graphs = Graphs(CPU) if has_device_executor or has_draft_programs else None
     several = [] if small is None else [small] if isinstance(small, LoadedModel) else small
     target = replace(target, taps=taps_of(target, several))
     runner = ModelRunner(target, num_slots, keeps_prefixes=keeps_prefixes, graphs=graphs, num_states=num_states)
@@ -124,6 +133,10 @@ def make_device_engine(
             [*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling,
             [*vocabularies, *[None for _ in lookups]],
         )  # fmt: skip
+        if graphs is not None and has_draft_programs:
+            graphs.captures = True
+            use_draft_programs(drafter, target.vocab_size)
+            graphs.captures = False
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens, max_loras=max_loras)
     executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None

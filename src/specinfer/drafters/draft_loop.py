@@ -6,7 +6,7 @@ requests.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,7 +45,22 @@ class GrownTree(NamedTuple):
     """A tree, and its nodes that have keys and values."""
 
     tree: TokenTree
-    computed: Sequence[int]
+    computed: Sequence[int]  # by reserved slot, that of the first one; -1 where there is none
+
+
+class TreeGrower(Protocol):
+    """A way to grow trees without a step for each level: by native code on CPUs, by a program on GPUs."""
+
+    def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Return those whose trees can be grown in one call, if the model can grow any."""
+        ...
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
+        """Return the tree of each request, which fit together, or None if the model cannot grow them now.
+
+        What the drafter has computed of known tokens is noted in its cache; slots of drafts stay reserved there.
+        """
+        ...
 
 
 class DraftLoop:
@@ -74,7 +89,6 @@ class DraftLoop:
         self._call: DraftCall | None = None
 
     def draft(self, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
-        """Return the tree of each request, which fit together, or None if the model cannot grow them now."""
         cache, known = self._runner.cache, self._cache.known
         call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
         if call is None:
@@ -101,8 +115,6 @@ class DraftLoop:
         return len(self._cache.known[request.request_id].ids) - len(self._runner.cache.slots(request.request_id))
 
     def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Return those whose trees can be grown in one call, if the model can grow any."""
-
         def is_wide(one: Wanted) -> bool:  # the distribution of a draw is over `SUPPORT` tokens
             return max(one.budget.widths, default=0) > SUPPORT
 

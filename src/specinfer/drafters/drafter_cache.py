@@ -96,11 +96,16 @@ class DrafterCache:
             self.note_read(request, len(piece.tokens))
         return self._score(requests, logits, list(num_rows.values())) if self._scoring else logits
 
-    def note_read(self, request: Request, count: int) -> None:
-        """Commit the first `count` reserved slots, whose known tokens were computed; the others stay reserved."""
+    def note_read(self, request: Request, count: int, of: int | None = None) -> None:
+        """Commit the first `count` reserved slots, whose known tokens were computed.
+
+        Args:
+            of: Reserved slots for known tokens, of which those that were not needed are freed; None for `count`. All
+                others stay reserved.
+        """
         cache, request_id = self._cache, request.request_id
         is_prompt = len(cache.slots(request_id)) < len(request.prompt_ids)  # it has just been read
-        cache.commit(request_id, range(count), of=count)
+        cache.commit(request_id, range(count), of=count if of is None else of)
         if is_prompt:
             cache.share(request_id, self._salts[request_id], self.known[request_id].ids)
 

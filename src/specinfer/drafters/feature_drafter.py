@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.draft_loop import DraftLoop
+from specinfer.drafters.draft_loop import DraftLoop, TreeGrower
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
 from specinfer.drafters.merge.scoring import Scoring
@@ -43,7 +43,9 @@ class HeadRunner(ModelRunner):
 
     @property
     def why_not_captured(self) -> str:
-        return "those of heads are captured only in steps on the device"
+        """Return why draft loops, which alone are captured, are not."""
+        is_whole = isinstance(self.target, ModelRunner)
+        return "capturing is off" if is_whole else "the target, whose hidden states it reads, is on several ranks"
 
     def replace(self, loaded: LoadedModel) -> None:
         super().replace(loaded)
@@ -103,7 +105,7 @@ class FeatureDrafter(SmallModelDrafter):
         assert isinstance(runner, HeadRunner)
         return FeatureCache(runner, self.vocabulary, None)  # it is scored on drafts alone
 
-    def _make_loop(self) -> DraftLoop | None:
+    def _make_loop(self) -> TreeGrower | None:
         if type(self) is not FeatureDrafter or type(self.runner) is not HeadRunner:
             return None
         return DraftLoop(

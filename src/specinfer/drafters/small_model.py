@@ -12,7 +12,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters.base import Draft, LaterDraft
-from specinfer.drafters.draft_loop import DraftLoop, Wanted
+from specinfer.drafters.draft_loop import DraftLoop, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
@@ -34,7 +34,7 @@ class _Drafted(NamedTuple):
 
     request: Request
     tree: TokenTree
-    computed: Sequence[int]  # nodes with keys and values in the cache
+    computed: Sequence[int]  # as in `GrownTree`
 
 
 class SmallModelDrafter:
@@ -70,13 +70,23 @@ class SmallModelDrafter:
         self.vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
         self._scoring = Scoring(draft_sampling, self.vocabulary) if is_scored else None
         self._cache = self._make_cache(runner)
-        self._loop = None if is_scored or self.vocabulary.translates else self._make_loop()
+        self._loop: TreeGrower | None = None if is_scored or self.vocabulary.translates else self._make_loop()
         self._drafted: dict[str, _Drafted] = {}
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         return DrafterCache(runner, self.vocabulary, self._scoring)
 
-    def _make_loop(self) -> DraftLoop | None:
+    @property
+    def cache(self) -> DrafterCache:
+        """The cache of what it has computed of each request."""
+        return self._cache
+
+    def grow_with(self, grower: TreeGrower) -> None:
+        """Grow trees with this from now on, as far as it can."""
+        assert self._scoring is None
+        self._loop = grower
+
+    def _make_loop(self) -> TreeGrower | None:
         if type(self.runner) is not ModelRunner:  # others have passes of their own
             return None
         return DraftLoop(self.runner, self._cache, self.vocabulary, self.draft_sampling, self._calibration, self.name)
@@ -131,7 +141,7 @@ class SmallModelDrafter:
         return [drafted[request.request_id] for request, _ in wanted]
 
     def _drafted_at_once(self, wanted: Sequence[Wanted]) -> dict[str, "_Drafted"]:
-        """Return what one native call grows, by request: none, or the trees of all requests that it can grow."""
+        """Return what one call grows, by request: none, or the trees of all requests that it can grow."""
         if self._loop is None:
             return {}
         fitting = self._loop.fitting(wanted)

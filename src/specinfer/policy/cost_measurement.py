@@ -17,6 +17,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
 from specinfer.drafters.merge.merged import parts_of, reads_prompts
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.model.batch import Piece
@@ -250,8 +251,7 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
         return Span(request, _PROMPT - 1, _PROMPT)
 
     def draft(width: int) -> None:
-        widths = (1,) if width == _FIRST_LEVEL else (width,) + (1,) * (_DRAFT_LEVELS - 1)
-        drafter.draft([span], [TreeBudget.expansion(widths)])
+        drafter.draft([span], [TreeBudget.expansion((1,) if width == _FIRST_LEVEL else _widths(width, target))])
 
     try:
         if any(isinstance(part, SmallModelDrafter) and part.reads_target for part in parts_of(drafter)):
@@ -279,3 +279,13 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
     finally:
         drafter.forget(_PROBE)
         target.cache.free(_PROBE)
+
+
+def _widths(width: int, target: TargetRunner) -> tuple[int, ...]:
+    """Return an expansion whose levels have as many nodes.
+
+    On GPUs a node has no more children than best first: kernels are compiled for their number.
+    """
+    children = width if target.loaded.device.type == "cpu" else min(width, BEST_FIRST_WIDTH)
+    assert width % children == 0
+    return (children, width // children, *[1] * (_DRAFT_LEVELS - 2))

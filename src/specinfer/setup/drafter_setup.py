@@ -14,6 +14,7 @@ from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_draft
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.engine.device.draft_programs import DraftPrograms, use_draft_programs
 from specinfer.engine.device.processing import why_not
 from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.load import LoadedModel
@@ -119,11 +120,18 @@ class Speculator:
         self._is_off = False  # set by `configure`
         self.drafter: MergedDrafter | None = None
         self.policy: SpeculationPolicy = FixedPolicy()
+        self.draft_programs: list[DraftPrograms] = []
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:
         """Model drafters of this process, by the names they were loaded with."""
         return {name: kind for name, kind in self._kinds.items() if isinstance(kind, ModelRunner)}
+
+    @property
+    def why_not_captured(self) -> dict[str, str | None]:
+        """Why passes of model drafters of this process are not captured, by name; None where they are."""
+        captured = [programs.runner for programs in self.draft_programs]
+        return {name: None if one in captured else one.why_not_captured for name, one in self.small_models.items()}
 
     def configure(self, config: SpeculativeConfig) -> None:
         """Make a fresh drafter and policy, with nothing learned yet.
@@ -163,6 +171,7 @@ class Speculator:
             ngram_sizes=config.ngram_sizes,
             costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
+        self.draft_programs = use_draft_programs(self.drafter, target.vocab_size)
         policy = config.speculation_policy
         self._predictor = None if policy is None else load_policy_network(policy, self.drafter)
         self._is_off = config.shape.is_off

@@ -1,7 +1,10 @@
 """The engine over assembled models, with the drafters and the policy of one configuration."""
 
+from typing import Any
+
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.progress import ProgressCallback
+from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.processing import READS_LOGITS, why_not, why_not_sampled
@@ -24,9 +27,14 @@ def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCa
     executor = DeviceExecutor.of(target, drafter, scheduler, config.verification)
     if executor is not None and not policy.reads_logits:
         executor.prepare(usual_budgets(config.shape), progress)
+    else:
+        defaults: dict[str, Any] = {**target.loaded.sampling_defaults}
+        truncates = SamplingParams(**defaults).truncates
+        for programs in speculator.draft_programs:
+            programs.prepare(usual_budgets(config.shape), truncates=truncates, progress=progress)
     why_no_steps = why_not(target, drafter) or (READS_LOGITS if policy.reads_logits else None)
     why_no_sampled = _why_no_sampled(drafter, config)
-    log_gpu_path(target, speculator.small_models, why_no_steps, why_no_sampled, device=target.loaded.device)
+    log_gpu_path(target, speculator.why_not_captured, why_no_steps, why_no_sampled, device=target.loaded.device)
     engine = Engine(target, drafter, policy, scheduler, config.verification, executor)
     scheduler.planner = speculator.planner
     return engine

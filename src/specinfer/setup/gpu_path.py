@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from specinfer.drafters import HeadRunner
 from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.capture import CaptureError, Graphs
-from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.model.runner import TargetRunner
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +16,7 @@ Parts = Mapping[str, str | None]  # name of a part -> why it is not used, or Non
 
 def log_gpu_path(
     target: TargetRunner,
-    drafters: Mapping[str, ModelRunner],
+    drafters: Parts,
     why_no_steps: str | None,
     why_no_sampled: str | None = None,
     *,
@@ -26,7 +25,7 @@ def log_gpu_path(
     """Log once what is used on a GPU: a warning if any part is not, since generation is then several times as slow.
 
     Args:
-        drafters: Model drafters by name.
+        drafters: Why passes of drafters are not captured, by name.
         why_no_steps: Reason why steps do not run on the device alone, or None if they do.
         why_no_sampled: Reason why those of sampled requests do not.
     """
@@ -35,11 +34,7 @@ def log_gpu_path(
     parts: dict[str, str | None] = {
         "Triton kernels": why_not_on(device),
         "captured passes of the target": target.why_not_captured,
-        **{
-            f"captured passes of {name}": one.why_not_captured
-            for name, one in drafters.items()
-            if why_no_steps is not None or not isinstance(one, HeadRunner)
-        },
+        **{f"captured passes of {name}": why for name, why in drafters.items()},
         "steps on the device": why_no_steps,
     }
     if why_no_steps is None and why_no_sampled is not None:

@@ -11,6 +11,7 @@ from assistants import save_assistant
 from heads import save_block, save_cycle, save_cycle_block, save_eagle3
 from on_device import (
     MIXED_PARAMS,
+    WAYS,
     executor_of,
     load_device_head,
     load_plain,
@@ -157,18 +158,16 @@ def test_fixed_trees_are_those_of_ordinary_steps(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
     told, tables = [], []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(
-            *pairs[kind], TREES[tree], lookups=lookups, has_device_executor=has_device_executor
-        )  # fmt: skip
+    for way in WAYS:
+        engine = make_device_engine(*pairs[kind], TREES[tree], lookups=lookups, **way)
         requests = _requests()
         run(engine, requests)
         told.append(dict(trees))
         trees.clear()
         tables.append(engine.drafter.calibration.state("small"))
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2]
     assert sum(map(len, told[0].values())) > 30
-    assert tables[1] == pytest.approx(tables[0], rel=1e-4)
+    assert tables[1:] == [pytest.approx(tables[0], rel=1e-4)] * 2
 
 
 @pytest.mark.covering(1)
@@ -181,18 +180,18 @@ def test_tokens_are_drawn_as_in_ordinary_steps(
     kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
     told, tables = [], []
-    for has_device_executor in (False, True):
+    for way in WAYS:
         tree = TreeBudget.expansion((3, 2, 1))
-        engine = make_device_engine(*pairs[kind], tree, verification=rule, has_device_executor=has_device_executor)
+        engine = make_device_engine(*pairs[kind], tree, verification=rule, **way)
         requests = _requests()
-        if has_device_executor:
+        if way["has_device_executor"]:
             assert run_on_device(engine, requests) == set(requests)
         run(engine, requests)
         told.append((dict(trees), [(request.output_ids, request.uniforms.state) for request in requests]))
         trees.clear()
         tables.append(engine.drafter.calibration.state("small sampled"))
-    assert told[0] == told[1]
-    assert tables[1] == pytest.approx(tables[0], rel=1e-4)
+    assert told[0] == told[1] == told[2]
+    assert tables[1:] == [pytest.approx(tables[0], rel=1e-4)] * 2
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "jetspec"])
@@ -203,13 +202,13 @@ def test_a_head_drafts_beside_a_small_model(
     target, head = pairs[kind]
     for drafters in ([head, target], [target, head]):
         told = []
-        for has_device_executor in (False, True):
-            engine = make_device_engine(target, drafters, TREES["3,2,1"], has_device_executor=has_device_executor)
+        for way in WAYS:
+            engine = make_device_engine(target, drafters, TREES["3,2,1"], **way)
             requests = _requests()
             assert run(engine, requests) == plain[kind]
             told.append(dict(trees))
             trees.clear()
-        assert told[0] == told[1]
+        assert told[0] == told[1] == told[2]
         assert executor_of(engine).num_launched > 3
         _check_left(engine)
 
@@ -299,14 +298,14 @@ def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(name: str, tre
     # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.
     params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=32) for i in range(2)]
     rates = []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(target, head, tree, has_device_executor=has_device_executor)
+    for way in WAYS:
+        engine = make_device_engine(target, head, tree, **way)
         requests = [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
         run(engine, requests)
         counts = [one.speculation for one in requests]
         rates.append(sum(one.num_generated for one in counts) / sum(one.num_target_passes for one in counts))
     assert rates[0] > 1.5
-    assert rates[1] == pytest.approx(rates[0], rel=1e-9 if tree.widths else 0.05)
+    assert rates[1:] == [pytest.approx(rates[0], rel=1e-9 if tree.widths else 0.05)] * 2
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "dflash"])

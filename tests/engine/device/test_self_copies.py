@@ -12,6 +12,7 @@ from late_stream import LateStream, make_executor_late
 from on_device import (
     CPU,
     MIXED_PARAMS,
+    WAYS,
     as_on_a_gpu,
     come_and_go,
     executor_of,
@@ -87,16 +88,16 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
 @pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
 def test_fixed_trees_are_those_of_ordinary_steps(tree: str, rule: str, pair: Pair, trees: dict[str, list[Any]]) -> None:
     found = []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(*pair, TREES[tree], verification=rule, has_device_executor=has_device_executor)
+    for way in WAYS:
+        engine = make_device_engine(*pair, TREES[tree], verification=rule, **way)
         requests = _requests()
-        if has_device_executor:
+        if way["has_device_executor"]:
             assert run_on_device(engine, requests) == set(requests)
         run(engine, requests)
         found.append((dict(trees), [(one.output_ids, one.uniforms.state) for one in requests]))
         trees.clear()
         _check_left(engine)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert sum(map(len, found[0][0].values())) > 20
 
 
@@ -195,11 +196,9 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(
     adapters = Adapters(target, LoRAConfig(1, 8, 4), "base")
     adapter = adapters.find(LoRARequest("a", 1, str(save_adapter(tmp_path, target.folder, 3, r=8, lora_alpha=64))))
     slots, found = adapters._sites.adapter_slots(adapters.config), []
-    for has_device_executor, takes_adapters in ((False, True), (True, True), (True, False)):
+    for way, takes_adapters in (*((way, True) for way in WAYS), (WAYS[-1], False)):
         _, copy = _with_copy(target.folder, "self:int8")
-        engine = make_device_engine(
-            target, copy, TREES["1,1,1"], has_device_executor=has_device_executor, takes_adapters=takes_adapters
-        )  # fmt: skip
+        engine = make_device_engine(target, copy, TREES["1,1,1"], **way, takes_adapters=takes_adapters)
         assert isinstance(engine.drafter, MergedDrafter)
         (drafter,) = [one for one in engine.drafter.drafters if isinstance(one, SelfDrafter)]
         for runner in (engine.target, *([drafter.runner] if takes_adapters else [])):
@@ -210,14 +209,14 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(
             make_request(str(i), prompt, MIXED_PARAMS[0], adapter=own, cache_salt="" if own is None else own.salt)
             for i, (prompt, own) in enumerate(zip(random_prompts([9, 4, 12]), (adapter, None, adapter), strict=True))
         ]
-        if has_device_executor:
+        if way["has_device_executor"]:
             assert run_on_device(engine, requests) == set(requests)
         else:
             run(engine, requests)
         found.append([(one.output_ids, one.speculation.as_dict()) for one in requests])
-    assert found[0] == found[1]
-    (_, accepted), (_, without) = found[1][0], found[2][0]
-    assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found[2]]
+    assert found[0] == found[1] == found[2]
+    (_, accepted), (_, without) = found[2][0], found[3][0]
+    assert [tokens for tokens, _ in found[2]] == [tokens for tokens, _ in found[3]]
     assert accepted["num_accepted_draft_tokens"] > without["num_accepted_draft_tokens"]
 
 
@@ -236,15 +235,13 @@ def test_drafts_over_a_part_of_the_context_are_those_of_ordinary_steps(
     """The part changes with every token; prompts are shorter and longer than it."""
     target, copy = _with_copy(model_folder("llama"), name)
     found, drafts = [], []
-    for is_small, has_device_executor in ((False, True), (True, False), (True, True)):
+    for is_small, way in ((False, WAYS[-1]), *((True, way) for way in WAYS)):
         if is_small:
             monkeypatch.setattr(sparse_context, "_LEAST", 12)
             monkeypatch.setattr(sparse_context, "_PAGE", 1)
-        engine = make_device_engine(
-            target, copy, TREES[tree], verification=rule, has_device_executor=has_device_executor, is_sparse=True
-        )
+        engine = make_device_engine(target, copy, TREES[tree], verification=rule, **way, is_sparse=True)
         requests = _requests()
-        if has_device_executor:
+        if way["has_device_executor"]:
             assert run_on_device(engine, requests) == set(requests)
         else:
             run(engine, requests)
@@ -252,8 +249,8 @@ def test_drafts_over_a_part_of_the_context_are_those_of_ordinary_steps(
         drafts.append(dict(trees))
         trees.clear()
         _check_left(engine)
-    assert found[1] == found[2]
-    assert drafts[1] == drafts[2] != drafts[0]
+    assert found[1] == found[2] == found[3]
+    assert drafts[1] == drafts[2] == drafts[3] != drafts[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

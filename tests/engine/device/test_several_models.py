@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from interpreter import interpreted
-from on_device import executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
+from on_device import WAYS, executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -63,10 +63,8 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
 def test_fixed_trees_are_those_of_ordinary_steps(lookups: tuple[str, ...], models: Models) -> None:
     """Merged node for node, so the same path is kept in each step, and what is learned of each drafter is the same."""
     counts, tables = [], []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(
-            *models, TREES["2,1,1"], lookups=lookups, has_device_executor=has_device_executor
-        )  # fmt: skip
+    for way in WAYS:
+        engine = make_device_engine(*models, TREES["2,1,1"], lookups=lookups, **way)
         requests = _requests()
         run(engine, requests)
         counts.append([request.speculation.as_dict() for request in requests])
@@ -74,8 +72,8 @@ def test_fixed_trees_are_those_of_ordinary_steps(lookups: tuple[str, ...], model
         assert isinstance(engine.drafter, MergedDrafter)
         names = [one.name for one in engine.drafter.drafters]
         tables.append([engine.drafter.calibration.by_rank(name).tolist() for name in names])
-    assert counts[0] == counts[1]
-    assert tables[1] == [pytest.approx(of, rel=1e-5) for of in tables[0]]
+    assert counts[0] == counts[1] == counts[2]
+    assert tables[1:] == [[pytest.approx(of, rel=1e-5) for of in tables[0]]] * 2
     assert {"small", "small-3", *lookups} <= accepted
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
-from specinfer.engine.device.size_choice import SizeChoice
+from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
@@ -37,7 +36,6 @@ from specinfer.model.runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 _ROW = 128  # slots
-_MAX_SIZES = 64  # kept at the same time; the least recently used one is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +68,13 @@ class DeviceRows:
         context = -(-max_context // _ROW) * _ROW
         kinds = [DraftKind.of(one.runner) for one in drafters]
         self.state = DeviceState.empty(num_rows, context, self._place, kinds)
-        self._ready: OrderedDict[LaunchSize, _Ready] = OrderedDict()
-        self._weights = self._versions()
+        runners = [target, *(one.runner for one in drafters)]
+        self._captured = CapturedSizes[_Ready](self._graphs, runners)
         self._adjustments: Adjustments | None = None
         assert target.padded is not None
         self._masks = TokenMasks(target.padded.results)  # the logits of other passes have been read by then
         self._lacks_memory = False
-        self._choice = SizeChoice()
         self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(runner.num_replaced for runner in (self._target, *(one.runner for one in self._drafters)))
 
     @property
     def num_rows(self) -> int:
@@ -188,12 +182,12 @@ class DeviceRows:
 
     def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
-        seconds = (1 if wanted.shape is None else 2) * self._graphs.median_seconds
-        return self._choice.choose(wanted, self._ready, most_nodes, seconds, may_cut=may_cut)
+        num_captures = 1 if wanted.shape is None else 2
+        return self._captured.choose(wanted, most_nodes, num_captures=num_captures, may_cut=may_cut)
 
     def observe(self, size: LaunchSize, seconds: float) -> None:
         """Learn how long a step took on the device."""
-        self._choice.observe(size, seconds)
+        self._captured.observe(size, seconds)
 
     @torch.inference_mode()
     def prepare(self, size: LaunchSize) -> None:
@@ -203,7 +197,7 @@ class DeviceRows:
             CaptureError: They cannot be captured.
         """
         with on_device(self._place):
-            self._programs(size)
+            self._captured.of(size, self._capture)
 
     @torch.inference_mode()
     def compile(self, sizes: Sequence[LaunchSize], progress: Callable[[int, int], None]) -> None:
@@ -217,7 +211,7 @@ class DeviceRows:
             self._graphs.compile(programs(), progress=progress)
 
     def _launch(self, launch: Launch) -> None:
-        ready = self._programs(launch.size)
+        ready = self._captured.of(launch.size, self._capture)
         programs, marks = ready.programs, Marks(self._place)
         turn = programs.inputs.turn()
         drafters = [one.name for one in self._drafters] if launch.size.num_models else []
@@ -278,23 +272,12 @@ class DeviceRows:
             marks.mark()
         marks.wait()
 
-    def _programs(self, size: LaunchSize) -> _Ready:
-        if self._weights != self._versions():  # captured programs read the old weights
-            self._graphs.wait()  # they may still run
-            self._ready.clear()
-            self._weights = self._versions()
-        if size in self._ready:
-            self._ready.move_to_end(size)
-            return self._ready[size]
-        if len(self._ready) >= _MAX_SIZES:
-            self._graphs.wait()
-            self._choice.forget(self._ready.popitem(last=False)[0])
+    def _capture(self, size: LaunchSize) -> _Ready:
         programs = self._made(size)
         draft, score, verify = (part and self._graphs.captured(part) for part in programs.parts)
         assert verify is not None
-        ready = self._ready[size] = _Ready(programs, draft, score, verify)
         self.captured_at = time.perf_counter()
-        return ready
+        return _Ready(programs, draft, score, verify)
 
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""

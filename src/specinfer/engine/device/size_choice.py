@@ -1,11 +1,18 @@
 """SizeChoice: whether a step runs in the size that it needs, which may have to be captured, or in a larger one."""
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.model.graphs.capture import Graphs
+from specinfer.model.runner import ModelRunner
+
+T = TypeVar("T")
 
 _MEMORY = 0.8  # decay per step of what is remembered of a size's time
+_MAX_SIZES = 64  # captured at the same time; the least recently used one is dropped
 _CUT = 0.1  # of the time of a step, counted as lost if trees are cut: tokens that they would have had in addition
 
 
@@ -68,6 +75,60 @@ class SizeChoice:
             lost = max(self._seconds.get(best, least) - least, 0.0)
         self._lost[wanted] = self._lost.get(wanted, 0.0) + lost
         return best if self._lost[wanted] < capture_seconds else wanted
+
+
+class CapturedSizes(Generic[T]):
+    """The captured programs of each size, which are dropped when weights change.
+
+    Args:
+        runners: Runners whose weights captured programs read.
+
+    Attributes:
+        found: What is captured, by size.
+    """
+
+    def __init__(self, graphs: Graphs, runners: Sequence[ModelRunner]) -> None:
+        self._graphs, self._runners = graphs, runners
+        self._choice = SizeChoice()
+        self.found: OrderedDict[LaunchSize, T] = OrderedDict()
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [runner.num_replaced for runner in self._runners]
+
+    def choose(self, wanted: LaunchSize, most_nodes: int, *, num_captures: int, may_cut: bool = False) -> LaunchSize:
+        """Return the size to run a step in, as `SizeChoice.choose` does.
+
+        Args:
+            num_captures: Programs that a size has.
+        """
+        seconds = num_captures * self._graphs.median_seconds
+        return self._choice.choose(wanted, self.found, most_nodes, seconds, may_cut=may_cut)
+
+    def observe(self, size: LaunchSize, seconds: float) -> None:
+        """Learn how long a step took on the device."""
+        self._choice.observe(size, seconds)
+
+    def of(self, size: LaunchSize, capture: Callable[[LaunchSize], T]) -> T:
+        """Return what is captured of a size.
+
+        Args:
+            capture: Function that captures what the size needs, if it was not captured before.
+
+        Raises:
+            CaptureError: It cannot be captured.
+        """
+        if self._versions != self._now():  # captured programs read the old weights
+            self._graphs.wait()  # they may still run
+            self.found.clear()
+            self._versions = self._now()
+        if size not in self.found:
+            if len(self.found) >= _MAX_SIZES:
+                self._graphs.wait()
+                self._choice.forget(self.found.popitem(last=False)[0])
+            self.found[size] = capture(size)
+        self.found.move_to_end(size)
+        return self.found[size]
 
 
 def _cost(size: LaunchSize) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from specinfer.kernels.plain_draft import ChanceTable
 from specinfer.kernels.plain_logits import Truncation
 
 Ints = npt.NDArray[np.int32]
+_ALIGNED = 4  # 32-bit numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,9 @@ class Exchange:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-        total, start = sum(sizes.values()), 0
+        # Each begins at a multiple of 16 bytes, so that kernels are compiled once for all, and may have 64-bit numbers.
+        rooms = {name: -(-size // _ALIGNED) * _ALIGNED for name, size in sizes.items()}
+        total, start = sum(rooms.values()), 0
         pins = device.type == "cuda"
         with torch.inference_mode(mode=False):
             self._device = torch.zeros(total, dtype=torch.int32, device=device)
@@ -157,7 +160,7 @@ class Exchange:
             for host, views in zip(self._hosts, self._here, strict=True):
                 numbers = host.numpy()[part]
                 views[name] = (numbers.view(np.float32) if is_float else numbers).reshape(shape)
-            start = part.stop
+            start += rooms[name]
         self._turn = 0
 
     def turn(self) -> int:

@@ -157,7 +157,8 @@ class Buffers:
         if scan is not None:
             for name, values in scan.host_arrays(self._taps).items():
                 host[f"{_SCAN}{name}"][: len(values)] = values
-        self._note_updates(self._table.changes([one.prefix_slots for one in pieces]) if changes is None else changes)
+        changes = self._table.changes([one.prefix_slots for one in pieces]) if changes is None else changes
+        self._table.list_changes(changes, host["update_cells"], host["update_slots"])
         self._send()
 
     def empty(self) -> None:
@@ -171,18 +172,6 @@ class Buffers:
 
     def _send(self) -> None:
         self._block.send(self.num_bytes)
-
-    def _note_updates(self, changes: Iterable[Change]) -> None:
-        cells, slots = self._host["update_cells"], self._host["update_slots"]
-        num_noted = 0
-        for cell, new in changes:
-            end = num_noted + len(new)
-            if end <= len(cells):
-                cells[num_noted:end] = range(cell, cell + len(new))
-                slots[num_noted:end] = new
-                num_noted = end
-            else:  # a new request, or one in another row than before
-                self._table.write(cell, new)
 
     def _clear(self) -> None:
         """Fill the host buffers with padding."""

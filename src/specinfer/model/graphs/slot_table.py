@@ -1,15 +1,17 @@
 """SlotTable: the slots of the requests' prefixes on the device, for captured passes."""
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specinfer.model.kv_cache import Slots
 
 Change: TypeAlias = tuple[int, Slots]  # the first of adjacent cells, and their new slots
+Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 class SlotTable:
@@ -54,6 +56,22 @@ class SlotTable:
                 self._known[row, start : len(prefix)] = prefix[start:]
                 self._lens[row] = len(prefix)
                 yield row * self.context + start, prefix[start:]
+
+    def list_changes(self, changes: Iterable[Change], cells: Ints, slots: Ints) -> None:
+        """List changes for a program to write; those that the lists have no room for are written now.
+
+        Args:
+            cells, slots: Written to, from the first place on.
+        """
+        num_listed = 0
+        for cell, new in changes:
+            end = num_listed + len(new)
+            if end <= len(cells):
+                cells[num_listed:end] = range(cell, cell + len(new))
+                slots[num_listed:end] = new
+                num_listed = end
+            else:  # a new request, or one in another row than before
+                self.write(cell, new)
 
     def write(self, cell: int, new: Slots) -> None:
         """Write adjacent cells in one copy, in order with the other work of the device."""

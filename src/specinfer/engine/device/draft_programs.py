@@ -1,0 +1,288 @@
+"""DraftPrograms: the drafts of one model in ordinary steps on a device, where one program grows the trees of a step.
+
+`small_model.py` grows trees level by level: the host waits for the logits of each level and chooses its nodes. Here the
+draft loop of steps on a device does all that, captured, and the host waits once, for the trees. What the drafter has
+computed of each request is noted in its cache on the host, as in all ordinary steps.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from specinfer.core.draws import Floats
+from specinfer.core.errors import first_line
+from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
+from specinfer.core.request import Request
+from specinfer.core.tree import TreeBudget
+from specinfer.core.tree_shape import MAX_TREE_NODES
+from specinfer.drafters import Drafter, HeadRunner, MergedDrafter, SmallModelDrafter
+from specinfer.drafters.draft_loop import GrownTree, Wanted
+from specinfer.drafters.growth.calibration import Calibration, source, source_of
+from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
+from specinfer.drafters.self_drafter import BorrowedCache
+from specinfer.engine.device.depth import LevelProbs
+from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.draft_program import DraftProgram, DraftRow, Numbers, Tables
+from specinfer.engine.device.growth import DraftKind, DraftShape
+from specinfer.engine.device.launch import Marks
+from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.size_choice import CapturedSizes
+from specinfer.engine.device.sizes import NODES, holds, holds_expansion, shape_of
+from specinfer.model.device import on_device
+from specinfer.model.graphs.capture import CaptureError, Graphs, Program
+from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
+from specinfer.model.graphs.slot_table import Change
+from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
+from specinfer.model.recurrent.layers import is_hybrid
+from specinfer.model.runner import ModelRunner
+from specinfer.verify.logits import is_adjusted
+from specinfer.verify.rules import MULTI_STEP
+
+logger = logging.getLogger(__name__)
+
+
+def use_draft_programs(drafter: Drafter | None, target_vocab: int) -> list["DraftPrograms"]:
+    """Let the drafters grow their trees by programs, where passes are captured; return the programs of each."""
+    made = list[DraftPrograms]()
+    if isinstance(drafter, MergedDrafter) and drafter.selection is None:
+        for one in drafter.drafters:
+            graphs = _graphs_of(one) if isinstance(one, SmallModelDrafter) else None
+            if isinstance(one, SmallModelDrafter) and graphs is not None and graphs.captures:
+                made.append(DraftPrograms(one, target_vocab, graphs, drafter.calibration))
+                one.grow_with(made[-1])
+    return made
+
+
+def _graphs_of(drafter: SmallModelDrafter) -> Graphs | None:
+    """Return the graphs that draft loops of this drafter can be captured with, or None if they cannot."""
+    runner = drafter.runner
+    if not drafter.shares_vocabulary or is_hybrid(runner.loaded.model):
+        return None
+    if isinstance(runner, HeadRunner):  # it reads hidden states where the target has put them
+        return runner.target.graphs if isinstance(runner.target, ModelRunner) else None
+    return runner.graphs if runner.padded is not None else None
+
+
+class DraftPrograms:
+    """The draft programs of one drafter, by size.
+
+    Args:
+        target_vocab: Number of tokens of the target.
+        graphs: Captured graphs.
+        calibration: The acceptance probabilities of draft tokens.
+    """
+
+    def __init__(self, drafter: SmallModelDrafter, target_vocab: int, graphs: Graphs, calibration: Calibration) -> None:
+        # Not the drafter, which refers to these programs: memory would be free only after a search for such cycles.
+        self.runner, self._cache, self._name = drafter.runner, drafter.cache, drafter.name
+        self._vocabulary, self._draft_sampling = drafter.vocabulary, drafter.draft_sampling
+        self._target_vocab, self._graphs, self._calibration = target_vocab, graphs, calibration
+        runner = drafter.runner
+        self._place, self._kind = runner.loaded.device, DraftKind.of(runner)
+        reader = runner.target if isinstance(runner, HeadRunner) else runner
+        assert isinstance(reader, ModelRunner)
+        self._reader = reader  # whose cache has the whole text of each request
+        self._num_rows = at_least(REQUESTS, reader.max_requests) or REQUESTS[-1]
+        context = min(reader.loaded.max_position, reader.cache.num_slots)
+        self._tables = Tables.of(self._kind, self._num_rows, context, self._place)
+        self._sizes = CapturedSizes[tuple[DraftProgram, Program]](graphs, [runner])
+        self._level_probs, self._is_capturable = LevelProbs(), True
+
+    @property
+    def _own_cache(self) -> KVCache:
+        """The drafter's cache, another one after a change of its weights; the target's, if it has none."""
+        return self.runner.cache
+
+    # ------------------------------------------------------------------------------------------ what is drafted
+
+    def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Return those whose trees a program can grow."""
+        return [one for one in wanted if self._is_capturable and self._can_draft(*one)][: self._num_rows]
+
+    def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
+        if not holds(budget) or is_adjusted(request) or (request.adapter is not None and self._kind.shares_cache):
+            return False
+        if chooses_for(self._draft_sampling, request):
+            return True
+        return self._draws(request) and bool(budget.widths) and holds_expansion(self._shape_of([budget], 1), budget)
+
+    def _draws(self, request: Request) -> bool:
+        """Return whether tokens for a request are drawn without replacement."""
+        sampling = sampling_of(self._draft_sampling, request)
+        return sampling == "without-replacement" and not request.params.is_greedy
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
+        """Return the tree of each request, or None if they cannot be grown together now."""
+        requests = [request for request, _ in wanted]
+        chance = max(self._calibration.by_rank(source(self._name, request))[0] for request in requests)
+        budgets = self._level_probs.cut([budget for _, budget in wanted], float(chance))
+        size = self._size_of(requests, budgets)
+        ready = self._captured(size) if size is not None and self._has_room(requests, size) else None
+        if ready is None:
+            return None
+        program, run = ready
+        for request in requests:
+            if self._num_unread(request) > program.shape.num_known:
+                self._cache.read_known(request)
+        with on_device(self._place), torch.inference_mode():
+            found = self._run(program, run, requests, budgets)
+        best_first = [row for row, budget in enumerate(budgets) if not budget.widths]
+        self._level_probs.observe(found["path_prob_float32"][best_first])
+        return [self._grown(request, found, row, program) for row, request in enumerate(requests)]
+
+    def _num_unread(self, request: Request) -> int:
+        """Return the number of known tokens that the drafter has not computed and has to."""
+        if self._kind.shares_cache:
+            return 0
+        num_tokens = len(request.token_ids) - (1 if self._kind.reads_paths else 0)
+        return num_tokens - len(self._own_cache.slots(request.request_id))
+
+    def _has_room(self, requests: Sequence[Request], size: LaunchSize) -> bool:
+        """Return whether there are slots for what the drafter reads and drafts."""
+        if not self._kind.stores_drafts:
+            return True
+        num_new = sum(map(self._num_unread, requests)) + len(requests) * size.num_columns
+        return num_new <= self._own_cache.num_available
+
+    # ------------------------------------------------------------------------------------------------- sizes
+
+    def _shape_of(self, budgets: Sequence[TreeBudget], rows: int) -> DraftShape | None:
+        return shape_of(budgets, NODES[-1], max(MAX_ROWS // rows, 1), kinds=(self._kind,))
+
+    def _size_of(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> LaunchSize | None:
+        """Return the size to draft in, or None if there is none that holds all trees whole that are drawn."""
+        rows = at_least(REQUESTS, len(requests))
+        assert rows is not None
+        shape = self._shape_of(budgets, rows)
+        drawn = list(map(self._draws, requests))
+        if not all(holds_expansion(shape, one) for one, is_drawn in zip(budgets, drawn, strict=True) if is_drawn):
+            return None
+        truncates = any(one.params.truncates and not one.params.is_greedy for one in requests)
+        processing = Processing.TRUNCATION if truncates else Processing.NONE
+        # Draws are the same for all rules with random numbers.
+        wanted = LaunchSize(rows, shape, processing, rule=MULTI_STEP if any(drawn) else None)
+        return self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)
+
+    def _capture(self, size: LaunchSize) -> tuple[DraftProgram, Program]:
+        program = self._made(size)
+        self._graphs.compile([program])
+        return program, self._graphs.captured(program)
+
+    def _made(self, size: LaunchSize) -> DraftProgram:
+        """Return a program without requests, as captures run it."""
+        drafter = DeviceDrafter(self.runner, self._vocabulary.to_target)
+        return DraftProgram(size, drafter, self._tables, self._target_vocab)
+
+    def prepare(self, budgets: Sequence[TreeBudget], *, truncates: bool, progress: ProgressCallback | None) -> None:
+        """Capture the programs of these budgets now; otherwise the first drafts wait for that.
+
+        Args:
+            truncates: Whether improbable tokens are dropped.
+        """
+        processing = Processing.TRUNCATION if truncates else Processing.NONE
+        counts = [count for count in REQUESTS if count <= self._num_rows][::-1]
+        shapes = [(count, self._shape_of([one], count)) for count in counts for one in filter(holds, budgets[::-1])]
+        sizes = list(dict.fromkeys(LaunchSize(count, shape, processing) for count, shape in shapes if shape))
+        of_loop = f"of the draft loop of {self._name}"
+        with on_device(self._place), torch.inference_mode():
+            self._graphs.compile(map(self._made, sizes), progress=progress_of(progress, f"{COMPILING} {of_loop}"))
+            report = progress_of(progress, f"{CAPTURING} {of_loop}")
+            for done, size in enumerate(sizes):
+                report(done, len(sizes))
+                if self._captured(size) is None:
+                    return
+        report(len(sizes), len(sizes))
+
+    def _captured(self, size: LaunchSize) -> tuple[DraftProgram, Program] | None:
+        """Return the program of a size, captured, or None if none can be captured."""
+        try:
+            with on_device(self._place), torch.inference_mode():
+                return self._sizes.of(size, self._capture)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._is_capturable = False
+            logger.warning(
+                "the draft loop of %s cannot be captured, so ordinary steps wait for each level: %s",
+                self._name, first_line(error),
+            )  # fmt: skip
+            return None
+
+    # ---------------------------------------------------------------------------------------------- a draft
+
+    def _run(
+        self, program: DraftProgram, run: Program, requests: Sequence[Request], budgets: Sequence[TreeBudget]
+    ) -> Numbers:
+        """Return the results for these requests, which are valid until the second next call."""
+        turn, back, marks = program.inputs.turn(), program.results.turn(), Marks(self._place)
+        try:
+            self._write(program.inputs.here(turn), program.shape, requests, budgets)
+            marks.mark()
+            program.inputs.send(turn)
+            run()
+        except BaseException:  # an interrupt too
+            self._tables.forget()
+            raise
+        program.results.fetch(back)
+        marks.mark()
+        marks.wait()
+        self._sizes.observe(program.size, *marks.seconds())
+        return program.results.here(back)
+
+    def _write(
+        self, inputs: Numbers, shape: DraftShape, requests: Sequence[Request], budgets: Sequence[TreeBudget]
+    ) -> None:
+        """Reserve slots, and write the inputs for these requests."""
+        inputs["num"][0], inputs["lines_float32"][:] = len(requests), self._lines(requests)
+        for row, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
+            sampling = sampling_of(self._draft_sampling, request)
+            num_computed, num_unread = len(self._own_cache.slots(request.request_id)), self._num_unread(request)
+            slots = self._reserve(request, shape.num_columns)
+            told = DraftRow(request, budget, self._name, sampling, num_computed, num_unread, slots)
+            told.write(inputs, row, self._target_vocab)
+        self._tables.write(dict(self._changes(requests)), inputs)
+
+    def _changes(self, requests: Sequence[Request]) -> Iterator[tuple[str, Iterable[Change]]]:
+        """Yield the changes of each table, by its name."""
+        tables, own = self._tables, [self._own_cache.slots(request.request_id) for request in requests]
+        if tables.own is not None:
+            yield "own", tables.own.changes(own)
+        if tables.target is not None:
+            yield "target", tables.target.changes([self._reader.cache.slots(one.request_id) for one in requests])
+        if tables.following is not None:  # of the tokens that a head computes now
+            unread = [(len(slots), one.token_ids[len(slots) + 1 :]) for slots, one in zip(own, requests, strict=True)]
+            context = tables.following.context
+            yield (
+                "following",
+                [(row * context + first, np.asarray(tokens)) for row, (first, tokens) in enumerate(unread)],
+            )
+
+    def _lines(self, requests: Sequence[Request]) -> list[tuple[Floats, Floats]]:
+        """Return lines of the acceptance probabilities of greedy and of sampled requests: [heights, slopes][2, lines].
+
+        The rule of one sampled request stands for that of all.
+        """
+        rule = next((one.verification for one in requests if not one.params.is_greedy), None)
+        kinds = ((True, None), (False, rule))
+        sources = [source_of(self._name, is_greedy=is_greedy, rule=rule) for is_greedy, rule in kinds]
+        return list(zip(*map(self._calibration.lines, sources), strict=True))
+
+    def _reserve(self, request: Request, count: int) -> Slots:
+        """Reserve the slots of what the drafter computes for a request."""
+        if isinstance(self._cache, BorrowedCache):
+            return self._cache.borrow(request, count)
+        return self._own_cache.reserve(request.request_id, count) if self._kind.stores_drafts else NO_SLOTS
+
+    def _grown(self, request: Request, found: Numbers, row: int, program: DraftProgram) -> GrownTree:
+        """Return the tree of a request, and note what the drafter has computed of it."""
+        tree, columns = program.tree(found, row, self._name, is_drawn=self._draws(request))
+        if self._kind.shares_cache:
+            return GrownTree(tree, ())
+        num_known, num_columns = program.shape.num_known, program.shape.num_columns
+        self._cache.note_read(request, self._num_unread(request), of=num_known)
+        computed = [-1] * (num_columns - num_known)  # the node in each column
+        for node, column in enumerate(columns):
+            if column >= num_known:
+                computed[column - num_known] = node
+        return GrownTree(tree, computed)

@@ -1,0 +1,237 @@
+"""Drafts of ordinary steps by one program: the trees of steps on the device, and one wait for all levels."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from late_stream import LateStream, make_executor_late
+from on_device import (
+    MIXED_PARAMS,
+    WAYS,
+    check_left,
+    come_and_go,
+    load_plain,
+    make_device_engine,
+    repeating_requests,
+    run_on_device,
+)
+from specinfer.core.request import Request
+from specinfer.core.tree import TreeBudget
+from specinfer.drafters.draft_loop import GrownTree, Wanted
+from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device.draft_programs import DraftPrograms
+from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.engine import Engine
+from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.load import LoadedModel
+from tiny import make_request, random_prompts, run
+
+Pair = tuple[LoadedModel, LoadedModel]
+TREES = {
+    "best first": TreeBudget(12, 4),
+    "wide": TreeBudget.expansion((3, 2, 1)),
+    "chain": TreeBudget.expansion((1,) * 5),
+    "one": TreeBudget(1, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> Pair:
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.1))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    return come_and_go(make_device_engine(pair[0], has_device_executor=False), 3)
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Return the number of trees of each draft by a program, or None where it could not grow them."""
+    found, draft = list[int | None](), DraftPrograms.draft
+
+    def counted(programs: DraftPrograms, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
+        grown = draft(programs, wanted)
+        found.append(None if grown is None else len(grown))
+        return grown
+
+    monkeypatch.setattr(DraftPrograms, "draft", counted)
+    return found
+
+
+def _outcomes(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+    return [(one.output_ids, one.speculation.as_dict()) for one in requests]
+
+
+def _engine(pair: Pair, tree: TreeBudget, **options: Any) -> Engine:
+    return make_device_engine(*pair, tree, **WAYS[1], **options)
+
+
+def _small_model(engine: Engine) -> SmallModelDrafter:
+    (found,) = [one for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
+    return found
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_are_those_of_steps_on_the_device(
+    tree: str, pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is learned meanwhile: steps on the device take over what is learned every few steps."""
+    monkeypatch.setattr(Calibration, "observe", lambda *_: None)
+    found = []
+    for way in WAYS[1:]:
+        engine = make_device_engine(*pair, TREES[tree], **way)
+        requests = repeating_requests(MIXED_PARAMS[:3], (6, 9, 5))
+        if way["has_device_executor"]:
+            assert run_on_device(engine, requests) == set(requests)
+        else:
+            run(engine, requests)
+        found.append(_outcomes(requests))
+        check_left(engine)
+    assert found[0] == found[1]
+    assert len(drafts) > 5
+    assert None not in drafts
+
+
+@pytest.mark.parametrize("tree", ["best first", "wide"])
+@pytest.mark.parametrize("stagger", [1, 3])
+def test_requests_that_come_and_go_on_a_late_device(
+    tree: str, stagger: int, pair: Pair, plain: list[list[int]], drafts: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Prompts are read while others draft, and a draft waits for the device once."""
+    stream = LateStream()
+    make_executor_late(stream, monkeypatch)
+    engine = _engine(pair, TREES[tree], keeps_prefixes=True)
+    assert come_and_go(engine, stagger) == plain
+    assert stream.longest >= 3, "nothing was late"
+    assert 5 < stream.num_waits == len(drafts)
+
+
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_tokens_are_drawn_as_in_steps_on_the_device(rule: str, pair: Pair, drafts: list[int | None]) -> None:
+    """With the same random numbers. Trees whose nodes depend on what is drawn grow level by level."""
+    found = []
+    for way in WAYS:
+        engine = make_device_engine(*pair, TREES["wide"], verification=rule, **way)
+        requests = repeating_requests(MIXED_PARAMS)
+        run(engine, requests)
+        found.append(
+            [(*outcome, one.uniforms.state) for outcome, one in zip(_outcomes(requests), requests, strict=True)]
+        )
+    assert found[0] == found[1] == found[2]
+    assert len(drafts) > 5
+    assert None not in drafts
+
+
+def test_requests_with_penalties_grow_level_by_level(pair: Pair, drafts: list[int | None]) -> None:
+    """Next to others, whose trees a program grows in the same step."""
+    wanted = run(make_device_engine(pair[0], has_device_executor=False), repeating_requests(MIXED_PARAMS))
+    requests = repeating_requests(MIXED_PARAMS)
+    assert run(_engine(pair, TREES["best first"]), requests) == wanted
+    assert max(count or 0 for count in drafts) == len(MIXED_PARAMS) - 1
+    assert all(one.speculation.num_accepted_draft_tokens for one in requests)
+
+
+def test_with_few_slots_trees_grow_level_by_level(pair: Pair, drafts: list[int | None]) -> None:
+    """A program computes as many tokens for each request as its size has."""
+    prompts = random_prompts([9, 12, 7])
+    requests, again = ([make_request(str(i), one, MIXED_PARAMS[0]) for i, one in enumerate(prompts)] for _ in range(2))
+    engine = _engine(pair, TREES["best first"], num_draft_slots=90)
+    assert run(engine, requests) == run(make_device_engine(pair[0], has_device_executor=False), again)
+    assert None in drafts
+    check_left(engine)
+
+
+def test_a_loop_that_cannot_be_captured_grows_level_by_level(
+    pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, [request, again] = _engine(pair, TREES["wide"]), repeating_requests([MIXED_PARAMS[0]] * 2, (6, 9))
+
+    def fail(*_: Any) -> None:
+        raise CaptureError("no capture today")
+
+    monkeypatch.setattr(Graphs, "captured", fail)
+    run(engine, [request])
+    run(engine, [again])
+    assert drafts == [None], "it is tried once"
+    assert caplog.text.count("the draft loop of small cannot be captured") == 1
+    assert request.speculation.num_accepted_draft_tokens > 5
+
+
+def test_new_weights_are_drafted_with(pair: Pair, drafts: list[int | None]) -> None:
+    engine = _engine(pair, TREES["chain"])
+    [first, second] = repeating_requests([replace(MIXED_PARAMS[0], max_tokens=60)] * 2, (6, 9))
+    run(engine, [first])
+    _small_model(engine).replace(pair[0])  # the target itself, which is always right
+    run(engine, [second])
+    assert second.speculation.num_accepted_draft_tokens == second.speculation.num_draft_tokens
+    assert first.speculation.num_accepted_draft_tokens < first.speculation.num_draft_tokens
+    assert None not in drafts
+
+
+def test_a_draft_that_fails_leaves_nothing_behind(
+    pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not written to the tables of slots is written later."""
+    [request], [wanted] = ([make_request("a", [5, 6, 7] * 5, MIXED_PARAMS[0])] for _ in range(2))
+    engine, write, num_left = _engine(pair, TREES["chain"]), DraftPrograms._write, [4]
+
+    def failing(programs: DraftPrograms, *args: Any) -> None:
+        write(programs, *args)
+        num_left[0] -= 1
+        if not num_left[0]:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(DraftPrograms, "_write", failing)
+    assert run(engine, [request]) == run(_engine(pair, TREES["chain"]), [wanted])
+    check_left(engine)
+    accepted = [one.speculation.num_accepted_draft_tokens for one in (request, wanted)]
+    assert accepted[0] == pytest.approx(accepted[1], abs=3)
+
+
+def test_the_cache_is_that_of_growth_level_by_level(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step it has computed the same known tokens."""
+    found, note = [], DrafterCache.note_read
+    for way in WAYS[:2]:
+        sizes = list[int]()
+
+        def noted(cache: DrafterCache, request: Request, *args: Any, sizes: list[int] = sizes, **options: Any) -> None:
+            note(cache, request, *args, **options)
+            sizes.append(len(cache._cache.slots(request.request_id)))
+
+        monkeypatch.setattr(DrafterCache, "note_read", noted)
+        run(make_device_engine(*pair, TREES["wide"], **way), repeating_requests(MIXED_PARAMS[:1], (6,)))
+        found.append(sizes)
+    assert found[0] == found[1]
+
+
+def test_a_program_without_requests_changes_nothing(pair: Pair) -> None:
+    """As captures run it, between steps of requests whose slots are in the tables."""
+    drafter = _small_model(_engine(pair, TREES["chain"]))
+    programs = drafter._loop
+    assert isinstance(programs, DraftPrograms)
+    table = programs._tables.own
+    assert table is not None
+    table.cells.copy_(torch.arange(1, len(table.cells) + 1))
+    for keys in drafter.runner.tensors.keys:
+        keys.zero_()
+    with torch.inference_mode():
+        programs._made(LaunchSize(4, programs._shape_of([TREES["wide"]], 4)))()
+    assert table.rows.flatten().tolist() == list(range(1, len(table.cells)))
+    assert not any(keys.any() for keys in drafter.runner.tensors.keys)
+
+
+def test_an_engine_is_free_at_once(pair: Pair) -> None:
+    engine = _engine(pair, TREES["chain"])
+    run(engine, repeating_requests(MIXED_PARAMS[:1], (6,)))
+    runner = weakref.ref(_small_model(engine).runner)
+    del engine
+    assert runner() is None
