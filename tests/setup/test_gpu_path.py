@@ -141,7 +141,7 @@ def test_heads_draft_on_the_device(runners: tuple[ModelRunner, ModelRunner], tmp
 def test_draft_loops_are_captured_where_passes_are(runners: tuple[ModelRunner, ModelRunner], tmp_path: Path) -> None:
     """Those of heads, too, whose other passes are not."""
     target, small = runners
-    head = HeadRunner(load_head(save_tiny_head(tmp_path), target.loaded), target, 200)
+    head = HeadRunner(load_head(save_tiny_head(tmp_path), target.loaded), target, 200, graphs=target.graphs)
     speculator = Speculator(target, {"small": small, "head": head, "suffix": "suffix"}, {})
     for captures, why in ((True, None), (False, "capturing is off")):
         for runner in runners:

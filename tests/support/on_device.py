@@ -112,9 +112,9 @@ def make_device_engine(
     if several or lookups:
         num_draft_slots = num_draft_slots or num_slots
         runners = [
-            AssistantRunner(one, runner)
+            AssistantRunner(one, runner, graphs=graphs)
             if isinstance(one.model, AssistantHead)
-            else HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes)
+            else HeadRunner(one, runner, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
             if isinstance(one.model, FeatureHead)
             else ModelRunner(one, num_draft_slots, keeps_prefixes=keeps_prefixes, graphs=graphs)
             if one.layer_shapes

@@ -20,6 +20,7 @@ from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.kernels.kv_types import KVScales
 from specinfer.model.batch import Piece, pack
 from specinfer.model.device import on_device
+from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.kv_cache import Slots
 from specinfer.model.load import LoadedModel
@@ -46,8 +47,10 @@ class AssistantRunner(HeadRunner):
 
     head: AssistantHead
 
-    def __init__(self, loaded: LoadedModel, target: TargetRunner) -> None:
-        super().__init__(loaded, target, 0)
+    def __init__(
+        self, loaded: LoadedModel, target: TargetRunner, *, graphs: Graphs | None = None, max_requests: int = 32
+    ) -> None:
+        super().__init__(loaded, target, 0, graphs=graphs, max_requests=max_requests)
         assert isinstance(target, ModelRunner)
         self._store = self.store_of(0)
 

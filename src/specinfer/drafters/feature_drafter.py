@@ -24,6 +24,7 @@ from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
+from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner, TargetRunner
@@ -32,20 +33,30 @@ _PLACES, _PLACE_TOKENS = 8, 4  # of a text that is replayed: places to draft fro
 
 
 class HeadRunner(ModelRunner):
-    """A runner of a head, which reads hidden states that another runner stores."""
+    """A runner of a head, which reads hidden states that another runner stores.
+
+    Args:
+        graphs: Captured graphs for draft loops, or None. Other passes are not padded.
+        max_requests: Largest number of requests at a time in draft loops.
+    """
 
     def __init__(
-        self, loaded: LoadedModel, target: TargetRunner, num_slots: int, *, keeps_prefixes: bool = False
+        self,
+        loaded: LoadedModel,
+        target: TargetRunner,
+        num_slots: int,
+        *,
+        keeps_prefixes: bool = False,
+        graphs: Graphs | None = None,
+        max_requests: int = 32,
     ) -> None:
-        super().__init__(loaded, num_slots, keeps_prefixes=keeps_prefixes)
+        super().__init__(loaded, num_slots, keeps_prefixes=keeps_prefixes, max_requests=max_requests)
         assert isinstance(loaded.model, FeatureHead)
-        self.head, self.target = loaded.model, target
+        self.head, self.target, self.loop_graphs = loaded.model, target, graphs
 
     @property
     def why_not_captured(self) -> str:
-        """Return why draft loops, which alone are captured, are not."""
-        is_whole = isinstance(self.target, ModelRunner)
-        return "capturing is off" if is_whole else "the target, whose hidden states it reads, is on several ranks"
+        return "capturing is off"  # of draft loops, which alone are captured
 
     def replace(self, loaded: LoadedModel) -> None:
         super().replace(loaded)

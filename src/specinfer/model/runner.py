@@ -1,6 +1,6 @@
 """ModelRunner: one model and its cache, on one device."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -70,6 +70,11 @@ class TargetRunner(Protocol):
     def begin(self, pieces: Sequence[Piece]) -> Pass: ...
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor: ...
+
+    @property
+    def taps(self) -> Mapping[int, Tensor]:
+        """Stored hidden states of all tokens, [slots, width], by the layer after which they are."""
+        ...
 
     def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
         """Return [end - start, width] hidden states of these tokens of a request after each of these layers."""
@@ -172,6 +177,10 @@ class ModelRunner:
         if lora_indices is None or self.padded is None or self.padded.adapter_slots is None:
             return None
         return AdapterRows(self.padded.adapter_slots, lora_indices.repeat_interleave(width))
+
+    @property
+    def taps(self) -> Mapping[int, Tensor]:
+        return self.tensors.taps
 
     def keep_taps(self, layers: Collection[int]) -> None:
         self.tensors.keep_taps(layers)

@@ -2,10 +2,9 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,8 +192,8 @@ def _make_runners(
             target, ranks=ranks, copies={name: one for name, one in drafters.items() if name in SELF_DRAFTERS},
             capacity=sizes.capacity, graphs=own_graphs, progress=progress, **options,
         )  # fmt: skip
-    make_runner = partial(ModelRunner, graphs=graphs, **options)
-    return runner, {name: _drafter_runner(name, one, runner, args, make_runner) for name, one in drafters.items()}
+    found = {name: _drafter_runner(name, one, runner, args, graphs, options) for name, one in drafters.items()}
+    return runner, found
 
 
 def _make_adapters(args: EngineArgs, runner: TargetRunner, drafters: Mapping[str, ModelRunner]) -> Adapters | None:
@@ -215,13 +214,17 @@ def _drafter_runner(
     loaded: LoadedModel,
     target: TargetRunner,
     args: EngineArgs,
-    make_runner: Callable[[LoadedModel], ModelRunner],
+    graphs: Graphs | None,
+    options: Mapping[str, Any],
 ) -> ModelRunner:
-    """Return the runner of a drafter that is a model: a head, a copy of the target, or, by `make_runner`, any other."""
+    """Return the runner of a drafter that is a model: a head, a copy of the target, or any other, with these options."""
     if isinstance(loaded.model, AssistantHead):
-        return AssistantRunner(loaded, target)
+        return AssistantRunner(loaded, target, graphs=graphs, max_requests=args.max_num_seqs)
     if isinstance(loaded.model, FeatureHead):
-        return HeadRunner(loaded, target, target.cache.num_slots, keeps_prefixes=args.enable_prefix_caching)
+        return HeadRunner(
+            loaded, target, target.cache.num_slots, keeps_prefixes=args.enable_prefix_caching, graphs=graphs,
+            max_requests=args.max_num_seqs,
+        )  # fmt: skip
     if name in SELF_DRAFTERS:
         if isinstance(target, DistributedRunner):
             return SplitSelfRunner(loaded, target, name)
@@ -229,7 +232,7 @@ def _drafter_runner(
         alike = type(loaded.model) is type(target.loaded.model)  # then they compute the same linear layers together
         takes_adapters, is_sparse = args.enable_lora and alike, SELF_DRAFTERS[name].is_sparse
         return SelfRunner(loaded, target, takes_adapters=takes_adapters, is_sparse=is_sparse)
-    return make_runner(loaded)
+    return ModelRunner(loaded, graphs=graphs, **options)
 
 
 def _settle_heads(heads: Sequence[HeadRunner], target: TargetRunner, tokenizer: Any) -> None:

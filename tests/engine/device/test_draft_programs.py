@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from heads import save_tiny_block, save_tiny_head
 from late_stream import LateStream, make_executor_late
 from on_device import (
     MIXED_PARAMS,
@@ -30,7 +31,9 @@ from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.engine import Engine
 from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
+from specinfer.model.runner import ModelRunner
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -227,6 +230,34 @@ def test_a_program_without_requests_changes_nothing(pair: Pair) -> None:
         programs._made(LaunchSize(4, programs._shape_of([TREES["wide"]], 4)))()
     assert table.rows.flatten().tolist() == list(range(1, len(table.cells)))
     assert not any(keys.any() for keys in drafter.runner.tensors.keys)
+
+
+class Elsewhere:
+    """A target of which a head sees only what it sees of one on several ranks."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.cache, self.loaded, self.taps, self.read_taps = runner.cache, runner.loaded, runner.taps, runner.read_taps
+
+
+@pytest.mark.parametrize("tree", ["chain", "wide"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "DSpark"])
+def test_heads_of_a_target_on_several_ranks(
+    kind: str, tree: str, pair: Pair, drafts: list[int | None], tmp_path: Path
+) -> None:
+    head = load_head(save_tiny_head(tmp_path) if kind == "EAGLE-3" else save_tiny_block(tmp_path), pair[0])
+    found = []
+    for way, is_elsewhere in ((WAYS[0], False), (WAYS[1], True)):
+        engine = make_device_engine(pair[0], head, TREES[tree], **way)
+        if is_elsewhere:
+            assert isinstance(engine.target, ModelRunner)
+            _small_model(engine).runner.target = Elsewhere(engine.target)
+        requests = repeating_requests(MIXED_PARAMS[:3], (6, 9, 5))
+        run(engine, requests)
+        found.append(_outcomes(requests))
+        check_left(engine)
+    assert found[0] == found[1]
+    assert len(drafts) > 5
+    assert None not in drafts
 
 
 def test_an_engine_is_free_at_once(pair: Pair) -> None:

@@ -37,7 +37,6 @@ from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change
 from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
 from specinfer.model.recurrent.layers import is_hybrid
-from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted
 from specinfer.verify.rules import MULTI_STEP
 
@@ -61,8 +60,8 @@ def _graphs_of(drafter: SmallModelDrafter) -> Graphs | None:
     runner = drafter.runner
     if not drafter.shares_vocabulary or is_hybrid(runner.loaded.model):
         return None
-    if isinstance(runner, HeadRunner):  # it reads hidden states where the target has put them
-        return runner.target.graphs if isinstance(runner.target, ModelRunner) else None
+    if isinstance(runner, HeadRunner):
+        return runner.loop_graphs
     return runner.graphs if runner.padded is not None else None
 
 
@@ -83,9 +82,8 @@ class DraftPrograms:
         runner = drafter.runner
         self._place, self._kind = runner.loaded.device, DraftKind.of(runner)
         reader = runner.target if isinstance(runner, HeadRunner) else runner
-        assert isinstance(reader, ModelRunner)
         self._reader = reader  # whose cache has the whole text of each request
-        self._num_rows = at_least(REQUESTS, reader.max_requests) or REQUESTS[-1]
+        self._num_rows = at_least(REQUESTS, runner.max_requests) or REQUESTS[-1]
         context = min(reader.loaded.max_position, reader.cache.num_slots)
         self._tables = Tables.of(self._kind, self._num_rows, context, self._place)
         self._sizes = CapturedSizes[tuple[DraftProgram, Program]](graphs, [runner])

@@ -215,7 +215,6 @@ class KnownPath:
         inputs: DraftInputs,
         kept: Kept,
     ) -> None:
-        assert isinstance(runner.target, ModelRunner)
         self._runner, self._target = runner, runner.target
         self._state, self._own, self._inputs, self._kept = state, own, inputs, kept
         self._num_known, device = shape.num_known, kept[0].device
@@ -236,7 +235,7 @@ class KnownPath:
         is_root = places >= last_places.unsqueeze(1)
         tokens = torch.where(is_root, state.roots[:rows].unsqueeze(1), own.following[:rows].gather(1, places))
         slots = state.slots[:rows].gather(1, places).flatten()
-        features = head.project([self._target.tensors.taps[layer][slots] for layer in head.reads])
+        features = head.project([self._target.taps[layer][slots] for layer in head.reads])
         root_positions = last_places if head.reads_pairs else known
         return FirstPass(tokens, root_columns, root_positions, num_unread <= self._num_known, features)
 

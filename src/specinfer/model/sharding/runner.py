@@ -131,6 +131,10 @@ class DistributedRunner:
             self._ranks.fail(f"a pass could not be begun on all ranks: {type(error).__name__} {error}")
             raise
 
+    @property
+    def taps(self) -> Mapping[int, Tensor]:
+        return self.shard_runner.taps
+
     def keep_taps(self, layers: Collection[int]) -> None:
         """Do nothing: all ranks have agreed on the layers."""
 

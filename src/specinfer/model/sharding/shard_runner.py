@@ -75,8 +75,8 @@ class ShardRunner:
             kept_states(loaded.model, num_states, num_slots, loaded.device), loaded.kv_dtype,
         )  # fmt: skip
         # A pass counts the layers of its stage only.
-        self._stored = self.tensors.taps
-        self.tensors.taps = {i - layers.start: rows for i, rows in self._stored.items() if i not in self._received}
+        self.taps = self.tensors.taps
+        self.tensors.taps = {i - layers.start: rows for i, rows in self.taps.items() if i not in self._received}
         self._graphs: Graphs | None = None
         self._padded: GraphRunner | None = None
         self._why_unpadded: str | None = "capturing is off"
@@ -133,10 +133,10 @@ class ShardRunner:
                 out = compute(loaded, self.tensors, pieces, hidden)
         if not loaded.shard.is_last:
             stages.send(out.to(self._next_dtypes[model]), stages.rank - 1)
-            if self._stored:
+            if self.taps:
                 slots = self._slots_of(pieces)
                 stages.send(
-                    torch.cat([rows.index_select(0, slots) for rows in self._stored.values()], dim=-1), stages.rank - 1
+                    torch.cat([rows.index_select(0, slots) for rows in self.taps.values()], dim=-1), stages.rank - 1
                 )
         return out
 
@@ -144,13 +144,13 @@ class ShardRunner:
         return torch.from_numpy(np.concatenate([piece.slots for piece in pieces])).to(self.loaded.device)
 
     def _receive_taps(self, slots: Tensor) -> None:
-        count, like = len(self._received), self._stored[self._received[0]]
+        count, like = len(self._received), self.taps[self._received[0]]
         taken = like.new_empty(len(slots), count * like.shape[1])
         self._stages.recv(taken, self._stages.rank + 1)
         for layer, rows in zip(self._received, taken.chunk(count, dim=-1), strict=True):
-            put_rows(self._stored[layer], slots, rows)
+            put_rows(self.taps[layer], slots, rows)
 
     def read_taps(self, layers: Sequence[int], slots: Slots) -> list[Tensor]:
         """Return the [tokens, width] hidden states after each of these layers for the tokens in these slots."""
         index = torch.from_numpy(slots).to(self.loaded.device)
-        return [self._stored[layer].index_select(0, index) for layer in layers]
+        return [self.taps[layer].index_select(0, index) for layer in layers]
