@@ -217,7 +217,7 @@ def _drafter_runner(
     graphs: Graphs | None,
     options: Mapping[str, Any],
 ) -> ModelRunner:
-    """Return the runner of a drafter that is a model: a head, a copy of the target, or any other, with these options."""
+    """Return the runner of a drafter that is a model: a head, a copy of the target, or any other."""
     if isinstance(loaded.model, AssistantHead):
         return AssistantRunner(loaded, target, graphs=graphs, max_requests=args.max_num_seqs)
     if isinstance(loaded.model, FeatureHead):
