@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,6 +71,7 @@ class _Stream:
 def record_graphs(patch: pytest.MonkeyPatch) -> None:
     """Let `Graphs` of a GPU capture what runs on the CPU."""
     zeros = torch.zeros
+    _device_constructors()  # which keeps for good what it finds first
     for place, name, value in (
         (torch.cuda, "CUDAGraph", RecordedGraph),
         (torch.cuda, "Stream", lambda _: _Stream()),

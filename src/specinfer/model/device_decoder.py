@@ -58,7 +58,7 @@ class DeviceDecoder(nn.Module):
         self.layers = nn.ModuleList(_Layer(layer, i) for i, layer in enumerate(layers))
         device = next(self.layers.parameters()).device
         self.register_buffer("rotations", _rotations(trunk.rotary_emb, max_position, device), persistent=False)
-        self.sums: RankSums | None = None  # over the ranks that have the other heads and the other gates
+        self.rank_sums: RankSums | None = None  # over the ranks that have the other heads and the other gates
 
     @property
     def attends_at_any_distance(self) -> bool:
@@ -74,10 +74,10 @@ class DeviceDecoder(nn.Module):
         if not sums:
             return
         assert len(sums) == 2 * len(self.layers)
-        self.sums = RankSums(group)
+        self.rank_sums = RankSums(group)
         for layer in self.layers:
             assert isinstance(layer, _Layer)
-            layer.sums = self.sums
+            layer.sums = self.rank_sums
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the [tokens, width] rows of the embedding; not of later stages."""

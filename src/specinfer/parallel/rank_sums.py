@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from specinfer.parallel.group import Group
@@ -12,26 +13,32 @@ class RankSums:
     """The sums of one model's passes over the ranks of a group.
 
     Sums are not part of graphs: they may go through the host, and end when a rank is gone. What is summed is copied to
-    a buffer, so a result must be used before the next sum.
+    a buffer whose address does not change.
 
-    Attributes:
-        buffer: [tokens, width], or None where nothing is captured.
+    Args:
+        copies: Whether results are copied from the buffer; otherwise each must be used before the next sum.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.buffer: Tensor | None = None
+    def __init__(self, group: Group, *, copies: bool = False) -> None:
+        self.group, self._copies = group, copies
+        self._buffer: Tensor | None = None  # bytes of the largest sum; graphs keep earlier ones
         self._between: Callable[[Tensor], None] | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks, or do what `instead_of_sums` asks for in its place."""
         if self._between is None:
             return self.group.all_reduce(tensor)
-        assert self.buffer is not None
-        own = self.buffer[: len(tensor)]
+        own = self._part(tensor)
         own.copy_(tensor)
         self._between(own)
-        return own
+        return own.clone() if self._copies else own
+
+    def _part(self, like: Tensor) -> Tensor:
+        """Return a tensor of this type and shape in the buffer, which grows before a capture, when programs run."""
+        if self._buffer is None or len(self._buffer) < like.nbytes:
+            with torch.inference_mode(mode=False):
+                self._buffer = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return self._buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
     def complete(self, own: Tensor) -> None:
         """Do the same in place with a part of the buffer that a graph has written."""

@@ -14,7 +14,7 @@ from specinfer.kernels.triton import runs_on
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.graphs.graph_runner import GraphRunner, sums_of
+from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.graphs.sizes import MAX_ROWS, MAX_STATES, REQUESTS, at_least, loaded_sizes
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
@@ -86,8 +86,6 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
 def _why_never_captured(loaded: LoadedModel) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
-    if loaded.shard.tensor.size > 1 and sums_of(loaded.model) is None:
-        return "its layers are split over ranks, and not fused"
     return None
 
 

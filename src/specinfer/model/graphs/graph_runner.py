@@ -19,7 +19,6 @@ from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.kernels import AdapterSlots
 from specinfer.model.batch import Piece, pack, runs_of
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
@@ -81,8 +80,6 @@ class GraphRunner:
             self._kept_block = InputBlock(1, self._device)
             self._received, self._results = _ends(loaded)
             self.sums = sums_of(loaded.model)
-            if self.sums is not None:
-                self.sums.buffer = _hidden(loaded)
         self._gives_logits = loaded.shard.has_head
         self._passes: OrderedDict[Size, _Pass] = OrderedDict()
         self._is_capturable = True
@@ -292,8 +289,9 @@ def _hidden(loaded: LoadedModel) -> Tensor:
 
 
 def sums_of(model: nn.Module) -> RankSums | None:
-    """Return the sums over ranks in a model's passes, if these can be captured, or None if there are none."""
-    return model.sums if isinstance(model, DeviceDecoder) else None
+    """Return the sums over ranks in a model's passes, or None if there are none."""
+    sums: RankSums | None = getattr(model, "rank_sums", None)
+    return sums
 
 
 def _whole(count: int) -> int:

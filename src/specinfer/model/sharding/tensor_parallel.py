@@ -24,6 +24,7 @@ from specinfer.model.recurrent.split import Block
 from specinfer.model.sharding.joined_norm import JoinedNorm
 from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
 from specinfer.parallel.group import Group
+from specinfer.parallel.rank_sums import RankSums
 
 _BY_HEADS = {Kind.KV, Kind.QKV, Kind.GROUPS}
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
@@ -81,17 +82,19 @@ def split_layers(
 
 
 def sum_over_ranks(model: nn.Module, names: Sequence[str], group: Group) -> None:
-    """Sum the results of these modules over all ranks from now on."""
+    """Sum the results of these modules over all ranks from now on, by `rank_sums` of the model."""
+    sums = RankSums(group, copies=True)
+    model.rank_sums = sums  # type: ignore[assignment]  # no module
     for name in names:
         module = model.get_submodule(name)
         if isinstance(module, JoinedNorm):
-            module.all_reduce = group.all_reduce
+            module.all_reduce = sums.all_reduce
         else:
-            module.register_forward_hook(partial(_sum, group.all_reduce))
+            module.register_forward_hook(partial(_sum, sums.all_reduce))
 
 
 def _sum(all_reduce: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    return all_reduce(output.contiguous())
+    return all_reduce(output.contiguous().flatten(0, -2)).view_as(output)  # as the fused decoder's
 
 
 class _Splitter:
