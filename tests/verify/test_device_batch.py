@@ -24,7 +24,7 @@ from specinfer.kernels.plain_multi_step import WalkInputs
 from specinfer.kernels.triton import multi_step, traversal
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
-from specinfer.verify import Acceptance, device_batch, verify
+from specinfer.verify import Acceptance, device_batch, drawn_trees, verify
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 from tree_cases import drawn_tree
 
@@ -151,16 +151,18 @@ def test_decisions_of_kernels_are_those_of_the_host(seed: int, monkeypatch: pyte
     """All requests in one step, over the same tensors as on a GPU."""
     monkeypatch.setattr(tree_ops, "walk_multi_step", multi_step.walk_multi_step)
     monkeypatch.setattr(tree_ops, "walk_traversal", traversal.walk_traversal)
-    asked = [(number, KINDS[(number + seed) % 3]) for number in range(len(ASKED))]
+    asked = [(number, KINDS[(number + seed) % len(KINDS)]) for number in range(len(ASKED))]
     _as_on_the_host(asked, seed, lambda *_: None)
 
 
-def test_trees_with_draws_from_different_tokens_go_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take the same tokens for all draws of a node; other trees are walked on the host next to them."""
+def test_trees_with_draws_from_too_many_tokens_go_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws of a node are given to a kernel over all tokens of any of them; a host walks other trees next to those."""
     logits = _logits(6, 3)
     kinds = ("drawn", "merged", "chain", "hybrid", "drawn", "root")
     forest = [_tree(kind, 13 - i, rows) for i, (kind, rows) in enumerate(zip(kinds, logits, strict=True))]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    monkeypatch.setattr(drawn_trees, "MOST_TOKENS", 5)
+    wanted = _verified([4] * 6, logits, forest)
     walked, walk = list[WalkInputs](), tree_ops.walk_traversal
 
     def counted(inputs: WalkInputs, **out: Any) -> None:
@@ -169,9 +171,9 @@ def test_trees_with_draws_from_different_tokens_go_to_no_kernel(monkeypatch: pyt
 
     monkeypatch.setattr(tree_ops, "walk_traversal", counted)
     _apart(monkeypatch)
-    _verified([4] * 6, logits, forest)
+    assert _verified([4] * 6, logits, forest) == wanted
     (inputs,) = walked
-    assert inputs.sizes.tolist() == [len(forest[i]) for i in (0, 2, 4, 5)]
+    assert inputs.sizes.tolist() == [len(forest[i]) for i in (0, 2, 3, 4, 5)]
     assert {size % 16 for size in (*inputs.tokens.shape[1:], *inputs.distribution_tokens.shape[1:])} == {0}, (
         "kernels are compiled for few sizes"
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.core.draws import Floats, Ints
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_multi_step import WalkInputs
+from specinfer.kernels.plain_multi_step import MOST_TOKENS, WalkInputs
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.node_scores import NodeScores, Part
 from specinfer.verify.rules import MULTI_STEP, TRAVERSAL
@@ -22,7 +22,7 @@ _MULTIPLE = 16
 
 
 class TreeDraws(NamedTuple):
-    """The tokens that each draw of a tree could have produced, and their probabilities, in draw order."""
+    """The tokens that draws of a node could have produced, and each draw's probabilities, in draw order."""
 
     supports: list[Ints]
     probs: list[Floats]
@@ -31,16 +31,32 @@ class TreeDraws(NamedTuple):
 def draws_of(tree: TokenTree) -> TreeDraws | None:
     """Return the draws of a tree; a chosen token counts as drawn with probability 1.
 
+    All draws of a node get the same tokens in the same order, which the kernels need: those of any of them.
+
     Returns:
-        The draws, or None if those of a node are from different tokens, which the kernels do not support.
+        The draws, or None if those of a node could have produced too many tokens for a kernel.
     """
-    found, first = TreeDraws([], []), dict[int, Ints]()
+    together: dict[int, Ints] = {}
+    own = list[tuple[int, Ints, Floats]]()
     for node, _, distribution, _ in tree.draws:
+        parent = tree.parents[node]
         ids = np.array([tree.tokens[node]]) if distribution is None else distribution.token_ids
-        if not np.array_equal(first.setdefault(tree.parents[node], ids), ids):
-            return None
-        found.supports.append(ids)
-        found.probs.append(_CERTAIN if distribution is None else distribution.weights())
+        own.append((parent, ids, _CERTAIN if distribution is None else distribution.weights()))
+        known = together.setdefault(parent, ids)
+        if not np.array_equal(known, ids):
+            together[parent] = np.concatenate([known, ids[~np.isin(ids, known)]])
+    if any(len(ids) > MOST_TOKENS for ids in together.values()):
+        return None
+    found = TreeDraws([], [])
+    for parent, ids, weights in own:
+        support = together[parent]
+        if support is not ids and not np.array_equal(support, ids):
+            order = np.argsort(support)
+            spread = np.zeros(len(support))
+            spread[order[np.searchsorted(support, ids, sorter=order)]] = weights
+            weights = spread
+        found.supports.append(support)
+        found.probs.append(weights)
     return found
 
 
