@@ -133,5 +133,5 @@ class DrawnTrees:
 
 
 def _padded(counts: Iterable[int]) -> int:
-    """Return a size for all of these, of few possible ones: kernels are compiled again for those of other kinds."""
-    return -(-max(counts, default=1) // _MULTIPLE) * _MULTIPLE or _MULTIPLE
+    """Return a size that holds all of these and that 16 divides: for other numbers kernels are compiled once more."""
+    return max(-(-max(counts, default=1) // _MULTIPLE), 1) * _MULTIPLE
