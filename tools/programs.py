@@ -28,7 +28,7 @@ from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Gro
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
-from specinfer.kernels.plain_multi_step import WalkInputs
+from specinfer.kernels.plain_multi_step import MOST_TOKENS, WalkInputs
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.kernels.triton.adjustment import adjust_logits, mask_logits
 from specinfer.kernels.triton.attention import attend
@@ -145,15 +145,16 @@ def step_cases() -> Iterator[Case]:
         tokens, parents = _empty(requests, size), _empty(requests, size)
         choices = _empty(requests * size, dtype=torch.int64)
         yield f"walk {size}", partial(walk, choices, starts, tokens, parents, sizes, max_depth=depth)
-    draws, distributions = _empty(requests, nodes), _empty(requests, nodes, 128)
-    probs, uniforms = _empty(requests, nodes, 128, dtype=torch.float64), _empty(requests, dtype=torch.int64)
-    trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, draws, distributions, probs, uniforms)
     walked = (_empty(requests, depth), _empty(requests), _empty(requests, dtype=torch.int64))
-    for vocab, least in ((50257, None), (128256, _empty(requests * nodes, dtype=_FULL))):
+    limits = _empty(requests * nodes, dtype=_FULL)
+    for vocab, support, least in ((50257, SUPPORT, None), (128256, SUPPORT, limits), (128256, MOST_TOKENS, limits)):
         logits, temperatures = _empty(requests * nodes, vocab, dtype=_FULL), _empty(requests, dtype=_FULL)
+        distributions = _empty(requests, nodes, support), _empty(requests, nodes, support, dtype=torch.float64)
+        draws, uniforms = (_empty(requests, nodes), *distributions), _empty(requests, dtype=torch.int64)
+        trees = (_empty(requests, nodes), _empty(requests, nodes), sizes, *draws, uniforms)
         for name, walk_drawn in (("multi-step", walk_multi_step), ("traversal", walk_traversal)):
             yield (
-                f"{name} {vocab}",
+                f"{name} {vocab}, {support} tokens",
                 partial(walk_drawn, WalkInputs(logits, starts, temperatures, *trees, least), out=walked),
             )
     yield from _processing_cases(requests, nodes)

@@ -21,6 +21,7 @@ from specinfer.kernels.plain_tree import Walk
 from specinfer.kernels.triton import multi_step, traversal
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
+from tree_cases import drawn_tree
 
 pytestmark = interpreted
 MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
@@ -34,34 +35,6 @@ RUNS = pytest.mark.parametrize(
     ],
 )
 VOCAB = 30
-
-
-def _tree(source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
-    """Draws without replacement from a few of the likely tokens of a node, and duplicates."""
-    tokens, parents, made = [0], [-1], list[Draw]()
-    supports = dict[int, Any]()
-    while len(tokens) < size:
-        parent = int(source.integers(len(tokens)))
-        if parent not in supports:
-            supports[parent] = source.choice(logits[parent].topk(9).indices, support, replace=False)
-        ids = supports[parent]
-        distribution = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
-        distribution /= distribution.sum()
-        removed = tuple[int, ...]()
-        for _ in range(int(source.integers(1, 4))):
-            whole = Distribution(ids, distribution, removed)
-            place = int(source.choice(support, p=whole.weights()))
-            known = next(
-                (n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (parent, int(ids[place]))), None
-            )
-            if known is None:
-                known = len(tokens)
-                tokens.append(int(ids[place]))
-                parents.append(parent)
-            made.append(Draw(known, "a", whole))
-            if source.random() < 0.7 and len(removed) < support - 1:
-                removed = (*removed, place)
-    return TokenTree(tuple(tokens), tuple(parents), tuple(made))
 
 
 def _nothing_walked(requests: int, depth: int) -> Walk:
@@ -126,7 +99,7 @@ def _requests(count: int, seed: int, temperatures: Sequence[float] = (1.0, 0.7, 
 def test_decisions_are_those_of_the_rule(rule: str, run: Any, seed: int, sizes: list[int]) -> None:
     source, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     logits = [torch.randn((size + 3, VOCAB), generator=generator) * 2 for size in sizes]
-    forest = [_tree(source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
+    forest = [drawn_tree(source, size, 5, rows) for size, rows in zip(sizes, logits, strict=True)]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
     requests = _requests(len(sizes), seed)
     found = _run(run, logits, requests, forest)
@@ -152,7 +125,7 @@ def test_what_truncation_drops_has_no_probability(rule: str, run: Any) -> None:
     """With the same trees as for the logits that are kept."""
     source, generator = np.random.default_rng(5), torch.Generator().manual_seed(5)
     logits = [torch.randn((9, VOCAB), generator=generator) * 2 for _ in range(6)]
-    forest = [_tree(source, 7, 5, rows) for rows in logits]
+    forest = [drawn_tree(source, 7, 5, rows) for rows in logits]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
     requests = _requests(6, 5)
     over_temperature = [

@@ -1,4 +1,4 @@
-"""Random queries, keys and values under a TreeLayout, and what attention over explicit paths makes of them."""
+"""Random inputs of attention under a TreeLayout, what attention over explicit paths makes of them, and drawn trees."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import reference
-from specinfer.core.tree import TokenTree
+from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.kernels.tree_layout import TreeLayout, num_words, pack_bits
 
 
@@ -127,3 +127,31 @@ def bushy(nodes: int, seed: int = 0) -> TokenTree:
     """Each node under any of those before it."""
     source = np.random.default_rng(seed)
     return TokenTree(tuple(range(nodes + 1)), (-1, *(int(source.integers(node)) for node in range(1, nodes + 1))))
+
+
+def drawn_tree(source: np.random.Generator, size: int, support: int, logits: Tensor) -> TokenTree:
+    """Draws without replacement from a few of the likely tokens of a node, and duplicates."""
+    tokens, parents, made = [0], [-1], list[Draw]()
+    supports = dict[int, Any]()
+    while len(tokens) < size:
+        parent = int(source.integers(len(tokens)))
+        if parent not in supports:
+            supports[parent] = source.choice(logits[parent].topk(9).indices, support, replace=False)
+        ids = supports[parent]
+        distribution = np.exp(logits[parent, ids].double().numpy() + 0.5 * source.normal(size=support))
+        distribution /= distribution.sum()
+        removed = tuple[int, ...]()
+        for _ in range(int(source.integers(1, 4))):
+            whole = Distribution(ids, distribution, removed)
+            place = int(source.choice(support, p=whole.weights()))
+            known = next(
+                (n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (parent, int(ids[place]))), None
+            )
+            if known is None:
+                known = len(tokens)
+                tokens.append(int(ids[place]))
+                parents.append(parent)
+            made.append(Draw(known, "a", whole))
+            if source.random() < 0.7 and len(removed) < support - 1:
+                removed = (*removed, place)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(made))

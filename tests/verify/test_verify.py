@@ -19,6 +19,7 @@ from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
+from specinfer.kernels import transfers, tree_ops
 from specinfer.verify import NAN, NO_VALID_TOKEN, RANDOM_RULES, Acceptance, batch, verify, verify_coupled
 from specinfer.verify.acceptance import SeededSource
 from tiny import make_request, paths_of, trees
@@ -129,45 +130,27 @@ def test_all_nodes_at_once_or_level_by_level(
         for rows in logits:
             rows[seed % len(rows)] = spoiled
     wanted, asked = verify("coupled", logits, requests, forest), list[int]()
-    chosen = batch.choose
+    chosen = tree_ops.choose
 
     def counted(rows: Tensor, *others: Tensor | None) -> Tensor:
         asked.append(len(rows))
         return chosen(rows, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "_is_asked_at_once", lambda _: True)
-        patch.setattr(batch, "choose", counted)
+        patch.setattr(transfers, "is_apart", lambda _: True)
+        patch.setattr(tree_ops, "choose", counted)
         assert verify("coupled", logits, requests, forest) == wanted
     assert asked == [sum(map(len, forest))]
-
-
-def test_a_device_is_waited_for_twice_whatever_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the parameters, and for the tokens; and once for the counts of each request with penalties."""
-    monkeypatch.setattr(batch, "_is_asked_at_once", lambda _: True)
-    waits: list[str] = []
-    for name in ("to", "item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "numpy"):
-        original = getattr(Tensor, name)
-
-        def counted(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
-            waits.append(_name)
-            return _original(self, *args, **options)
-
-        monkeypatch.setattr(Tensor, name, counted)
-    monkeypatch.setattr(batch, "log_min_p", lambda params: math.log(params.min_p) if params.min_p else -math.inf)
-    tree = TokenTree.chain(2, [0, 1, 3, 1, 0])
-    for chosen, wanted in (([0, 2, 3, 6, 7], 2), ([0, 1, 3, 4, 4], 2 + 3)):
-        requests = [_request(i, MIXED[number]) for i, number in enumerate(chosen)]
-        waits.clear()
-        verify("coupled", [torch.randn(len(tree), 4) for _ in requests], requests, [tree] * len(requests))
-        assert len(waits) == wanted, waits
+    with pytest.MonkeyPatch.context() as patch:  # without native code
+        patch.setattr(batch, "chooses", lambda _: False)
+        assert verify("coupled", logits, requests, forest) == wanted
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_temperature_that_counts_as_greedy_takes_the_first_of_equal_tokens(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_is_asked_at_once", lambda _: at_once)
+    monkeypatch.setattr(transfers, "is_apart", lambda _: at_once)
     requests = [_request(i, SamplingParams(temperature=1e-6)) for i in range(8)]
     accepted = verify("coupled", [torch.zeros(1, 4)] * 8, requests, [TokenTree.root(2)] * 8)
     assert [acceptance.next_token for acceptance in accepted] == [0] * 8

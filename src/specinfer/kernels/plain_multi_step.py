@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import next_uniform
+from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 
+MOST_TOKENS = 4 * SUPPORT  # that draws of a node may come from: a kernel has their probabilities in registers
 Kept = tuple[list[int], int]  # a path and the token after it
 
 
@@ -60,7 +62,8 @@ class WalkInputs(NamedTuple):
         sizes: [requests] nodes in use, or 0 for no tree.
         draws: [requests, max_draws] node that each draw produced, in draw order; -1 after the last.
         distribution_tokens: [requests, max_draws, support] tokens that the draw could have produced; -1 for padding.
-            The Triton kernels need the same ones in the same order for all draws of a node, as those of one race have.
+            The Triton kernels need the same ones in the same order for all draws of a node, as those of one race have,
+            and at most `MOST_TOKENS`.
         distribution_probs: [requests, max_draws, support] float64 probabilities, which sum to 1.
         uniforms: [requests] int64 states of the requests' random numbers (`noise.UniformStream`), advanced in place.
         least: [rows] float32 least score, divided by the temperature, of a token that may follow; None to keep all.

@@ -1,28 +1,27 @@
 """Verification of all trees of a step: the target's logits become tokens, or distributions if a rule needs them."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import computing_alone
+from specinfer.kernels import computing_alone, transfers
 from specinfer.kernels.choice import choose_token, chooses
-from specinfer.kernels.plain_logits import Truncation
 from specinfer.kernels.toss import toss_trees
-from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN, choose, least_kept
+from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN
 from specinfer.kernels.walk import walk_trees
-from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
+from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import Place, verify_coupled
-from specinfer.verify.logits import adjust, is_adjusted, least_score, log_min_p, process_logits
-from specinfer.verify.rules import MULTI_STEP, RANDOM_RULES, TRAVERSAL
+from specinfer.verify.device_batch import verify_on_device
+from specinfer.verify.logits import is_adjusted, least_score, process_logits
+from specinfer.verify.node_scores import NodeScores, Part, parameters_of, temperature_of
+from specinfer.verify.rules import MULTI_STEP, RANDOM_RULES, TRAVERSAL, verify_seeded
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
@@ -46,8 +45,11 @@ def verify(
         each in RANDOM_RULES and not request.params.is_greedy and request.params.tree != "off"
         for each, request in zip(rules, requests, strict=True)
     ]
+    if transfers.is_apart(logits[0]):
+        random_rules = [each if tossing else None for each, tossing in zip(rules, is_random, strict=True)]
+        return verify_on_device(random_rules, logits, requests, trees)
     walked = [i for i, tossing in enumerate(is_random) if not tossing]
-    is_native = [_is_plain(requests[i]) and chooses(logits[i]) and not _is_asked_at_once(logits[i]) for i in walked]
+    is_native = [_is_plain(requests[i]) and chooses(logits[i]) for i in walked]
     tossed = [
         i for i, tossing in enumerate(is_random) if tossing and _tosses_natively(rules[i], requests[i], logits[i])
     ]
@@ -72,7 +74,7 @@ def _walk_natively(
     if len(trees) == 1 and not trees[0].num_guessed:  # a step of plain decoding
         return [Acceptance((), _choose_next(logits[0][0], requests[0], len(requests[0].token_ids)))]
     noises = [(request.seed, len(request.token_ids)) for request in requests]
-    found = walk_trees(logits, trees, noises, [_heat(request) for request in requests])
+    found = walk_trees(logits, trees, noises, [temperature_of(request.params) for request in requests])
     return [Acceptance(path, token) for path, token in found]
 
 
@@ -92,77 +94,19 @@ def _toss_natively(
 
 
 def _walk(logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Acceptance]:
-    return verify_coupled(trees, _Choices(logits, requests, trees).at)
+    """Walk trees whose nodes are looked at when a walk reaches them: of a large tree it visits few."""
 
-
-def _heat(request: Request) -> float:
-    """Return the temperature, 0 if it counts as greedy."""
-    return 0.0 if request.params.is_greedy else request.params.temperature
-
-
-class _Choices:
-    """Tokens of plain decoding after nodes of several trees: argmax(log p + noise), or argmax(log p) if greedy."""
-
-    def __init__(self, logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
-        self._logits, self._requests, self.trees = logits, requests, trees
-        self._known: dict[Place, int] = {}
-        if _is_asked_at_once(logits[0]):
-            # A grammar knows what may follow legal paths only, so its nodes are looked at when a walk reaches them.
-            at_once = [i for i, request in enumerate(requests) if request.grammar is None]
-            places = [(i, node) for i in at_once for node in range(len(trees[i]))]
-            if places:
-                self._known = dict(zip(places, self._choose(places), strict=True))
-
-    def at(self, places: Sequence[Place]) -> list[int]:
-        """Return the token after each of these nodes, `NAN` or `NO_VALID_TOKEN`."""
-        unknown = [place for place in places if place not in self._known]
-        found = iter(self._look(unknown) if unknown else ())
-        return [self._known[place] if place in self._known else next(found) for place in places]
-
-    def _look(self, places: Sequence[Place]) -> list[int]:
-        if all(chooses(self._logits[i]) for i, _ in places):
-            return [self._token(i, node) for i, node in places]
-        return self._choose(places)
-
-    def _choose(self, places: Sequence[Place]) -> list[int]:
-        """Return the tokens after these nodes, all together.
-
-        A device is waited for twice, for the parameters and for the result, and when logits are adjusted.
-
-        Args:
-            places: Tree by tree, of each a range of its nodes.
-        """
-        rows = torch.cat([self._adjusted(i, [node for _, node in of]) for i, of in groupby(places, itemgetter(0))])
-        requests = [self._requests[i] for i, _ in places]
-        params = [request.params for request in requests]
-        numbers = np.zeros((6, len(places)), dtype=np.int64)
-        floats = numbers.view(np.float64)
-        numbers[0] = [request.seed for request in requests]
-        numbers[1] = [len(self._requests[i].token_ids) + self.trees[i].depths[node] for i, node in places]
-        numbers[2] = [one.top_k if 0 < one.top_k < rows.shape[1] else 0 for one in params]
-        floats[3] = [_heat(request) for request in requests]
-        floats[4] = [one.top_p for one in params]
-        floats[5] = [log_min_p(one) for one in params]
-        there = torch.from_numpy(numbers).to(rows.device)
-        heat, top_p, share = there[3:].view(torch.float64)
-        heat = heat.float()
-        least = None
-        if any(one.truncates for one in params):
-            least = least_kept(rows, Truncation(heat, share.float(), there[2].int(), top_p))
-        chosen: list[int] = choose(rows, there[0], there[1], heat, least).tolist()
+    def choose(places: Sequence[Place]) -> list[int]:
+        parts = [Part(requests[i], trees[i], (node,), logits[i][node : node + 1]) for i, node in places]
+        if all(chooses(part.logits) for part in parts):
+            return [
+                _choose_next(part.adjusted()[0], part.request, len(part.request.token_ids) + trees[i].depths[node])
+                for part, (i, node) in zip(parts, places, strict=True)
+            ]
+        chosen: list[int] = NodeScores.of(parts, torch.from_numpy(parameters_of(parts))).choose().tolist()
         return chosen
 
-    def _adjusted(self, i: int, nodes: Sequence[int]) -> Tensor:
-        """Return the adjusted logits of a range of nodes."""
-        rows, request, tree = self._logits[i][nodes[0] : nodes[-1] + 1], self._requests[i], self.trees[i]
-        return adjust(rows, request, [tree.path_tokens(node) for node in nodes]) if is_adjusted(request) else rows
-
-    def _token(self, i: int, node: int) -> int:
-        """Return the token after one node, chosen by native code."""
-        request, tree, row = self._requests[i], self.trees[i], self._logits[i][node]
-        if is_adjusted(request):
-            row = adjust(row.unsqueeze(0), request, [tree.path_tokens(node)])[0]
-        return _choose_next(row, request, len(request.token_ids) + tree.depths[node])
+    return verify_coupled(trees, choose)
 
 
 def _choose_next(row: Tensor, request: Request, position: int) -> int:
@@ -182,42 +126,11 @@ def _is_plain(request: Request) -> bool:
     return not is_adjusted(request) and (params.is_greedy or not params.truncates)
 
 
-def _is_asked_at_once(logits: Tensor) -> bool:
-    """Return whether all nodes are evaluated together: on an accelerator waiting for each level takes longer."""
-    return logits.device.type != "cpu"
-
-
-def _processed(logits: Tensor, request: Request, tree: TokenTree, node: int) -> Tensor:
-    """Return the processed row of a node, [1, vocab], when a walk reaches it: of a large tree it visits few nodes."""
-    row = logits[node : node + 1]
-    return row if request.is_plain_greedy else process_logits(row, request, [tree.path_tokens(node)])
-
-
-class _NoValidTokenError(Exception):
-    """A node without a valid token."""
-
-    def __init__(self, reason: int) -> None:
-        self.reason = reason
-
-
 def _verify_random(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
-    """Verify one tree by a rule that uses random numbers."""
+    """Verify one tree by a rule that uses random numbers; a node is processed when a walk reaches it."""
 
-    def probs_at(node: int) -> Probs | None:
-        # By numpy: waking PyTorch's threads takes longer than the row itself.
-        row = _processed(logits, request, tree, node)[0].cpu().numpy().astype(np.float64)
-        best = row.max()
-        if best != best:
-            raise _NoValidTokenError(NAN)
-        if best > -torch.inf:
-            return np.asarray(torch.from_numpy(row).softmax(dim=-1).numpy())
-        if node == 0:
-            raise _NoValidTokenError(NO_VALID_TOKEN)
-        return None  # an accepted path may end here, and other nodes are not affected
+    def row_at(node: int) -> npt.NDArray[Any]:
+        row = logits[node : node + 1]
+        return np.asarray(process_logits(row, request, [tree.path_tokens(node)])[0].numpy())
 
-    start = time.perf_counter()
-    try:
-        found = RANDOM_RULES[rule](tree, probs_at, SeededSource(request.uniforms))
-        return replace(found, seconds=time.perf_counter() - start)
-    except _NoValidTokenError as error:
-        return Acceptance((), error.reason)
+    return verify_seeded(rule, tree, row_at, request.uniforms)

@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.core.grammar.state import Bits, set_bit
 from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
-from specinfer.kernels import computing_alone
+from specinfer.kernels import computing_alone, transfers, tree_ops
 from specinfer.kernels.choice import most_probable
 from specinfer.kernels.token_scores import TokenScores, score_tokens
+from specinfer.kernels.transfers import send
+from specinfer.kernels.tree_layout import num_words
 
 _FEW = 128  # number of best tokens that top-p looks at first
 
@@ -43,7 +46,7 @@ def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[in
 
 
 def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits after constraints, biases and penalties.
+    """Return the logits after constraints, biases and penalties. Nothing waits for a device.
 
     Args:
         logits: [num_nodes, vocab] float32; not changed.
@@ -60,17 +63,21 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
     output_ids = request.output_ids  # the property copies, so it is read once
     if params.allowed_token_ids is not None:
         if request.forbidden is None:  # made once: the list may be as long as the vocabulary
-            request.forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            request.forbidden[list(params.allowed_token_ids)] = False
+            forbidden = np.ones(logits.shape[-1], dtype=np.bool_)
+            forbidden[list(params.allowed_token_ids)] = False
+            request.forbidden = send(forbidden, logits.device)
         logits.masked_fill_(request.forbidden, -torch.inf)
-    if request.grammar is not None:
-        legal = torch.stack([request.grammar.mask(path) for path in paths])
-        logits.masked_fill_(~legal.to(logits.device), -torch.inf)
-    if request.bad_words_ids:
-        _forbid_bad_words(logits, request.bad_words_ids, output_ids, paths)
+    if transfers.is_apart(logits) and (request.grammar is not None or request.bad_words_ids):
+        _mask(logits, request, paths)
+    else:
+        if request.grammar is not None:
+            legal = torch.stack([request.grammar.mask(path) for path in paths])
+            logits.masked_fill_(~legal, -torch.inf)
+        if request.bad_words_ids:
+            _forbid_bad_words(logits, request.bad_words_ids, output_ids, paths)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        ids = send(np.array(list(params.logit_bias), dtype=np.int64), logits.device)
+        logits[:, ids] += send(np.array(list(params.logit_bias.values()), dtype=np.float32), logits.device)
     if len(output_ids) < params.min_tokens:
         _hold_back_ends(logits, request, paths)
     if params.has_penalties:
@@ -165,7 +172,7 @@ def top_logprobs(
     device, count = logits.device, min(count, logits.shape[1])
     wanted = [[token, *others] for token in tokens]
     out = TokenScores.empty(len(places), 1 + len(others), count, device)
-    score_tokens(logits, torch.tensor(places, device=device), torch.tensor(wanted, device=device), out)
+    score_tokens(logits, send(np.array(places), device), send(np.array(wanted), device), out)
     values = torch.cat([out.values, out.best_values], dim=1).tolist()
     numbers = torch.cat([out.ranks, out.best], dim=1).tolist()
     return [
@@ -186,6 +193,30 @@ def _forbid_bad_words(
             logits[row, torch.tensor(ends, device=logits.device)] = -torch.inf
 
 
+def write_allowed(bits: Bits, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """Write which tokens the grammar and the bad words of a request allow after each path, a bit each.
+
+    Args:
+        bits: [paths, vocab / 8] to write to.
+        request: The request.
+        paths: Proposed tokens after the output, which need not be legal.
+    """
+    output_ids = request.output_ids
+    bits[:] = 255 if request.grammar is None else [request.grammar.bits(path) for path in paths]
+    for row, path in zip(bits, paths, strict=True):
+        for token in ends_of_bad_words(request.bad_words_ids, output_ids, path):
+            set_bit(row, token, is_set=False)
+
+
+def _mask(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
+    """Forbid what the grammar and the bad words do not allow, by bits that are sent to the device."""
+    rows, vocab = logits.shape
+    words = np.zeros((rows, num_words(vocab)), dtype=np.int32)
+    write_allowed(words.view(np.uint8)[:, : -(-vocab // 8)], request, paths)
+    used = torch.ones(rows, dtype=torch.int32, device=logits.device)
+    tree_ops.mask_logits(logits, send(words, logits.device), used)
+
+
 def ends_of_bad_words(words: Sequence[Sequence[int]], output_ids: Sequence[int], path: Sequence[int]) -> list[int]:
     """Return the last tokens of the bad words whose other tokens end the output along a path."""
     reach = max(map(len, words), default=1) - 1
@@ -204,14 +235,16 @@ def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[i
     """Forbid ends before `min_tokens`, except in rows where the grammar allows nothing else."""
     params, num_output = request.params, request.num_output
     early = [row for row, path in enumerate(paths) if num_output + len(path) < params.min_tokens]
-    ends = torch.tensor([*request.eos_token_ids, *params.stop_tokens], dtype=torch.int64, device=logits.device)
-    if not early or not len(ends):
+    ends = [*request.eos_token_ids, *params.stop_tokens]
+    if not early or not ends:
         return
-    rows = torch.tensor(early, device=logits.device).unsqueeze(1)
-    if request.grammar is not None:
-        others = logits[rows.squeeze(1)].index_fill(1, ends, -torch.inf)
-        rows = rows[(others > -torch.inf).any(dim=1)]
-    logits[rows, ends] = -torch.inf
+    rows, columns = (send(np.array(one, dtype=np.int64), logits.device) for one in (early, ends))
+    places = rows.unsqueeze(1), columns
+    if request.grammar is None:
+        logits[places] = -torch.inf
+    else:
+        has_others = (logits[rows].index_fill(1, columns, -torch.inf) > -torch.inf).any(dim=1, keepdim=True)
+        logits[places] = logits[places].masked_fill(has_others, -torch.inf)
 
 
 def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
@@ -225,7 +258,7 @@ def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) 
     # Rows, tokens and counts of all nodes in one transfer.
     rows = np.repeat(np.arange(len(paths)), [len(ids) for ids, _ in along])
     ids, counts = (np.concatenate(parts) for parts in zip(*along, strict=True))
-    there = torch.from_numpy(np.stack([rows, ids, counts.astype(np.int64)])).to(logits.device)
+    there = send(np.stack([rows, ids, counts.astype(np.int64)]), logits.device)
     places, occurrences = (there[0], there[1]), there[2].float()
     values = logits[places]
     if repeats:

@@ -13,10 +13,19 @@ There are four rules, each with the condition under which the output's distribut
 Each has a file of its own with its sources; target-only is the coupled walk.
 """
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specinfer.core.noise import UniformStream
 from specinfer.core.tree import TokenTree
-from specinfer.verify.acceptance import Acceptance, Probs, RandomSource
+from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN
+from specinfer.verify.acceptance import Acceptance, Probs, RandomSource, SeededSource
 from specinfer.verify.multi_step import verify_multi_step
 from specinfer.verify.traversal import verify_traversal
 
@@ -25,3 +34,42 @@ RANDOM_RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], Rand
     MULTI_STEP: verify_multi_step,
     TRAVERSAL: verify_traversal,
 }
+
+
+class _NoValidTokenError(Exception):
+    """A node without a valid token."""
+
+    def __init__(self, reason: int) -> None:
+        self.reason = reason
+
+
+def verify_seeded(
+    rule: str, tree: TokenTree, row_at: Callable[[int], npt.NDArray[Any]], uniforms: UniformStream
+) -> Acceptance:
+    """Verify one tree by a rule that uses random numbers.
+
+    Args:
+        rule: The rule.
+        tree: The tree.
+        row_at: Function from a node to its processed logits, [vocab].
+        uniforms: The random numbers.
+    """
+
+    def probs_at(node: int) -> Probs | None:
+        # By numpy: waking PyTorch's threads takes longer than the row itself.
+        row = row_at(node).astype(np.float64)
+        best = row.max()
+        if best != best:
+            raise _NoValidTokenError(NAN)
+        if best > -torch.inf:
+            return np.asarray(torch.from_numpy(row).softmax(dim=-1).numpy())
+        if node == 0:
+            raise _NoValidTokenError(NO_VALID_TOKEN)
+        return None  # an accepted path may end here, and other nodes are not affected
+
+    start = time.perf_counter()
+    try:
+        found = RANDOM_RULES[rule](tree, probs_at, SeededSource(uniforms))
+        return replace(found, seconds=time.perf_counter() - start)
+    except _NoValidTokenError as error:
+        return Acceptance((), error.reason)

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specinfer.core.grammar.state import Bits, set_bit
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.tree_layout import WORD
-from specinfer.verify.logits import ends_of_bad_words
+from specinfer.verify.logits import write_allowed
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +74,15 @@ class TokenMasks:
 
     def _write(self, first: int, request: Request, paths: Sequence[tuple[int, ...]]) -> None:
         """Send the masks after some paths, from this row on."""
-        output_ids, rows = request.output_ids, slice(first, first + len(paths))
+        rows = slice(first, first + len(paths))
         here = self._here[rows, : self._num_bytes]
-        here[:] = _allowed(request, paths)
-        for bits, path in zip(here, paths, strict=True):
-            for token in ends_of_bad_words(request.bad_words_ids, output_ids, path):
-                set_bit(bits, token, is_set=False)
+        try:
+            write_allowed(here, request, paths)
+        except Exception:
+            logger.exception("masks of request %s failed; it goes on with an ordinary step", request.request_id)
+            here[:] = 0  # so that this finds out what is wrong
         self._host_is_masked[rows] = 1
         self._copy(self._bits[rows], self._host_bits[rows])
 
     def _copy(self, there: Tensor, here: Tensor) -> None:
         there.copy_(here, non_blocking=True)
-
-
-def _allowed(request: Request, paths: Sequence[tuple[int, ...]]) -> list[Bits] | int:
-    """Return the bits of a grammar; none after a failure, so that an ordinary step finds out what is wrong."""
-    if request.grammar is None:
-        return 255
-    try:
-        return [request.grammar.bits(path) for path in paths]
-    except Exception:
-        logger.exception("masks of request %s failed; it goes on with an ordinary step", request.request_id)
-        return 0

@@ -26,6 +26,7 @@ from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
+from specinfer.kernels.transfers import send
 from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import at_least, max_rows
@@ -100,11 +101,7 @@ class DeviceRows:
     # --------------------------------------------------------------------------------------------- rows
 
     def _there(self, values: npt.NDArray[Any]) -> Tensor:
-        host = torch.from_numpy(values)
-        if self._place.type != "cuda":
-            return host
-        with on_device(self._place):  # otherwise pages would be pinned through another GPU
-            return host.pin_memory().to(self._place, non_blocking=True)
+        return send(values, self._place)
 
     def write(self, row: int, request: Request, slots: Slots, *, loan: Loan, is_drawn: bool = False) -> None:
         """Write a request to a row; its known tokens but the last have these slots.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_multi_step import WalkInputs
+from specinfer.kernels.plain_multi_step import MOST_TOKENS, WalkInputs
 from specinfer.kernels.plain_tree import NAN, NO_VALID_TOKEN, Walk
 from specinfer.kernels.triton.choose import GAMMA, mix
 
@@ -213,6 +213,7 @@ def prepare_walk(inputs: WalkInputs, out: Walk) -> WalkLaunch:
     (requests, nodes), (rows, vocab) = tokens.shape, logits.shape
     _, num_draws, support = inputs.distribution_tokens.shape
     assert logits.stride(1) == 1
+    assert support <= MOST_TOKENS
     assert tokens.stride() == parents.stride() == (nodes, 1)
     assert all(each.is_contiguous() for each in distributions)
     assert inputs.distribution_probs.dtype == torch.float64

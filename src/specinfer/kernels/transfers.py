@@ -1,0 +1,49 @@
+"""Transfers of numbers between host and device: several arrays in one copy, and one wait for all that comes back."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes; kernels are compiled once more for tensors that begin elsewhere
+
+
+def is_apart(tensor: Tensor) -> bool:
+    """Return whether a tensor is on an accelerator, which the host waits for when it reads the numbers."""
+    return tensor.device.type != "cpu"
+
+
+def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device, in order with its other work; nobody waits. On a CPU the memory is shared."""
+    here = torch.from_numpy(array)
+    if device.type != "cuda":
+        return here.to(device, non_blocking=True)
+    with torch.cuda.device(device):  # otherwise pages would be pinned through another GPU
+        return here.pin_memory().to(device, non_blocking=True)
+
+
+def send_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to a device in one transfer, for which nobody waits."""
+    starts = list(accumulate((-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in arrays), initial=0))
+    packed = np.zeros(starts[-1], dtype=np.uint8)
+    for start, one in zip(starts, arrays, strict=False):
+        packed[start : start + one.nbytes] = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
+    there = send(packed, device)
+    return [
+        there[start : start + one.nbytes].view(torch.from_numpy(one).dtype).view(one.shape)
+        for start, one in zip(starts, arrays, strict=False)
+    ]
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Copy tensors to the host in one transfer; a device is waited for once."""
+    packed = torch.cat([one.flatten().view(torch.uint8) for one in tensors]).cpu().numpy()
+    parts = np.split(packed, list(accumulate(one.nbytes for one in tensors))[:-1])
+    return [
+        part.view(torch.empty(0, dtype=one.dtype).numpy().dtype).reshape(one.shape)
+        for part, one in zip(parts, tensors, strict=True)
+    ]

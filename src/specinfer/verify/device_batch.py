@@ -1,0 +1,128 @@
+"""Verification of all trees of a step on an accelerator, which the host waits for once.
+
+All nodes of all trees are processed together, before any walk. The tokens of plain decoding after each node, the walks
+of rules with random numbers, and the scores that the host has to look at itself come back in one transfer.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import numpy.typing as npt
+from torch import Tensor
+
+from specinfer.core.request import Request
+from specinfer.core.tree import TokenTree
+from specinfer.kernels.transfers import fetch, send_together
+from specinfer.kernels.triton import runs_on
+from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.coupled import verify_coupled
+from specinfer.verify.drawn_trees import DrawnTrees, draws_of
+from specinfer.verify.node_scores import NodeScores, Part, parameters_of
+from specinfer.verify.rules import verify_seeded
+
+_Arrays = Sequence[npt.NDArray[Any]]
+
+
+def verify_on_device(
+    rules: Sequence[str | None], logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
+) -> list[Acceptance]:
+    """Return what the target accepts of each tree.
+
+    Args:
+        rules: The rule with random numbers of each tree, or None if it is walked as in plain decoding.
+        logits: For each tree, [num_nodes, vocab] float32.
+        requests: The request of each tree.
+        trees: The trees.
+    """
+    parts = [
+        Part(request, tree, range(len(tree)), rows) for request, tree, rows in zip(requests, trees, logits, strict=True)
+    ]
+    ruled = {i: rule for i, rule in enumerate(rules) if rule is not None}
+    chosen = [i for i in range(len(parts)) if i not in ruled]
+    has_kernels = runs_on(logits[0])  # without them a walk on the device would wait at each node
+    draws = {i: own for i in ruled if has_kernels and (own := draws_of(trees[i])) is not None}
+    read = [i for i in ruled if i not in draws]
+    groups: list[_Group] = []
+    first = 0
+    if chosen:
+        groups.append(_ChosenTrees([parts[i] for i in chosen]))
+        first += sum(len(trees[i]) for i in chosen)
+    if draws:
+        drawn = [parts[i] for i in draws]
+        groups.append(DrawnTrees(drawn, [ruled[i] for i in draws], list(draws.values()), first))
+        first += sum(len(trees[i]) for i in draws)
+    if read:
+        groups.append(_ReadTrees([parts[i] for i in read], [ruled[i] for i in read], first))
+    order = [*chosen, *draws, *read]
+    accepted = dict(zip(order, _verify_together(groups, [parts[i] for i in order]), strict=True))
+    return [accepted[i] for i in range(len(parts))]
+
+
+class _Group(Protocol):
+    """Trees that are verified in the same way: first on the device, and then on the host from what comes back.
+
+    Attributes:
+        arrays: What the device needs.
+    """
+
+    arrays: _Arrays
+
+    def walk(self, scores: NodeScores, there: Sequence[Tensor], /) -> Sequence[Tensor]:
+        """Start the work of the device, and return its results; `scores` are those of all nodes of the step."""
+        ...
+
+    def accept(self, results: _Arrays, /) -> list[Acceptance]: ...
+
+
+def _verify_together(groups: Sequence[_Group], parts: Sequence[Part]) -> list[Acceptance]:
+    """Verify groups whose trees are in the order of these parts."""
+    numbers = [parameters_of(parts), *chain.from_iterable(group.arrays for group in groups)]
+    parameters, *there = send_together(numbers, parts[0].logits.device)
+    scores, left = NodeScores.of(parts, parameters), iter(there)
+    results = [group.walk(scores, list(islice(left, len(group.arrays)))) for group in groups]
+    found = iter(fetch(list(chain.from_iterable(results))))
+    return [
+        one for group, own in zip(groups, results, strict=True) for one in group.accept(list(islice(found, len(own))))
+    ]
+
+
+class _ChosenTrees:
+    """Trees that are walked along the tokens of plain decoding; their nodes are the first of the step."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self.arrays: _Arrays = ()
+
+    def walk(self, scores: NodeScores, _: Sequence[Tensor]) -> list[Tensor]:
+        return [scores.between(0, sum(len(part.nodes) for part in self._parts)).choose()]
+
+    def accept(self, results: _Arrays) -> list[Acceptance]:
+        tokens = list(_by_tree(self._parts, results[0].tolist()))
+        return verify_coupled([part.tree for part in self._parts], lambda places: [tokens[i][n] for i, n in places])
+
+
+class _ReadTrees:
+    """Trees under rules with random numbers that the host walks; their nodes are the last of the step."""
+
+    def __init__(self, parts: Sequence[Part], rules: Sequence[str], first: int) -> None:
+        self._parts, self._rules, self._first = parts, rules, first
+        self.arrays: _Arrays = ()
+
+    def walk(self, scores: NodeScores, _: Sequence[Tensor]) -> list[Tensor]:
+        return [scores.between(self._first, len(scores.rows)).kept()]
+
+    def accept(self, results: _Arrays) -> list[Acceptance]:
+        rows = _by_tree(self._parts, results[0])
+        return [
+            verify_seeded(rule, part.tree, own.__getitem__, part.request.uniforms)
+            for rule, part, own in zip(self._rules, self._parts, rows, strict=True)
+        ]
+
+
+def _by_tree(parts: Sequence[Part], of_nodes: Any) -> Iterator[Any]:
+    """Yield what belongs to each tree of a sequence with something for each node."""
+    start = 0
+    for part in parts:
+        yield of_nodes[start : start + len(part.nodes)]
+        start += len(part.nodes)

@@ -1,0 +1,137 @@
+"""Trees under rules with random numbers, as the arrays that the kernels of their walks take."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.core.draws import Floats, Ints
+from specinfer.core.tree import TokenTree
+from specinfer.kernels import tree_ops
+from specinfer.kernels.plain_multi_step import MOST_TOKENS, WalkInputs
+from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.node_scores import NodeScores, Part
+from specinfer.verify.rules import MULTI_STEP, TRAVERSAL
+
+_CERTAIN = np.ones(1)
+_MULTIPLE = 16
+
+
+class TreeDraws(NamedTuple):
+    """The tokens that draws of a node could have produced, and each draw's probabilities, in draw order."""
+
+    supports: list[Ints]
+    probs: list[Floats]
+
+
+def draws_of(tree: TokenTree) -> TreeDraws | None:
+    """Return the draws of a tree; a chosen token counts as drawn with probability 1.
+
+    All draws of a node get the same tokens in the same order, which the kernels need: those of any of them.
+
+    Returns:
+        The draws, or None if those of a node could have produced too many tokens for a kernel.
+    """
+    together: dict[int, Ints] = {}
+    own = list[tuple[int, Ints, Floats]]()
+    for node, _, distribution, _ in tree.draws:
+        parent = tree.parents[node]
+        ids = np.array([tree.tokens[node]]) if distribution is None else distribution.token_ids
+        own.append((parent, ids, _CERTAIN if distribution is None else distribution.weights()))
+        known = together.setdefault(parent, ids)
+        if not np.array_equal(known, ids):
+            together[parent] = np.concatenate([known, ids[~np.isin(ids, known)]])
+    if any(len(ids) > MOST_TOKENS for ids in together.values()):
+        return None
+    found = TreeDraws([], [])
+    for parent, ids, weights in own:
+        support = together[parent]
+        if support is not ids and not np.array_equal(support, ids):
+            order = np.argsort(support)
+            spread = np.zeros(len(support))
+            spread[order[np.searchsorted(support, ids, sorter=order)]] = weights
+            weights = spread
+        found.supports.append(support)
+        found.probs.append(weights)
+    return found
+
+
+class DrawnTrees:
+    """Trees of a step that are walked together.
+
+    Args:
+        parts: The trees, whole.
+        rules: The rule of each tree.
+        draws: The draws of each tree.
+        first: Row of the first root among the scores of all nodes.
+
+    Attributes:
+        arrays: What the walks read on the device.
+    """
+
+    def __init__(self, parts: Sequence[Part], rules: Sequence[str], draws: Sequence[TreeDraws], first: int) -> None:
+        self._requests, trees, count = [part.request for part in parts], [part.tree for part in parts], len(parts)
+        self._rules = [rule for rule in (MULTI_STEP, TRAVERSAL) if rule in rules]
+        self._depth = _padded(tree.max_depth for tree in trees)
+        num_nodes, num_draws = _padded(map(len, trees)), _padded(len(one.supports) for one in draws)
+        support = _padded(len(ids) for one in draws for ids in one.supports)
+        tokens, parents = np.zeros((2, count, num_nodes), dtype=np.int32)
+        nodes = np.full((count, num_draws), -1, dtype=np.int32)
+        ids = np.full((count, num_draws, support), -1, dtype=np.int32)
+        probs = np.zeros((count, num_draws, support))
+        for i, (tree, own) in enumerate(zip(trees, draws, strict=True)):
+            tokens[i, : len(tree)], parents[i, : len(tree)] = tree.tokens, tree.parents
+            nodes[i, : len(tree.draws)] = [draw.node for draw in tree.draws]
+            for j, (could, weights) in enumerate(zip(*own, strict=True)):
+                ids[i, j, : len(could)], probs[i, j, : len(could)] = could, weights
+        starts = np.array(list(accumulate(map(len, trees[:-1]), initial=first)), dtype=np.int32)
+        temperatures = np.array([request.params.temperature for request in self._requests], dtype=np.float32)
+        states = np.array([request.uniforms.state for request in self._requests], dtype=np.uint64).view(np.int64)
+        sizes = [
+            np.array([len(tree) if own == rule else 0 for own, tree in zip(rules, trees, strict=True)], dtype=np.int32)
+            for rule in self._rules
+        ]
+        self.arrays: Sequence[npt.NDArray[Any]] = [
+            starts, temperatures, tokens, parents, nodes, ids, probs, states, *sizes,
+        ]  # fmt: skip
+
+    def walk(self, scores: NodeScores, there: Sequence[Tensor]) -> list[Tensor]:
+        """Start the walks, and return the tensors of their results.
+
+        Args:
+            scores: Those of all nodes.
+            there: `arrays` on the device.
+        """
+        starts, temperatures, tokens, parents, nodes, ids, probs, states = there[:8]
+        path = torch.empty((len(starts), self._depth), dtype=torch.int32, device=starts.device)
+        lengths, following = torch.empty_like(starts), torch.empty_like(states)
+        for rule, sizes in zip(self._rules, there[8:], strict=True):
+            walk = tree_ops.walk_traversal if rule == TRAVERSAL else tree_ops.walk_multi_step
+            inputs = WalkInputs(
+                scores.rows, starts, temperatures, tokens, parents, sizes, nodes, ids, probs, states, scores.least
+            )
+            walk(inputs, out=(path, lengths, following))
+        return [following, states, path, lengths]
+
+    def accept(self, results: Sequence[npt.NDArray[Any]]) -> list[Acceptance]:
+        """Return what is accepted of each tree, and let the requests continue with random numbers not used yet.
+
+        Args:
+            results: Those of `walk`, on the host.
+        """
+        following, states, path, lengths = results
+        for request, state in zip(self._requests, states.view(np.uint64).tolist(), strict=True):
+            request.uniforms.state = state
+        return [
+            Acceptance(tuple(nodes[:length]), token)
+            for nodes, length, token in zip(path.tolist(), lengths.tolist(), following.tolist(), strict=True)
+        ]
+
+
+def _padded(counts: Iterable[int]) -> int:
+    """Return a size that holds all of these and that 16 divides: for other numbers kernels are compiled once more."""
+    return max(-(-max(counts, default=1) // _MULTIPLE), 1) * _MULTIPLE
