@@ -65,7 +65,7 @@ def test_candidates_come_from_a_device_in_one_transfer(way: str, monkeypatch: py
         requests = [_request(name=str(i), seed=i) for i in range(3)]
         nodes = [Node(request, (), 3, drafter="small") for request in requests]
         with monkeypatch.context() as patch:
-            patch.setattr(draft_sampling, "_is_apart", lambda _, value=is_apart: value)
+            patch.setattr(draft_sampling.transfers, "is_apart", lambda _, value=is_apart: value)
             patch.setattr(Tensor, "cpu", counted)
             found.append(draw(way, _logits(3, 260_000), nodes))
         assert len(transfers) == int(is_apart)

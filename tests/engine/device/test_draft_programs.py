@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from heads import save_tiny_block, save_tiny_head
 from late_stream import LateStream, make_executor_late
@@ -30,10 +31,14 @@ from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.engine import Engine
+from specinfer.engine.executor import StepResult
+from specinfer.engine.host_executor import HostExecutor
+from specinfer.kernels import transfers
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
+from specinfer.verify import device_batch
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -116,6 +121,33 @@ def test_requests_that_come_and_go_on_a_late_device(
     assert come_and_go(engine, stagger) == plain
     assert stream.longest >= 3, "nothing was late"
     assert 5 < stream.num_waits == len(drafts)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_an_ordinary_step_waits_for_the_device_twice(
+    rule: str, pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its trees, and for what is accepted; whatever the rule, the levels and the number of requests."""
+    stream, fetched, steps = LateStream(), list[int](), list[int]()
+    make_executor_late(stream, monkeypatch)
+    fetch, finish = transfers.fetch, HostExecutor.finish
+
+    def counted(tensors: Sequence[Tensor]) -> list[Any]:
+        fetched.append(len(tensors))
+        return fetch(tensors)
+
+    def noted(executor: HostExecutor) -> StepResult:
+        steps.append(len(executor.spans))
+        return finish(executor)
+
+    monkeypatch.setattr(transfers, "is_apart", lambda _: True)
+    for module in (transfers, device_batch):
+        monkeypatch.setattr(module, "fetch", counted)
+    monkeypatch.setattr(HostExecutor, "finish", noted)
+    params = [replace(one, max_tokens=18) for one in MIXED_PARAMS[:3]]
+    run(_engine(pair, TREES["wide"], verification=rule), repeating_requests(params, (6, 9, 5)))
+    assert 5 < stream.num_waits == len(drafts) <= len(steps) == len(fetched)
+    assert None not in drafts
 
 
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])

@@ -12,6 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specinfer.core.tree import TreeBudget
+from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.draft_program import DraftProgram, Tables
+from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.kernels import layer_ops, tree_ops
@@ -31,6 +35,7 @@ from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
 from specinfer.model.recurrent.layers import is_recurrent, state_bytes
 from specinfer.model.recurrent.short_conv import ShortConv
+from specinfer.model.runner import ModelRunner
 from specinfer.planning.device_costs import StepDesign
 from step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
 from tiny import FAMILIES, HYBRIDS, quick
@@ -420,6 +425,7 @@ PER_GUESSES = 9
 PER_MASK = 15
 PER_SCAN = 59  # the order of the tokens in layers without attention
 PER_PART = 51  # of a context, once for a draft loop
+PER_TABLE, PER_ORDINARY = 2, 2  # changes of a table of slots; what the host sends as numbers and is yes or no
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -461,6 +467,27 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         num_places = rows * programs.results.there["rank"].shape[1]
         per_part = PER_SCORED + (PER_BEST if asked.best else 0) + PER_NAMED * asked.others
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_draft_of_an_ordinary_step_takes_few_kernels_more(
+    rows: int, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests there are; nothing waits for the device before the trees are read."""
+    loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
+    programs = programs_of(loaded, TreeBudget(16, 8), rows)
+    vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
+    drafter = DeviceDrafter(ModelRunner(loaded, 512), vocabulary.to_target)
+    tables = Tables.of(DraftKind(), rows, 256, META)
+    counts, calls = [], []
+    for program in (programs.draft, DraftProgram(programs.size, drafter, tables, loaded.vocab_size)):
+        kernels.calls.clear()
+        with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
+            program()
+        counts.append(launches.count)
+        calls.append(dict(kernels.calls))
+    assert counts[1] - counts[0] <= PER_TABLE + PER_ORDINARY
+    assert calls[0] == calls[1]
 
 
 @pytest.mark.parametrize("budget", [None, TreeBudget(16, 8)])

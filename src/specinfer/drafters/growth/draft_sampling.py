@@ -26,7 +26,7 @@ from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.wanted_nodes import Node, WantedNodes
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.kernels import computing_alone
+from specinfer.kernels import computing_alone, transfers
 from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
 from specinfer.kernels.toss import sources_at
 from specinfer.verify.logits import adjust, is_adjusted, truncate
@@ -235,15 +235,8 @@ def _drawn(
 
 
 def _on_host(*tensors: Tensor) -> list[Any]:
-    """Copy tensors to the host; a device is waited for once. Double precision holds token ids, too."""
-    if not _is_apart(tensors[0]):
-        return [one.numpy() for one in tensors]
-    parts = torch.cat([one.flatten().double() for one in tensors]).cpu().split([one.numel() for one in tensors])
-    return [part.to(one.dtype).view(one.shape).numpy() for part, one in zip(parts, tensors, strict=True)]
-
-
-def _is_apart(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu"
+    """Copy tensors to the host; a device is waited for once."""
+    return transfers.fetch(tensors) if transfers.is_apart(tensors[0]) else [one.numpy() for one in tensors]
 
 
 def _hybrid(scores: Tensor, ids: Tensor, wanted: WantedNodes, width: int) -> tuple[Tensor, Tensor, Tensor]:
