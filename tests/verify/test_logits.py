@@ -13,7 +13,7 @@ import reference
 from specinfer.core.logprob import with_texts
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.verify.logits import adjust, process_logits, top_logprobs, truncate
+from specinfer.verify.logits import AskedLogprobs, adjust, process_logits, top_logprobs, truncate
 
 VOCAB = 12
 EOS = (1, 4)
@@ -228,14 +228,14 @@ def test_a_row_without_a_valid_token_harms_no_other() -> None:
 
 def test_logprobs_have_the_emitted_token_and_the_best() -> None:
     row = torch.tensor([FOUR])
-    found = with_texts(top_logprobs(row, [0], [0], 2)[0], str)
+    found = with_texts(top_logprobs([AskedLogprobs(row, [0], [0], 2)])[0][0], str)
     assert {token: one.logprob for token, one in found.items()} == pytest.approx({0: FOUR[0], 1: FOUR[1], 3: FOUR[3]})
     assert [(token, one.decoded_token) for token, one in found.items()] == [(0, "0"), (1, "1"), (3, "3")]
     assert {token: one.rank for token, one in found.items()} == {
         token: 1 + sum(other > FOUR[token] for other in FOUR) for token in found
     }
-    assert top_logprobs(row, [0], [1], 0)[0][1].logprob == pytest.approx(FOUR[1])
-    assert len(top_logprobs(row, [0], [1], 9)[0]) == 4
+    assert top_logprobs([AskedLogprobs(row, [0], [1], 0)])[0][0][1].logprob == pytest.approx(FOUR[1])
+    assert len(top_logprobs([AskedLogprobs(row, [0], [1], 9)])[0][0]) == 4
 
 
 def test_a_bad_word_is_forbidden_where_the_output_ends_with_its_start() -> None:

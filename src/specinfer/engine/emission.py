@@ -8,8 +8,9 @@ from torch import Tensor
 from specinfer.core.logprob import Logprob, with_texts
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
+from specinfer.kernels import transfers
 from specinfer.verify import Acceptance
-from specinfer.verify.logits import top_logprobs
+from specinfer.verify.logits import AskedLogprobs, top_logprobs
 
 
 def emit(
@@ -36,7 +37,7 @@ def emit(
         request.first_token_time = time.time()
     params, before = request.params, request.num_output
     if params.logprobs is not None and not logprobs:
-        logprobs = top_logprobs(logits, (0, *acceptance.path), tokens, params.logprobs, params.scored_tokens)
+        (logprobs,) = top_logprobs([asked_logprobs(request, tree, acceptance, logits)])
     for i, (token, origin) in enumerate(zip(tokens, guessed_by, strict=True)):
         if params.logprobs is not None:
             request.logprobs.append(with_texts(logprobs[i], request.decode))
@@ -47,6 +48,35 @@ def emit(
     num_accepted = min(num_generated, len(acceptance.path))  # fewer if the request ended inside the path
     request.speculation.record(tree.num_guessed, tree.max_depth, num_accepted, num_generated)
     return num_generated
+
+
+def asked_logprobs(request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> AskedLogprobs:
+    """Return what a request that wants log-probabilities asks for in a step; arguments as for `emit`."""
+    places, params = (0, *acceptance.path), request.params
+    assert params.logprobs is not None
+    tokens = [*(tree.tokens[node] for node in acceptance.path), acceptance.next_token]
+    return AskedLogprobs(logits, places, tokens, params.logprobs, params.scored_tokens)
+
+
+def step_logprobs(
+    decoding: Sequence[tuple[Span, TokenTree]], accepted: Sequence[Acceptance], logits: Sequence[Tensor]
+) -> list[list[dict[int, Logprob]]]:
+    """Return the log-probabilities of each request, for which an accelerator is waited for once; none on a CPU.
+
+    There the tokens are known when they are emitted, one request after the other.
+    """
+    found = [list[dict[int, Logprob]]() for _ in decoding]
+    if not decoding or not transfers.is_apart(logits[0]):
+        return found
+    asking = [
+        i
+        for i, ((span, _), acceptance) in enumerate(zip(decoding, accepted, strict=True))
+        if span.request.params.logprobs is not None and acceptance.next_token >= 0
+    ]
+    asked = [asked_logprobs(decoding[i][0].request, decoding[i][1], accepted[i], logits[i]) for i in asking]
+    for i, own in zip(asking, top_logprobs(asked) if asked else (), strict=True):
+        found[i] = own
+    return found
 
 
 def reads_prompt(span: Span) -> bool:
@@ -65,5 +95,6 @@ def note_prompt(span: Span, logits: Tensor) -> None:
     unknown = range(len(request.prompt_logprobs), min(span.end + 1, len(request.prompt_ids)))
     if unknown:
         tokens = request.prompt_ids[unknown.start : unknown.stop]
-        found = top_logprobs(logits, [place - 1 - span.start for place in unknown], tokens, count)
+        places = [place - 1 - span.start for place in unknown]
+        (found,) = top_logprobs([AskedLogprobs(logits, places, tokens, count)])
         request.prompt_logprobs.extend(with_texts(known, request.decode) for known in found)

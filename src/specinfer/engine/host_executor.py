@@ -17,7 +17,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import reads_prompts
 from specinfer.engine.drafting import asks_model, fit, is_sound
-from specinfer.engine.emission import reads_prompt
+from specinfer.engine.emission import reads_prompt, step_logprobs
 from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.in_flight_step import InFlightStep
@@ -272,7 +272,8 @@ class HostExecutor:
         """Return the outcome of each span; `logits` are those of `logits_by_tree`."""
         pairs = list(zip(spans, trees, strict=True))
         decoding = [(span, tree) for span, tree in pairs if tree is not None and not span.request.is_finished]
-        verified = zip(self._verify(decoding, logits), logits, strict=True)
+        accepted = self._verify(decoding, logits)
+        verified = zip(accepted, logits, step_logprobs(decoding, accepted, logits), strict=True)
         return [
             Outcome(span, tree) if tree is None or span.request.is_finished else Outcome(span, tree, *next(verified))
             for span, tree in pairs

@@ -39,6 +39,11 @@ def send_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> l
     ]
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Return tensors as arrays; a device is waited for once, and on a CPU the memory is shared."""
+    return fetch(tensors) if is_apart(tensors[0]) else [one.numpy() for one in tensors]
+
+
 def fetch(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Copy tensors to the host in one transfer; a device is waited for once."""
     packed = torch.cat([one.flatten().view(torch.uint8) for one in tensors]).cpu().numpy()

@@ -6,6 +6,7 @@ is vLLM's. Each row of logits belongs to one node of a token tree, and its histo
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -153,32 +154,49 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
     return torch.maximum(least, values.gather(-1, last))
 
 
-@computing_alone()
-def top_logprobs(
-    logits: Tensor, places: Sequence[int], tokens: Sequence[int], count: int, others: Sequence[int] = ()
-) -> list[dict[int, Logprob]]:
-    """Return log-probabilities before processing after each place, without texts.
+class AskedLogprobs(NamedTuple):
+    """Places of one request at which log-probabilities are asked for.
 
-    They are of its token, then of the best, then of the others, by token id. Of tokens that are equally probable the
-    first is the best. A device is waited for twice.
-
-    Args:
+    Attributes:
         logits: [rows, vocab] float32, the model's unprocessed logits.
         places: A row of each place.
         tokens: The emitted token of each place.
-        count: Number of best tokens.
+        num_best: Number of best tokens.
         others: Further token ids, the same for all places.
     """
-    device, count = logits.device, min(count, logits.shape[1])
-    wanted = [[token, *others] for token in tokens]
-    out = TokenScores.empty(len(places), 1 + len(others), count, device)
-    score_tokens(logits, send(np.array(places), device), send(np.array(wanted), device), out)
-    values = torch.cat([out.values, out.best_values], dim=1).tolist()
-    numbers = torch.cat([out.ranks, out.best], dim=1).tolist()
-    return [
-        by_token(row, value[: len(row)], number[: len(row)], number[len(row) :], value[len(row) :])
-        for row, value, number in zip(wanted, values, numbers, strict=True)
-    ]
+
+    logits: Tensor
+    places: Sequence[int]
+    tokens: Sequence[int]
+    num_best: int
+    others: Sequence[int] = ()
+
+    @property
+    def wanted(self) -> list[list[int]]:
+        """The tokens of each place but the best ones."""
+        return [[token, *self.others] for token in self.tokens]
+
+    def scores(self) -> TokenScores:
+        """Return the scores on the device of the logits, which nobody waits for."""
+        device, count = self.logits.device, min(self.num_best, self.logits.shape[1])
+        out = TokenScores.empty(len(self.places), 1 + len(self.others), count, device)
+        score_tokens(self.logits, send(np.array(self.places), device), send(np.array(self.wanted), device), out)
+        return out
+
+
+@computing_alone()
+def top_logprobs(asked: Sequence[AskedLogprobs]) -> list[list[dict[int, Logprob]]]:
+    """Return log-probabilities before processing after each place of each request, without texts.
+
+    They are of its token, then of the best, then of the others, by token id. Of tokens that are equally probable the
+    first is the best. A device is waited for once.
+    """
+    arrays = iter(transfers.on_host([one for own in asked for one in own.scores()]))
+    found = []
+    for own in asked:
+        values, ranks, best, best_values = (next(arrays).tolist() for _ in TokenScores._fields)
+        found.append(list(map(by_token, own.wanted, values, ranks, best, best_values)))
+    return found
 
 
 def _forbid_bad_words(

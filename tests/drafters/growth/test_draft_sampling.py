@@ -14,10 +14,10 @@ from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution
-from specinfer.drafters.growth import draft_sampling
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.vocabulary.token_map import TokenMap
+from specinfer.kernels import transfers
 from specinfer.kernels.choice import SUPPORT
 from tiny import make_request
 
@@ -55,20 +55,20 @@ def _tokens(candidates: Candidates, row: int) -> list[int]:
 @pytest.mark.parametrize("way", WAYS)
 def test_candidates_come_from_a_device_in_one_transfer(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, with token ids of a large vocabulary."""
-    transfers, found, cpu = list[Tensor](), list[Candidates](), Tensor.cpu
+    copied, found, cpu = list[Tensor](), list[Candidates](), Tensor.cpu
 
     def counted(self: Tensor) -> Tensor:
-        transfers.append(self)
+        copied.append(self)
         return cpu(self)
 
     for is_apart in (False, True):
         requests = [_request(name=str(i), seed=i) for i in range(3)]
         nodes = [Node(request, (), 3, drafter="small") for request in requests]
         with monkeypatch.context() as patch:
-            patch.setattr(draft_sampling.transfers, "is_apart", lambda _, value=is_apart: value)
+            patch.setattr(transfers, "is_apart", lambda _, value=is_apart: value)
             patch.setattr(Tensor, "cpu", counted)
             found.append(draw(way, _logits(3, 260_000), nodes))
-        assert len(transfers) == int(is_apart)
+        assert len(copied) == int(is_apart)
     for name in ("tokens", "confidence", "support", "probs", "places"):
         here, there = (getattr(one, name) for one in found)
         assert here.dtype == there.dtype

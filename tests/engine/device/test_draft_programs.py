@@ -123,11 +123,15 @@ def test_requests_that_come_and_go_on_a_late_device(
     assert 5 < stream.num_waits == len(drafts)
 
 
+@pytest.mark.parametrize("asked", [None, 2])
 @pytest.mark.parametrize("rule", ["coupled", "traversal"])
 def test_an_ordinary_step_waits_for_the_device_twice(
-    rule: str, pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+    rule: str, asked: int | None, pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For its trees, and for what is accepted; whatever the rule, the levels and the number of requests."""
+    """For its trees, and for what is accepted; whatever the rule, the levels and the number of requests.
+
+    Where log-probabilities are asked for it waits for these once more.
+    """
     stream, fetched, steps = LateStream(), list[int](), list[int]()
     make_executor_late(stream, monkeypatch)
     fetch, finish = transfers.fetch, HostExecutor.finish
@@ -144,9 +148,10 @@ def test_an_ordinary_step_waits_for_the_device_twice(
     for module in (transfers, device_batch):
         monkeypatch.setattr(module, "fetch", counted)
     monkeypatch.setattr(HostExecutor, "finish", noted)
-    params = [replace(one, max_tokens=18) for one in MIXED_PARAMS[:3]]
+    params = [replace(one, max_tokens=18, logprobs=asked) for one in MIXED_PARAMS[:3]]
     run(_engine(pair, TREES["wide"], verification=rule), repeating_requests(params, (6, 9, 5)))
-    assert 5 < stream.num_waits == len(drafts) <= len(steps) == len(fetched)
+    assert 5 < stream.num_waits == len(drafts) <= len(steps)
+    assert len(fetched) == (1 if asked is None else 2) * len(steps)
     assert None not in drafts
 
 

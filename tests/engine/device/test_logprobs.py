@@ -21,7 +21,7 @@ from specinfer.engine.device.state import Exchange
 from specinfer.engine.engine import Engine
 from specinfer.kernels import token_scores
 from specinfer.model.load import LoadedModel
-from specinfer.verify.logits import top_logprobs
+from specinfer.verify.logits import AskedLogprobs, top_logprobs
 from tiny import VOCAB, make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -174,7 +174,7 @@ def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
             params = SamplingParams(logprobs=count, logprob_token_ids=others)
             found = read_logprobs(results.here(0), row, tokens, params)
             wanted = [ranked(logits[place], token, count, others) for place, token in zip(places, tokens, strict=True)]
-            assert found == top_logprobs(logits, places, tokens, count, others) == wanted
+            assert found == top_logprobs([AskedLogprobs(logits, places, tokens, count, others)])[0] == wanted
             assert [list(one) for one in found] == [list(one) for one in wanted]
 
 

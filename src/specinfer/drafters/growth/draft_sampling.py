@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,10 @@ from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.wanted_nodes import Node, WantedNodes
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.kernels import computing_alone, transfers
+from specinfer.kernels import computing_alone
 from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
 from specinfer.kernels.toss import sources_at
+from specinfer.kernels.transfers import on_host
 from specinfer.verify.logits import adjust, is_adjusted, truncate
 
 CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: none has a distribution
@@ -188,7 +188,7 @@ def _own_noise(wanted: WantedNodes, ids: Tensor, *, draws: int = 1) -> Tensor:
 
 def _chosen(scores: Tensor, ids: Tensor, width: int, *, descend: bool) -> Candidates:
     """Return the best tokens; `descend` is True if the scores of each node descend already."""
-    values, tokens = _on_host(scores, ids)  # numpy takes a third of the time for so few numbers
+    values, tokens = on_host([scores, ids])  # numpy takes a third of the time for so few numbers
     best = values[:, :width]
     if descend:
         tokens = tokens[:, :width]
@@ -228,15 +228,10 @@ def _drawn(
     sure = whole[:, :1].expand(-1, width)  # scores descend
     confidence = torch.where(drawn, sure, whole.gather(1, ranks))
     chosen, own = ids.gather(1, places).masked_fill(~possible, -1), places.masked_fill(~drawn, -1)
-    tokens, shares, support, probs, indices = _on_host(chosen, confidence.float(), ids, distributions, own)
+    tokens, shares, support, probs, indices = on_host([chosen, confidence.float(), ids, distributions, own])
     return Candidates(
         tokens, shares, support, probs, indices, replaced=draft_sampling == "iid", whole_distribution=whole
     )
-
-
-def _on_host(*tensors: Tensor) -> list[Any]:
-    """Copy tensors to the host; a device is waited for once."""
-    return transfers.fetch(tensors) if transfers.is_apart(tensors[0]) else [one.numpy() for one in tensors]
 
 
 def _hybrid(scores: Tensor, ids: Tensor, wanted: WantedNodes, width: int) -> tuple[Tensor, Tensor, Tensor]:
