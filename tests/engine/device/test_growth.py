@@ -1,7 +1,6 @@
 """Trees that grow on a device: the same as by the slow rule below, node by node."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreter import interpreted
+from slow_growth import F32, Guess, Wish, slow_tree
 from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.engine.device.growth import DraftShape, empty_table, grow
@@ -20,7 +20,6 @@ from specinfer.kernels.tree_layout import unpack_bits
 
 KERNELS = ("add_candidates", "next_frontier", "best_tree")
 VOCAB = 40
-F32 = np.float32
 
 
 class Toy:
@@ -71,21 +70,7 @@ class ToyPass:
 # ------------------------------------------------------------------------------------- the slow rule
 
 
-class Guess(NamedTuple):
-    path_prob: np.float32
-    number: int  # in the order in which they were offered
-    path: tuple[int, ...]
-    confidence: float
-
-
-class Wish(NamedTuple):
-    max_nodes: int
-    max_depth: int
-    min_path_prob: float
-    widths: tuple[int, ...]
-
-
-def _slow_chance(calibration: Calibration, source: str, rank: int, confidence: np.float32) -> np.float32:
+def slow_chance(calibration: Calibration, source: str, rank: int, confidence: np.float32) -> np.float32:
     heights, slopes = calibration.lines(source)
     points = len(heights) // RANKS - 1
 
@@ -93,51 +78,25 @@ def _slow_chance(calibration: Calibration, source: str, rank: int, confidence: n
     return max(F32(F32(heights[line]) + F32(F32(slopes[line]) * confidence)), F32(0))
 
 
-def slow_tree(
+def slow_tree_of(
     toy: Toy, request: int, known: list[int], shape: DraftShape, wish: Wish, seed: int, temperature: float,
     position: int, calibration: Calibration,
 ) -> tuple[list[Guess], set[tuple[int, ...]]]:  # fmt: skip
-    """The guesses taken, and the paths that the drafter computed. Level by level, with lists and sorting."""
+    """The guesses taken, and the paths that the drafter computed."""
     source = "sampled" if temperature > 0 else "greedy"
-    every: list[Guess] = []
-    frontier = [Guess(F32(1), -1, (), 0.0)] if wish.max_nodes else []
-    computed = set()
-    for level, children in enumerate(shape.children):
-        offered = []
-        places = [*frontier, *[None] * (shape.frontiers[level] - len(frontier))]
-        for place, node in enumerate(places):
-            if node is None:
-                continue
-            logits = toy.of_path(request, [*known, *node.path])
-            scores = logits
-            if temperature > 0:
-                ids = torch.arange(VOCAB)
-                noise = gumbel(torch.tensor([seed]), torch.tensor([position + 1 + len(node.path)]), ids)
-                scores = scores / temperature + noise[0]
-            confidences = scores.softmax(dim=0)
-            tops = scores.topk(children).indices
-            path_prob = node.path_prob
-            chance = F32(1)
-            for rank, token in enumerate(tops.tolist()):
-                confidence = F32(confidences[token])
-                if wish.widths:
-                    if rank >= wish.widths[level]:
-                        break
-                else:
-                    chance = min(chance, _slow_chance(calibration, source, rank, confidence))
-                path_prob = F32(chance * node.path_prob)
-                if path_prob < F32(wish.min_path_prob) or level >= wish.max_depth:
-                    break
-                number = sum(w * c for w, c in zip(shape.frontiers[:level], shape.children, strict=False))
-                path = (*node.path, token)
-                offered.append(Guess(path_prob, number + place * children + rank, path, float(confidence)))
-        every += offered
-        if level + 1 < shape.num_levels:
-            best = sorted(offered, key=lambda g: (-g.path_prob, g.number))[: shape.frontiers[level + 1]]
-            frontier = sorted(best, key=lambda g: g.number)
-            computed |= {node.path for node in frontier}
-    taken = sorted(every, key=lambda g: (-g.path_prob, g.number))[: min(wish.max_nodes, shape.num_nodes)]
-    return sorted(taken, key=lambda g: g.number), computed
+
+    def best_after(path: tuple[int, ...], _place: int) -> list[tuple[int, np.float32]]:
+        scores = toy.of_path(request, [*known, *path])
+        if temperature > 0:
+            noise = gumbel(torch.tensor([seed]), torch.tensor([position + 1 + len(path)]), torch.arange(VOCAB))
+            scores = scores / temperature + noise[0]
+        confidences = scores.softmax(dim=0)
+        return [(token, F32(confidences[token])) for token in scores.topk(shape.children[len(path)]).indices.tolist()]
+
+    def chance(rank: int, confidence: np.float32) -> np.float32:
+        return slow_chance(calibration, source, rank, confidence)
+
+    return slow_tree(best_after, chance, shape.frontiers, shape.children, shape.num_nodes, wish)
 
 
 # --------------------------------------------------------------------------------------------- tests
@@ -240,7 +199,9 @@ def check_trees(shape: DraftShape, wanted: list[Wish], seed: int, tolerance: flo
     grown, known, positions = _grown(toy, shape, wanted, seed, temperatures, calibration)
     assert grown.tokens.shape == (len(wanted), 1 + shape.num_nodes)
     for r, wish in enumerate(wanted):
-        guesses, computed = slow_tree(toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration)
+        guesses, computed = slow_tree_of(
+            toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration
+        )
         size = int(grown.sizes[r])
         parents, tokens = grown.parents[r].tolist(), grown.tokens[r].tolist()
         paths: list[tuple[int, ...]] = [()]
