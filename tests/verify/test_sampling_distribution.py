@@ -19,9 +19,14 @@ import pytest
 import torch
 
 import reference
+from on_device import load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
+from specinfer.core.noise import derive_seed
+from specinfer.core.request import Span
+from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Probs, SeededSource, batch, multi_step, traversal
 from tiny import make_model, make_request
 
@@ -188,6 +193,36 @@ def test_quick_arms(arm: Arm, counts_of: Any, joint_of: Any) -> None:
 def test_every_arm_often(arm: Arm, counts_of: Any, joint_of: Any) -> None:
     # Coupled output is compared token by token elsewhere, and its noise is tested by itself.
     _check(arm, 8 * 1024 if arm.verification in ("coupled", "target-only") else 23 * 1024, counts_of, joint_of)
+
+
+class AfterTheFirst(FixedPolicy):
+    """Wants no tree for the first token, which an ordinary step generates."""
+
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        budgets = zip(spans, super().budgets(spans), strict=True)
+        return [budget if span.request.num_output else OFF for span, budget in budgets]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_runs", [2048, pytest.param(23 * 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("params", [WARM, COOL], ids=["warm", "cool"])
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_best_first_trees_on_a_device(
+    rule: str, params: SamplingParams, num_runs: int, model_folder: Callable[..., Path], joint_of: Any
+) -> None:
+    """All tokens but the first come from trees whose nodes are chosen after all draws."""
+    pair = [load_plain(model_folder(noise=noise, **SMALL)) for noise in (0.0, 0.6)]
+    engine = make_device_engine(
+        *pair, AfterTheFirst(TreeBudget(max_nodes=5, max_depth=3)), num_slots=2048, max_num_seqs=32, verification=rule
+    )
+    one = replace(params, n=1, ignore_eos=True)
+    requests = [make_request(str(i), PROMPT, one, seed=derive_seed(num_runs, i)) for i in range(num_runs)]
+    assert run_on_device(engine, requests) == set(requests)
+    assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > num_runs // 2
+    counts = Counter(tuple(request.output_ids[:LENGTH]) for request in requests)
+    value = p_value(counts, joint_of(params))
+    print(f"{rule} on a device: {num_runs} runs, p = {value:.3g}")
+    assert value > LEVEL / len(ARMS)
 
 
 def test_null_arm(joint_of: Any) -> None:

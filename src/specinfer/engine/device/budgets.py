@@ -23,13 +23,18 @@ class DeviceBudgets:
         drafters: Names of the drafters; none without speculation.
         calibration: Acceptance probabilities of their draft tokens.
         lookups: Names of the drafters that are no models, which may be asked alone.
-        rule: Rule that was chosen for sampled requests whose tokens are chosen, or None if requests have no choice.
+        rules: Rules that were chosen for sampled requests whose tokens are chosen, and for those whose tokens are
+            drawn; None if requests have no choice.
     """
 
     def __init__(
-        self, drafters: Sequence[str], calibration: Calibration, lookups: Sequence[str] = (), rule: str | None = None
+        self,
+        drafters: Sequence[str],
+        calibration: Calibration,
+        lookups: Sequence[str] = (),
+        rules: tuple[str | None, str | None] = (None, None),
     ) -> None:
-        self._drafters, self._calibration, self._lookups, self._rule = drafters, calibration, lookups, rule
+        self._drafters, self._calibration, self._lookups, self._rules = drafters, calibration, lookups, rules
         self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
         self.uncut: list[TreeBudget] = []  # the last budgets, with the levels that do not pay for a model
@@ -79,8 +84,8 @@ class DeviceBudgets:
         self._level_probs.observe(path_prob)
 
     def chances(self) -> list[list[tuple[Floats, Floats]]]:
-        """Return each drafter's acceptance probabilities of greedy and of sampled requests, as `Calibration.lines`."""
-        kinds = ((True, None), (False, self._rule))
+        """Return each drafter's acceptance probabilities for the tables of a `ChanceTable`, as `Calibration.lines`."""
+        kinds = ((True, None), *((False, rule) for rule in self._rules))
         return [
             [self._calibration.lines(source_of(name, is_greedy=is_greedy, rule=rule)) for is_greedy, rule in kinds]
             for name in self._drafters

@@ -42,6 +42,7 @@ from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
+from specinfer.verify.rules import TRAVERSAL
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the previous one
 _ACCEPTANCE_EVERY = 16  # steps between updates of the acceptance probabilities
@@ -82,8 +83,8 @@ class DeviceExecutor:
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._guesses = DeviceGuesses(merged)
-        chosen_rule = "coupled" if rule == AUTO else None
-        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, chosen_rule)
+        rules = ("coupled", TRAVERSAL) if rule == AUTO else (None, None)
+        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, rules)
         self._served = ServedRequests(
             target.cache, target.tensors.states, scheduler, self._device, self._drawn, min(max_requests, num_rows),
             may_follow=self._guesses.has_lookups, may_sample=may_sample,
@@ -134,7 +135,7 @@ class DeviceExecutor:
         assert not self.requests, "programs change the state of rows when their kernels are compiled"
         rows, may_sample = self._device, self._may_sample
         processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
-        rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None
+        rule = self._drawn.rule if may_sample else None
         sizes = usual_sizes(
             rows, budgets, processing, rule, self._drafts.kinds, has_lookups=self._guesses.has_lookups
         )  # fmt: skip

@@ -181,7 +181,7 @@ class DraftShape:
 def empty_table(device: torch.device) -> ChanceTable:
     """Return the tables of a calibration that has seen nothing; all chances are 0."""
     points = torch.from_numpy(MIDDLE).float().to(device)
-    lines = torch.zeros(2, 2, RANKS * (len(points) + 1), device=device)
+    lines = torch.zeros(2, 3, RANKS * (len(points) + 1), device=device)
     return ChanceTable(points, lines[0], lines[1])
 
 
@@ -232,7 +232,7 @@ def grow(
         logits, least, accepted = score(frontier, candidates)
         tree_ops.add_candidates(logits, frontier, first, children, sampling, table, limits, candidates, least, accepted)
         if drawing is not None:
-            drawing.add_candidates(logits, frontier, first, children, limits, candidates, accepted)
+            drawing.add_candidates(logits, frontier, first, children, table, limits, candidates, accepted)
         if level + 1 < shape.num_levels:
             above, frontier = frontier, _empty_frontier(level + 1, requests, shape.frontiers[level + 1], words, device)
             first_column = 0 if shape.kinds[0].block else shape.first_columns[level + 1]  # 0 is not read
@@ -246,7 +246,7 @@ def grow(
     limits = limits if most is None else replace(limits, max_nodes=most)
     tree_ops.best_tree(candidates.path_prob, candidates, roots, root_columns, limits, out)
     if drawing is not None:
-        drawing.finish(candidates.path_prob)
+        drawing.finish(candidates, roots, root_columns, limits, out)
     return candidates
 
 

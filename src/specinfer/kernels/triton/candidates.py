@@ -51,6 +51,17 @@ def chunk_program(
         scores = tl.where(tokens == token, float("-inf"), scores)
 
 
+@triton.jit
+def chance_of(number, rank, confidence, meets, heights, slopes, num_points, num_ranks):
+    """Compute `ChanceTable.chance` of a candidate by the table of this number.
+
+    `meets` are the table's points, and infinite padding.
+    """
+    line = tl.sum((meets < confidence).to(tl.int32), 0) + tl.minimum(rank, num_ranks - 1) * (num_points + 1)
+    line += number * num_ranks * (num_points + 1)
+    return tl.minimum(tl.maximum(tl.load(heights + line) + tl.load(slopes + line) * confidence, 0.0), 1.0)
+
+
 @triton.jit(
     do_not_specialize=["is_limited", "num_chunks", "num_nodes", "level", "first", "total", "num_levels", "num_points"]
 )
@@ -108,9 +119,8 @@ def candidates_program(
             if rank == 0:
                 scale = tl.div_rn(tl.load(accepted + row), tl.maximum(confidence, 1e-9))
             confidence = tl.minimum(confidence * scale, 1.0)
-        line = tl.sum((meets < confidence).to(tl.int32), 0) + tl.minimum(rank, num_ranks - 1) * (num_points + 1)
-        line += is_sampled.to(tl.int32) * num_ranks * (num_points + 1)
-        chance = tl.maximum(tl.load(heights + line) + tl.load(slopes + line) * confidence, 0.0)
+        number = is_sampled.to(tl.int32)  # SAMPLED or GREEDY
+        chance = chance_of(number, rank, confidence, meets, heights, slopes, num_points, num_ranks)
         # A later candidate of a node is never taken before an earlier one.
         lowest = tl.minimum(lowest, tl.where(is_fixed, 1.0, chance))
         path_prob = lowest * above_prob
