@@ -7,7 +7,8 @@ depend on tensor contents, so that everything is captured as one graph.
 
 Rule and sources are those of `expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), with two
 differences: a level does not save nodes for later ones, since all candidates are computed before any is chosen; and
-confidence is a share of the whole vocabulary, which kernels read anyway, not of the best tokens.
+confidence is a share of the whole vocabulary, which kernels read anyway, not of the best tokens, unless tokens are
+drawn.
 """
 
 from collections.abc import Callable, Sequence
