@@ -13,7 +13,8 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.kernels import plain_drawn
-from specinfer.kernels.plain_draft import DRAWN, Candidates, ChanceTable, Frontier, Limits
+from specinfer.kernels.chance_table import DRAWN, ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_logits import Truncation, least_kept
 from specinfer.kernels.triton import drawn

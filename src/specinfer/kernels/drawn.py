@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels import tree_ops
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.choice import SUPPORT, most_probable
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_logits import Truncation
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
-from specinfer.kernels.plain_draft import DRAWN, Candidates, ChanceTable, Frontier, Limits, path_probs
+from specinfer.kernels.chance_table import DRAWN, ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits, path_probs
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.engine import Engine
-from specinfer.kernels.plain_draft import DRAWN, GREEDY, SAMPLED
+from specinfer.kernels.chance_table import DRAWN, GREEDY, SAMPLED
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
@@ -221,13 +221,14 @@ def test_best_first_requests_of_both_rules_share_steps(pair: Pair) -> None:
     assert all(request.speculation.num_accepted_draft_tokens for request in requests[2:4])
 
 
-@pytest.mark.parametrize("rules", [(None, None), ("coupled", "traversal")])
-def test_drawn_tokens_have_the_acceptance_probabilities_of_their_rule(rules: tuple[str | None, str | None]) -> None:
-    calibration, names = Calibration(), ["small", *(source_of("small", is_greedy=False, rule=rule) for rule in rules)]
+@pytest.mark.parametrize("rule", ["traversal", "auto"])
+def test_drawn_tokens_have_the_acceptance_probabilities_of_their_rule(rule: str) -> None:
+    rules = ("coupled", "traversal") if rule == "auto" else (None, None)
+    calibration, names = Calibration(), ["small", *(source_of("small", is_greedy=False, rule=one) for one in rules)]
     for i, name in enumerate(dict.fromkeys(names)):
         for _ in range(20):
             calibration.count(name, i, 0.5, kept=True)
-    (tables,) = DeviceBudgets(["small"], calibration, rules=rules).chances()
+    (tables,) = DeviceBudgets(["small"], calibration, rule=rule).chances()
     assert len(tables) == DRAWN + 1
     for number, name in ((GREEDY, names[0]), (SAMPLED, names[1]), (DRAWN, names[2])):
         assert all(np.array_equal(*each) for each in zip(tables[number], calibration.lines(name), strict=True))

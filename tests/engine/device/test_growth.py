@@ -15,8 +15,9 @@ from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.engine.device.growth import DraftShape, empty_table, grow
 from specinfer.kernels import tree_ops
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.drawn import Drawing
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_drawn import Draws
 from specinfer.kernels.plain_logits import Truncation
 from specinfer.kernels.tree_layout import unpack_bits

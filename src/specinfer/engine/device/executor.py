@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specinfer.core.config import AUTO
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
@@ -42,7 +41,6 @@ from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.base import SpeculationPolicy
-from specinfer.verify.rules import TRAVERSAL
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the previous one
 _ACCEPTANCE_EVERY = 16  # steps between updates of the acceptance probabilities
@@ -83,8 +81,7 @@ class DeviceExecutor:
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._guesses = DeviceGuesses(merged)
-        rules = ("coupled", TRAVERSAL) if rule == AUTO else (None, None)
-        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, rules)
+        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, rule)
         self._served = ServedRequests(
             target.cache, target.tensors.states, scheduler, self._device, self._drawn, min(max_requests, num_rows),
             may_follow=self._guesses.has_lookups, may_sample=may_sample,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Limits, Sampling
+from specinfer.kernels.chance_table import ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits, Sampling
 from specinfer.kernels.triton.choose import noise_bits, precise_noise, rough_noise
 
 _CHUNK = 2048

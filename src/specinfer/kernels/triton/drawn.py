@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_draft import DRAWN, Candidates, ChanceTable, Frontier, Limits
+from specinfer.kernels.chance_table import DRAWN, ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.triton.candidates import assert_contiguous, chance_of
 from specinfer.kernels.triton.choose import noise_bits, precise_noise
