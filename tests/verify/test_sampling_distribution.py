@@ -26,6 +26,9 @@ from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.kernels import chance_table, plain_drawn, tree_ops
+from specinfer.kernels.plain_draft import path_probs
+from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Probs, SeededSource, batch, multi_step, traversal
 from tiny import make_model, make_request
@@ -203,26 +206,57 @@ class AfterTheFirst(FixedPolicy):
         return [budget if span.request.num_output else OFF for span, budget in budgets]
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_runs", [2048, pytest.param(23 * 1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("params", [WARM, COOL], ids=["warm", "cool"])
-@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-def test_best_first_trees_on_a_device(
-    rule: str, params: SamplingParams, num_runs: int, model_folder: Callable[..., Path], joint_of: Any
-) -> None:
-    """All tokens but the first come from trees whose nodes are chosen after all draws."""
-    pair = [load_plain(model_folder(noise=noise, **SMALL)) for noise in (0.0, 0.6)]
-    engine = make_device_engine(
-        *pair, AfterTheFirst(TreeBudget(max_nodes=5, max_depth=3)), num_slots=2048, max_num_seqs=32, verification=rule
-    )
+def _p_value_on_a_device(
+    rule: str, params: SamplingParams, tree: TreeBudget, num_runs: int, pair: Sequence[LoadedModel], joint: Joint
+) -> float:
+    engine = make_device_engine(*pair, AfterTheFirst(tree), num_slots=2048, max_num_seqs=32, verification=rule)
     one = replace(params, n=1, ignore_eos=True)
     requests = [make_request(str(i), PROMPT, one, seed=derive_seed(num_runs, i)) for i in range(num_runs)]
     assert run_on_device(engine, requests) == set(requests)
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > num_runs // 2
-    counts = Counter(tuple(request.output_ids[:LENGTH]) for request in requests)
-    value = p_value(counts, joint_of(params))
+    value = p_value(Counter(tuple(request.output_ids[:LENGTH]) for request in requests), joint)
     print(f"{rule} on a device: {num_runs} runs, p = {value:.3g}")
-    assert value > LEVEL / len(ARMS)
+    return value
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> list[LoadedModel]:
+    return [load_plain(model_folder(noise=noise, **SMALL)) for noise in (0.0, 0.6)]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_runs", [2048, pytest.param(23 * 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("params", "tree"), [(WARM, TreeBudget(2, 2)), (COOL, TreeBudget(5, 3))], ids=["warm", "cool"])
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_best_first_trees_on_a_device(
+    rule: str, params: SamplingParams, tree: TreeBudget, num_runs: int, pair: Sequence[LoadedModel], joint_of: Any
+) -> None:
+    """All tokens but the first come from trees whose nodes are chosen after all draws."""
+    assert _p_value_on_a_device(rule, params, tree, num_runs, pair, joint_of(params)) > LEVEL / len(ARMS)
+
+
+def _draw_telling(*given: Any) -> None:
+    """Draw as a device does, and rank the candidates by the probability of the drawn token itself."""
+    plain_drawn.draw_candidates(*given)
+    drawn, frontier, first, width, table, limits, candidates, out = given[3:11]
+    requests, nodes = frontier.tokens.shape
+    of_level = slice(first, first + nodes * width)
+    ids, whole = (found[:, of_level].view(requests, nodes, width, -1)[:, :, :1] for found in (out.tokens, out.probs))
+    is_own = ids == candidates.tokens[:, of_level].view(requests, nodes, width, 1)
+    chance = table.chance(torch.full_like(drawn.streams, chance_table.DRAWN), (is_own * whole).sum(dim=3).float())
+    ranked = path_probs(candidates.path_prob[:, of_level].view_as(chance) >= 0, chance, frontier, limits)
+    candidates.path_prob[:, of_level] = ranked.flatten(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_a_device_that_ranks_draws_by_their_own_probability_fails(
+    rule: str, pair: Sequence[LoadedModel], joint_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_ops, "draw_candidates", _draw_telling)
+    value = _p_value_on_a_device(rule, WARM, TreeBudget(2, 2), 12 * 1024, pair, joint_of(WARM))
+    assert value < LEVEL / len(ARMS)
 
 
 def test_null_arm(joint_of: Any) -> None:
