@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases, recurrence_cases
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import FLOAT8
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
@@ -184,7 +185,7 @@ def _processing_cases(requests: int, nodes: int) -> Iterator[Case]:
 def draft_cases() -> Iterator[Case]:
     """What goes on around the passes of a draft loop, for 8 requests."""
     requests, levels = 8, 8
-    table = ChanceTable(_empty(15, dtype=_FULL), *_empty(2, 2, 8 * 16, dtype=_FULL))
+    table = ChanceTable(_empty(15, dtype=_FULL), *_empty(2, 3, 8 * 16, dtype=_FULL))
     long = partial(_empty, dtype=torch.int64)
     sampling = Sampling(long(requests), _empty(requests, dtype=_FULL), _empty(requests))
     limits = Limits(_empty(requests), long(requests), _empty(requests, dtype=_FULL), _empty(requests, levels))
@@ -202,14 +203,15 @@ def draft_cases() -> Iterator[Case]:
         yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}", call
         predicted = partial(call, accepted=_empty(requests * nodes, dtype=_FULL))
         yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}, predicted", predicted
-    for nodes, width in ((1, 4), (16, 2)):
+    for nodes, width in ((1, 4), (16, 2), (8, 8)):
         of_nodes = (_empty(requests * nodes, SUPPORT, dtype=_FULL), long(requests * nodes, SUPPORT))
         noise = (long(requests), long(requests), _empty(requests, dtype=_FULL))
         drawn = DrawnRows(_empty(requests, dtype=torch.bool), *noise)
-        whole, draws = candidates(width * nodes), Draws.empty(requests, width * nodes, 50257, torch.device("meta"))
+        whole, draws = candidates(width * nodes), Draws.empty(requests, width * nodes, SUPPORT, torch.device("meta"))
         least = _empty(requests * nodes, dtype=_FULL)
-        call = partial(draw_candidates, *of_nodes, least, drawn, frontier(nodes), 0, width, limits, whole, draws)
-        yield f"drawn {nodes}", call
+        given = (*of_nodes, least, drawn, frontier(nodes), 0, width, table, limits, whole, draws)
+        yield f"drawn {nodes} x {width}", partial(draw_candidates, *given)
+        yield f"drawn {nodes} x {width}, predicted", partial(draw_candidates, *given, accepted=least)
     for width in (4, 16):
         whole, level_probs = candidates(64 * width), _empty(requests, levels, dtype=_FULL)
         probs, above = whole.path_prob[:, : 8 * width], frontier(width)

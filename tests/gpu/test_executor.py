@@ -57,6 +57,24 @@ def test_steps_of_the_device_generate_what_plain_decoding_does(family: str, mode
         assert isinstance(executor, DeviceExecutor) or family in MIXTURES or "falcon-rw" in family
 
 
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+@pytest.mark.parametrize("tree", ["2,2,1", "best-first:16:6", "auto"])
+def test_tokens_are_drawn_on_the_device(tree: str, rule: str, model_folder: Callable[..., Path]) -> None:
+    """Greedy requests have the tokens of plain decoding; the drafts of the others are accepted, too."""
+    folder, small = model_folder("llama"), model_folder("llama", noise=0.02)
+    wanted = _tokens(_llm(folder, small, "off", enforce_eager=True))
+    llm = _llm(folder, small, tree, verification=rule)
+    executor = executor_of(llm.engine)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert [len(one) for one in tokens] == [len(one) for one in wanted]
+    assert [tokens[0], tokens[4]] == [wanted[0], wanted[4]]
+    assert executor_of(llm.engine) is executor, "no step has failed"
+    assert any(size.rule == rule and size.shape for size in executor._device._captured.found)
+    accepted = [dict(one.metrics.speculative_decoding)["mean_acceptance_length"] for one in outputs]
+    assert tree == "auto" or min(accepted[1], accepted[3]) > 1.5
+
+
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first:15:5"])
 def test_grammars_and_bad_words_mask_tokens_amid_a_step(tree: str) -> None:
     prompts = ["# numbers\n", "Once upon a time", "def main(", "The "]

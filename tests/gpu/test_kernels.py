@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import plain_multi_step, plain_traversal, plain_tree, tree_ops
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.tree_layout import TreeLayout
@@ -179,8 +180,9 @@ def test_walks_with_random_numbers(name: str) -> None:
     assert others[-1].tolist() == arguments[-1].tolist(), "as many coins were tossed"
 
 
+@pytest.mark.parametrize("is_fixed", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_drawn_candidates(width: int) -> None:
+def test_drawn_candidates(width: int, is_fixed: bool) -> None:
     requests, nodes, support, first = 8, 5, 128, 3
     source = torch.Generator().manual_seed(width)
     values = 3 * torch.randn((requests * nodes, support), generator=source)
@@ -192,29 +194,33 @@ def test_drawn_candidates(width: int) -> None:
         torch.full((requests,), 0.8),
     )  # fmt: skip
     ints = torch.zeros((requests, nodes), dtype=torch.int32)
-    frontier = Frontier(1, ints.long(), ints.unsqueeze(2), ints, torch.ones((requests, nodes)))
-    widths = torch.full((requests, 3), width, dtype=torch.int32)
-    limits = Limits(torch.full((requests,), 99), torch.full((requests,), 3), torch.zeros(requests), widths)
+    above = torch.ones((requests, nodes)) if is_fixed else torch.rand((requests, nodes), generator=source)
+    frontier = Frontier(1, ints.long(), ints.unsqueeze(2), ints, above)
+    widths = torch.full((requests, 3), width if is_fixed else 0, dtype=torch.int32)
+    limits = Limits(torch.full((requests,), 99), torch.full((requests,), 3), torch.full((requests,), 0.1), widths)
+    lines = torch.rand((2, 3, 8 * 4), generator=source)
+    table = ChanceTable(torch.tensor([0.2, 0.5, 0.9]), lines[0], lines[1] - 0.3)
     found = []
     for device in ("cpu", "cuda"):
         candidates = Candidates.empty(requests, first + nodes * width, torch.device(device))
-        draws = Draws.empty(requests, first + nodes * width, 50257, torch.device(device))
+        draws = Draws.empty(requests, first + nodes * width, support, torch.device(device))
         for tensor in (candidates.tokens, candidates.confidence, candidates.path_prob):
             tensor.zero_()
         tensors = [tensor.to(device) for tensor in (values * 0.8, ids, least)]
         rows = DrawnRows(*(tensor.to(device) for tensor in drawn))
         above = replace(frontier, **_moved(frontier, device))
         tree_ops.draw_candidates(
-            *tensors, rows, above, first, width, replace(limits, **_moved(limits, device)), candidates, draws
-        )
+            *tensors, rows, above, first, width, replace(table, **_moved(table, device)),
+            replace(limits, **_moved(limits, device)), candidates, draws,
+        )  # fmt: skip
         found.append((candidates, draws))
     (wanted, wanted_draws), (candidates, draws) = found
     assert candidates.tokens.tolist() == wanted.tokens.tolist()
-    assert candidates.path_prob.tolist() == wanted.path_prob.tolist()
+    assert torch.allclose(candidates.path_prob.cpu(), wanted.path_prob, rtol=1e-5)
     assert torch.allclose(candidates.confidence.cpu(), wanted.confidence)
     kept = drawn.is_drawn
-    assert torch.equal(draws.tokens.cpu()[kept], wanted_draws.tokens[kept])
-    assert torch.allclose(draws.probs.cpu()[kept], wanted_draws.probs[kept], rtol=1e-12, atol=1e-15)
+    assert torch.equal(draws.tokens.cpu()[kept, first:], wanted_draws.tokens[kept, first:])
+    assert torch.allclose(draws.probs.cpu()[kept, first:], wanted_draws.probs[kept, first:], rtol=1e-12, atol=1e-15)
 
 
 def _moved(one: Any, device: str) -> dict[str, Tensor]:

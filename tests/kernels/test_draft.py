@@ -11,7 +11,8 @@ from torch import Tensor
 from interpreter import interpreted
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import plain_draft, plain_guesses, tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Limits, Sampling
+from specinfer.kernels.chance_table import ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import pack_bits, unpack_bits
 from specinfer.kernels.triton import candidates as of_levels

@@ -10,7 +10,7 @@ import torch
 
 from heads import save_block, save_tiny_head
 from on_device import load_plain
-from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
 from specinfer.drafters import HeadRunner, SelfRunner, make_drafter
 from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.model.graphs.capture import CaptureError, Graphs
@@ -18,7 +18,6 @@ from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import gpu_path
 from specinfer.setup.drafter_setup import Speculator
-from specinfer.setup.engine import _why_no_sampled
 from specinfer.setup.gpu_path import log_gpu_path
 from tiny import VOCAB
 
@@ -165,21 +164,3 @@ def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "no compiler")
     assert gpu_path.gpu_abilities(CPU)["device step"] == "they need Triton's kernels"
-
-
-@pytest.mark.parametrize(
-    ("verification", "tree", "why"),
-    [
-        ("traversal", "best-first:8:4", "verification is traversal, and trees are no fixed expansions"),
-        ("multi-step", "auto", "verification is multi-step, and trees are no fixed expansions"),
-        ("multi-step", "2,2,1", None),
-        ("coupled", "auto", None),
-        ("target-only", "auto", "verification is target-only"),
-    ],
-)
-def test_trees_that_sampled_requests_cannot_have_on_a_gpu_are_named(
-    verification: str, tree: str, why: str | None, runners: tuple[ModelRunner, ModelRunner]
-) -> None:
-    drafter = make_drafter([runners[1]], VOCAB, ["small"], DRAFT_SAMPLINGS[verification][0])
-    assert _why_no_sampled(drafter, SpeculativeConfig(tree=tree, verification=verification)) == why
-    assert verification == "target-only" or _why_no_sampled(None, SpeculativeConfig(verification=verification)) is None

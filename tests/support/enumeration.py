@@ -17,9 +17,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from slow_growth import F32, Wish, slow_tree
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth import draft_sampling
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
@@ -223,6 +224,46 @@ class EnumeratedDrafter:
         exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in row.probs.tolist()]
         assert all(not distribution or sum(distribution) == 1 for distribution in exact)
         return replace(row, probs=np.array(exact, dtype=object).reshape(row.probs.shape))
+
+
+class DeviceDrafter(EnumeratedDrafter):
+    """Grows trees as steps on a device do: all candidates are drawn before nodes are chosen among them.
+
+    Args:
+        frontiers, children: Nodes of each level that may have children, and candidates of each.
+    """
+
+    def __init__(self, model: Model, calibration: Calibration, frontiers: Path, children: Path) -> None:
+        super().__init__(model, "without-replacement", calibration=calibration)
+        self._frontiers, self._children = frontiers, children
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return [self._tree(span, budget) for span, budget in zip(spans, budgets, strict=True)]
+
+    def confidence(self, row: Candidates, rank: int) -> np.float32:
+        """In a candidate of a node."""
+        return F32(row.confidence[0, rank])
+
+    def _tree(self, span: Span, budget: TreeBudget) -> TokenTree:
+        rows: dict[Path, Candidates] = {}
+
+        def drawn_after(path: Path, _place: int) -> list[tuple[int, np.float32]]:
+            row = rows[path] = self._candidates(Node(span.request, path, self._children[len(path)]))
+            tokens = [token for token in row.tokens[0].tolist() if token >= 0]
+            return [(token, self.confidence(row, rank)) for rank, token in enumerate(tokens)]
+
+        def chance(rank: int, confidence: np.float32) -> np.float32:
+            return F32(self.calibration.acceptance_prob(f"{self.name} sampled", rank, confidence))
+
+        wish = Wish(budget.max_nodes, budget.max_depth, budget.min_path_prob, budget.widths)
+        taken, _ = slow_tree(drawn_after, chance, self._frontiers, self._children, budget.max_nodes, wish)
+        paths = [(), *(guess.path for guess in taken)]
+        draws = [
+            Draw(node, self.name, rows[guess.path[:-1]].distribution(0, guess.rank), guess.confidence)
+            for node, guess in enumerate(taken, start=1)
+        ]
+        tokens = (span.request.token_ids[-1], *(path[-1] for path in paths[1:]))
+        return TokenTree(tokens, (-1, *(paths.index(path[:-1]) for path in paths[1:])), tuple(draws))
 
 
 def _joined(rows: Sequence[Candidates]) -> Candidates:

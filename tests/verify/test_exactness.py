@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import reference
 from enumeration import (
+    DeviceDrafter,
     EnumeratedDrafter,
     Forks,
     Model,
@@ -34,6 +35,7 @@ from enumeration import (
     tokens_per_step,
     total_variation,
 )
+from slow_growth import F32, Wish, slow_tree, tree_one_by_one
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth import expansion
@@ -92,6 +94,54 @@ def test_best_first(drawing: str, max_nodes: int, limits: tuple[float, float], s
         trees = every_tree_of(drafter, budget)
         assert all(tree.num_guessed <= max_nodes and tree.max_depth <= 3 for _, tree in trees)
         check(trees, Model(seed, vocab))
+
+
+# Nodes of each level with children, and candidates of each; nodes of a tree; tokens.
+DEVICE_TREES = [
+    ((1, 2, 1), (2, 2, 2), 3, 3),
+    ((1, 2, 2), (2, 2, 2), 4, 3),
+    ((1, 1, 1), (3, 2, 2), 3, 3),
+    ((1, 2, 2, 1), (2, 2, 2, 2), 5, 2),
+    ((1, 2, 3, 2), (2, 2, 2, 2), 6, 2),
+]
+
+
+@pytest.mark.parametrize("min_path_prob", [0.0, 0.1])
+@pytest.mark.parametrize(("frontiers", "children", "max_nodes", "vocab"), DEVICE_TREES, ids=str)
+def test_best_first_on_a_device(
+    frontiers: tuple[int, ...], children: tuple[int, ...], max_nodes: int, vocab: int, min_path_prob: float
+) -> None:
+    """All candidates are drawn before nodes are chosen, by how peaked the distributions of their parents are."""
+    budget, nums_of_shapes = TreeBudget(max_nodes, len(frontiers), min_path_prob=min_path_prob), []
+    for seed in range(1, 4):
+        drafter = DeviceDrafter(Model(seed + 500, vocab, SURE), calibrated(seed, "a"), frontiers, children)
+        trees = every_tree_of(drafter, budget)
+        check(trees, Model(seed, vocab))
+        nums_of_shapes.append(len({tree.parents for _, tree in trees}))
+    assert max(nums_of_shapes) > 1, "what is drawn decides about nodes elsewhere in the tree"
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 2**32), st.data())
+def test_trees_of_a_device_are_those_of_tokens_drawn_one_by_one(seed: int, data: st.DataObject) -> None:
+    """Probabilities are of a coarse grid, so that many are equal."""
+    frontiers, children = [1], [data.draw(st.integers(1, 3))]
+    for _ in range(data.draw(st.integers(0, 3))):
+        frontiers.append(data.draw(st.integers(1, min(4, frontiers[-1] * children[-1]))))
+        children.append(data.draw(st.integers(1, 3)))
+    max_nodes = data.draw(st.integers(1, 12))
+
+    def drawn_after(path: tuple[int, ...], _place: int) -> list[tuple[int, np.float32]]:
+        generator = random.Random(f"{seed} {path}")
+        tokens, sure = generator.sample(range(3), children[len(path)]), F32(generator.randrange(3))
+        return [(token, sure) for token in tokens]
+
+    def chance(rank: int, confidence: np.float32) -> np.float32:
+        return F32(random.Random(f"{seed} {rank} {confidence}").randrange(5) / 4)
+
+    wish = Wish(max_nodes, len(frontiers), 0.0, ())
+    taken, _ = slow_tree(drawn_after, chance, frontiers, children, max_nodes, wish)
+    assert {guess.path for guess in taken} == tree_one_by_one(drawn_after, chance, frontiers, children, max_nodes)
 
 
 @pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)

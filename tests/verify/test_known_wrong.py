@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enumeration import EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
+from enumeration import DeviceDrafter, EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
+from slow_growth import F32
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth import expansion
+from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.verify import Probs, SeededSource, multi_step, traversal, verify_multi_step, verify_traversal
 
 RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
@@ -80,6 +82,24 @@ def test_known_wrong_trees_are_detected(name: str, monkeypatch: pytest.MonkeyPat
             assert distance(rule, trees, target) == 0
             distances[rule].append(distance(rule, spoilt, target))
     assert all(max(found) > Fraction(1, 200) for found in distances.values())
+
+
+class TellingDrafter(DeviceDrafter):
+    """Chooses among candidates by the probability of each drawn token itself."""
+
+    def confidence(self, row: Candidates, rank: int) -> np.float32:
+        return F32(row.probs[0][row.places[0, rank]])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_device_that_chooses_by_the_tokens_drawn_is_detected(rule: Rule) -> None:
+    for seed, (target, q) in enumerate(MODELS, start=1):
+        right, wrong = (
+            every_tree_of(make(q, calibrated(seed, "a"), (1, 2, 1), (2, 2, 2)), TreeBudget(3, 3))
+            for make in (DeviceDrafter, TellingDrafter)
+        )
+        assert distance(rule, right, target) == 0
+        assert distance(rule, wrong, target) > Fraction(1, 200)
 
 
 def _nothing_taken_out(left: Probs, *_: Any) -> Probs:

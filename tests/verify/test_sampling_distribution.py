@@ -19,9 +19,17 @@ import pytest
 import torch
 
 import reference
+from on_device import load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
+from specinfer.core.noise import derive_seed
+from specinfer.core.request import Span
+from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.kernels import chance_table, plain_drawn, tree_ops
+from specinfer.kernels.plain_draft import path_probs
+from specinfer.model.load import LoadedModel
+from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Probs, SeededSource, batch, multi_step, traversal
 from tiny import make_model, make_request
 
@@ -188,6 +196,67 @@ def test_quick_arms(arm: Arm, counts_of: Any, joint_of: Any) -> None:
 def test_every_arm_often(arm: Arm, counts_of: Any, joint_of: Any) -> None:
     # Coupled output is compared token by token elsewhere, and its noise is tested by itself.
     _check(arm, 8 * 1024 if arm.verification in ("coupled", "target-only") else 23 * 1024, counts_of, joint_of)
+
+
+class AfterTheFirst(FixedPolicy):
+    """Wants no tree for the first token, which an ordinary step generates."""
+
+    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        budgets = zip(spans, super().budgets(spans), strict=True)
+        return [budget if span.request.num_output else OFF for span, budget in budgets]
+
+
+def _p_value_on_a_device(
+    rule: str, params: SamplingParams, tree: TreeBudget, num_runs: int, pair: Sequence[LoadedModel], joint: Joint
+) -> float:
+    engine = make_device_engine(*pair, AfterTheFirst(tree), num_slots=2048, max_num_seqs=32, verification=rule)
+    one = replace(params, n=1, ignore_eos=True)
+    requests = [make_request(str(i), PROMPT, one, seed=derive_seed(num_runs, i)) for i in range(num_runs)]
+    assert run_on_device(engine, requests) == set(requests)
+    assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > num_runs // 2
+    value = p_value(Counter(tuple(request.output_ids[:LENGTH]) for request in requests), joint)
+    print(f"{rule} on a device: {num_runs} runs, p = {value:.3g}")
+    return value
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> list[LoadedModel]:
+    return [load_plain(model_folder(noise=noise, **SMALL)) for noise in (0.0, 0.6)]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_runs", [2048, pytest.param(23 * 1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("params", "tree"), [(WARM, TreeBudget(2, 2)), (COOL, TreeBudget(5, 3))], ids=["warm", "cool"])
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_best_first_trees_on_a_device(
+    rule: str, params: SamplingParams, tree: TreeBudget, num_runs: int, pair: Sequence[LoadedModel], joint_of: Any
+) -> None:
+    """All tokens but the first come from trees whose nodes are chosen after all draws."""
+    assert _p_value_on_a_device(rule, params, tree, num_runs, pair, joint_of(params)) > LEVEL / len(ARMS)
+
+
+def _draw_telling(*given: Any) -> None:
+    """Draw as a device does, and rank the candidates by the probability of the drawn token itself."""
+    plain_drawn.draw_candidates(*given)
+    drawn, frontier, first, width, table, limits, candidates, out = given[3:11]
+    requests, nodes = frontier.tokens.shape
+    of_level = slice(first, first + nodes * width)
+    ids, whole = (found[:, of_level].view(requests, nodes, width, -1)[:, :, :1] for found in (out.tokens, out.probs))
+    is_own = ids == candidates.tokens[:, of_level].view(requests, nodes, width, 1)
+    chance = table.chance(torch.full_like(drawn.streams, chance_table.DRAWN), (is_own * whole).sum(dim=3).float())
+    ranked = path_probs(candidates.path_prob[:, of_level].view_as(chance) >= 0, chance, frontier, limits)
+    candidates.path_prob[:, of_level] = ranked.flatten(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+def test_a_device_that_ranks_draws_by_their_own_probability_fails(
+    rule: str, pair: Sequence[LoadedModel], joint_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_ops, "draw_candidates", _draw_telling)
+    value = _p_value_on_a_device(rule, WARM, TreeBudget(2, 2), 12 * 1024, pair, joint_of(WARM))
+    assert value < LEVEL / len(ARMS)
 
 
 def test_null_arm(joint_of: Any) -> None:

@@ -1,14 +1,19 @@
 """Drawing: draft tokens drawn without replacement on a device, with their distributions, for rules with random numbers.
 
-Which nodes a fixed expansion has does not depend on what is drawn, so no drawn token is left out because of its value.
+All candidates are drawn, and the best of them become nodes. Which these are is decided by the confidence in the most
+probable token after each node, not in the tokens drawn there, so the trees are those of tokens that are drawn one by
+one (docs/verification.md, condition A).
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specinfer.kernels import tree_ops
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.choice import SUPPORT, most_probable
-from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_logits import Truncation
 
@@ -21,12 +26,16 @@ class Drawing:
         streams: [requests] int64 seeds of the noise of their draws.
         first: [requests] int64 number of the first draw of the tree.
         truncation: Of the requests.
-        out: The draws of the trees, written to.
+        num_candidates: Candidates of each request.
+        out: The draws of the trees' nodes, in order, written to.
     """
 
-    def __init__(self, is_drawn: Tensor, streams: Tensor, first: Tensor, truncation: Truncation, out: Draws) -> None:
+    def __init__(
+        self, is_drawn: Tensor, streams: Tensor, first: Tensor, truncation: Truncation, num_candidates: int, out: Draws
+    ) -> None:
         self._drawn = DrawnRows(is_drawn, streams, first, truncation.temperatures)
         self._truncation, self._out = truncation, out
+        self._candidates = Draws.empty(len(streams), num_candidates, out.tokens.shape[2], streams.device)
 
     def add_candidates(
         self,
@@ -34,6 +43,7 @@ class Drawing:
         frontier: Frontier,
         first: int,
         width: int,
+        table: ChanceTable,
         limits: Limits,
         candidates: Candidates,
         accepted: Tensor | None = None,
@@ -42,21 +52,27 @@ class Drawing:
         values, ids = most_probable(logits.float(), min(SUPPORT, logits.shape[1]))
         least = tree_ops.least_kept(values, self._truncation)
         tree_ops.draw_candidates(
-            values, ids, least, self._drawn, frontier, first, width, limits, candidates, self._out
+            values, ids, least, self._drawn, frontier, first, width, table, limits, candidates, self._candidates,
+            accepted,
         )  # fmt: skip
-        if accepted is not None:
-            part = candidates.confidence[:, first : first + len(accepted) // len(candidates.tokens) * width]
-            predicted = accepted.repeat_interleave(width).view_as(part)
-            part.copy_(torch.where(self._drawn.is_drawn.unsqueeze(1), predicted, part))
         num_in_use = (frontier.path_prob >= 0).sum(dim=1)  # such nodes come first
         self._drawn = self._drawn._replace(numbers=self._drawn.numbers + num_in_use)
 
-    def finish(self, path_prob: Tensor) -> None:
-        """Note the nodes that candidates have become: a fixed expansion has all that could be drawn, in their order.
+    def finish(self, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, trees: Grown) -> None:
+        """Note what the nodes were drawn from; what was drawn for other candidates has not been looked at.
 
         Args:
-            path_prob: [requests, candidates] of all levels.
+            candidates, roots, root_columns, limits: What `best_tree` formed the trees of.
         """
-        is_node = path_prob >= 0
-        is_draw = self._drawn.is_drawn.unsqueeze(1) & is_node
-        self._out.nodes.copy_(torch.where(is_draw, is_node.cumsum(dim=1), -1))
+        requests, total = candidates.tokens.shape
+        numbers = torch.arange(total, dtype=torch.int32, device=roots.device).repeat(requests, 1)
+        numbered = replace(trees, columns=torch.empty_like(trees.columns))
+        tree_ops.best_tree(
+            candidates.path_prob, replace(candidates, columns=numbers), roots, root_columns, limits, numbered
+        )  # fmt: skip
+        nodes = torch.arange(1, trees.tokens.shape[1], dtype=torch.int32, device=roots.device)
+        is_draw = (nodes < trees.sizes.unsqueeze(1)) & self._drawn.is_drawn.unsqueeze(1)
+        self._out.nodes.copy_(torch.where(is_draw, nodes, -1))
+        chosen = numbered.columns[:, 1:].clamp(min=0).long().unsqueeze(2).expand_as(self._out.tokens)
+        for place, drawn in ((self._out.tokens, self._candidates.tokens), (self._out.probs, self._candidates.probs)):
+            torch.gather(drawn, 1, chosen, out=place)

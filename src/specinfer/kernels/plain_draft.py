@@ -10,33 +10,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
+from specinfer.kernels.chance_table import GREEDY, SAMPLED, ChanceTable
 from specinfer.kernels.tree_layout import pack_bits, unpack_bits
-
-
-@dataclass(frozen=True, slots=True)
-class ChanceTable:
-    """Acceptance probabilities as lines over the confidence: a table for greedy and one for sampled requests."""
-
-    points: Tensor  # [points] float32, the confidences at which the lines meet
-    heights: Tensor  # [2, ranks * (points + 1)] float32, the lines' values at 0
-    slopes: Tensor  # [2, ranks * (points + 1)]
-
-    @property
-    def num_ranks(self) -> int:
-        return self.heights.shape[1] // (len(self.points) + 1)
-
-    def chance(self, sampled: Tensor, confidence: Tensor) -> Tensor:
-        """Return the probability that a token is accepted once its parent is, [requests, nodes, width].
-
-        Args:
-            sampled: [requests] True where drafting uses noise.
-            confidence: [requests, nodes, width] float32, the best candidate of a node first.
-        """
-        num_lines = len(self.points) + 1
-        ranks = torch.arange(confidence.shape[2], device=confidence.device).clamp(max=self.num_ranks - 1)
-        line = torch.searchsorted(self.points, confidence.contiguous()) + ranks * num_lines
-        line = line + sampled.long()[:, None, None] * (self.num_ranks * num_lines)
-        return (self.heights.flatten()[line] + self.slopes.flatten()[line] * confidence).clamp(min=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +106,30 @@ def add_candidates(
     if accepted is not None:
         scale = accepted.view(requests, nodes, 1) / confidence[:, :, :1].clamp(min=1e-9)
         confidence = (confidence * scale).clamp(max=1.0)
-    above = frontier.path_prob.unsqueeze(2)
-    is_fixed = (limits.widths[:, 0] > 0)[:, None, None]
-    chance = torch.where(is_fixed, 1.0, table.chance(sampling.temperatures > 0, confidence))
-    # A later candidate of a node is never taken before an earlier one.
-    path_prob = chance.cummin(dim=2).values * above
-    ranks = torch.arange(width, device=logits.device)
-    usable = (token >= 0) & (above >= 0) & (path_prob >= limits.min_path_prob[:, None, None])
-    usable = usable & ((ranks < limits.widths[:, frontier.level, None, None]) | ~is_fixed)
-    usable = usable & (frontier.level < limits.max_depth)[:, None, None]
+    numbers = torch.where(sampling.temperatures > 0, SAMPLED, GREEDY)
+    path_prob = path_probs(token >= 0, table.chance(numbers, confidence), frontier, limits)
     candidates.tokens[:, of_level] = token.clamp(min=0).flatten(1)
     candidates.confidence[:, of_level] = confidence.flatten(1)
-    candidates.path_prob[:, of_level] = torch.where(usable, path_prob, -1.0).flatten(1)
+    candidates.path_prob[:, of_level] = path_prob.flatten(1)
     candidates.parents[:, of_level] = frontier.numbers.repeat_interleave(width, dim=1)
     candidates.columns[:, of_level].fill_(-1)
+
+
+def path_probs(is_token: Tensor, chance: Tensor, frontier: Frontier, limits: Limits) -> Tensor:
+    """Return the path probability of each candidate, -1 for what may not be taken, [requests, nodes, width].
+
+    Args:
+        is_token: [requests, nodes, width] whether there is a candidate.
+        chance: [requests, nodes, width] its acceptance probability, which counts best first.
+    """
+    above, is_fixed = frontier.path_prob.unsqueeze(2), (limits.widths[:, 0] > 0)[:, None, None]
+    # A later candidate of a node is never taken before an earlier one.
+    path_prob = torch.where(is_fixed, 1.0, chance).cummin(dim=2).values * above
+    ranks = torch.arange(chance.shape[2], device=chance.device)
+    usable = is_token & (above >= 0) & (path_prob >= limits.min_path_prob[:, None, None])
+    usable = usable & ((ranks < limits.widths[:, frontier.level, None, None]) | ~is_fixed)
+    usable = usable & (frontier.level < limits.max_depth)[:, None, None]
+    return torch.where(usable, path_prob, -1.0)
 
 
 def _best_tokens(

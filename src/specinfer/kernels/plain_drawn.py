@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
-from specinfer.kernels.choice import SUPPORT
-from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
+from specinfer.kernels.chance_table import DRAWN, ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits, path_probs
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The draws of trees, as `walk_multi_step` and `walk_traversal` take them; there is one for each candidate."""
+    """Draws, and the tokens that each could have produced, as `walk_multi_step` and `walk_traversal` take them."""
 
-    nodes: Tensor  # [requests, candidates] int32; -1 where nothing was drawn
-    tokens: Tensor  # [requests, candidates, support] int32
-    probs: Tensor  # [requests, candidates, support] float64
+    nodes: Tensor  # [requests, draws] int32; -1 where nothing was drawn
+    tokens: Tensor  # [requests, draws, support] int32
+    probs: Tensor  # [requests, draws, support] float64
 
     @classmethod
-    def empty(cls, num_requests: int, num_candidates: int, vocab: int, device: torch.device) -> "Draws":
-        shape = num_requests, max(num_candidates, 1)
+    def empty(cls, num_requests: int, num_draws: int, support: int, device: torch.device) -> "Draws":
+        """Return room for draws, of which there are none yet."""
+        shape = num_requests, max(num_draws, 1)
         return cls(
             torch.full(shape, -1, dtype=torch.int32, device=device),
-            torch.full((*shape, min(SUPPORT, vocab)), -1, dtype=torch.int32, device=device),
-            torch.zeros((*shape, min(SUPPORT, vocab)), dtype=torch.float64, device=device),
+            torch.empty((*shape, support), dtype=torch.int32, device=device),
+            torch.empty((*shape, support), dtype=torch.float64, device=device),
         )
 
 
@@ -50,11 +51,15 @@ def draw_candidates(
     frontier: Frontier,
     first: int,
     width: int,
+    table: ChanceTable,
     limits: Limits,
     candidates: Candidates,
     out: Draws,
+    accepted: Tensor | None = None,
 ) -> None:
     """Draw the candidates of a level, in place of those that were chosen.
+
+    The confidence in each is that in the most probable token, drawn or not, so it reveals no draw.
 
     Args:
         values: [requests * frontier, support] float32 the greatest logits of each node, in descending order.
@@ -64,7 +69,8 @@ def draw_candidates(
         first: Number of the level's first candidate.
         width: Candidates of each node.
         candidates: Written to, from `first` on, for the requests whose tokens are drawn.
-        out: What the candidates could have been, written to.
+        out: A draw for each candidate, written to but for its nodes.
+        accepted: [requests * frontier] float32 confidence in the most probable token; None for that of the values.
     """
     requests, nodes = frontier.tokens.shape
     temperatures = torch.where(drawn.is_drawn, drawn.temperatures, 1.0).repeat_interleave(nodes).unsqueeze(1)
@@ -80,15 +86,13 @@ def draw_candidates(
     left = torch.where(was_drawn, 0.0, whole.unsqueeze(1))
     probs = (left / left.sum(dim=2, keepdim=True)).nan_to_num(0.0)
 
-    ranks = torch.arange(width, device=values.device)
-    usable = (tokens >= 0) & (frontier.path_prob >= 0).unsqueeze(2)
-    usable = usable & (ranks < limits.widths[:, frontier.level, None, None])
-    usable = usable & (frontier.level < limits.max_depth)[:, None, None]
+    sure = (whole[:, 0].float() if accepted is None else accepted).view(requests, nodes, 1).expand(-1, -1, width)
+    chance = table.chance(torch.full_like(drawn.streams, DRAWN), sure)
     of_level, is_drawn = slice(first, first + nodes * width), drawn.is_drawn.unsqueeze(1)
     for place, found in (
         (candidates.tokens, tokens.clamp(min=0)),
-        (candidates.confidence, whole[:, 0].float().view(requests, nodes, 1).expand(-1, -1, width)),
-        (candidates.path_prob, torch.where(usable, 1.0, -1.0)),
+        (candidates.confidence, sure),
+        (candidates.path_prob, path_probs(tokens >= 0, chance, frontier, limits)),
     ):
         place[:, of_level] = torch.where(is_drawn, found.flatten(1), place[:, of_level])
     out.tokens[:, of_level] = ids.int().view(requests, nodes, 1, -1).expand(-1, -1, width, -1).flatten(1, 2)

@@ -5,14 +5,12 @@ from typing import Any
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.processing import READS_LOGITS, why_not, why_not_sampled
 from specinfer.engine.engine import Engine
 from specinfer.policy.base import usual_budgets
 from specinfer.setup.assembly import Assembly
 from specinfer.setup.gpu_path import log_gpu_path
-from specinfer.verify import RANDOM_RULES
 
 
 def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCallback | None) -> Engine:
@@ -33,16 +31,8 @@ def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCa
         for programs in speculator.draft_programs:
             programs.prepare(usual_budgets(config.shape), truncates=truncates, progress=progress)
     why_no_steps = why_not(target, drafter) or (READS_LOGITS if policy.reads_logits else None)
-    why_no_sampled = _why_no_sampled(drafter, config)
+    why_no_sampled = why_not_sampled(drafter, config.verification)
     log_gpu_path(target, speculator.why_not_captured, why_no_steps, why_no_sampled, device=target.loaded.device)
     engine = Engine(target, drafter, policy, scheduler, config.verification, executor)
     scheduler.planner = speculator.planner
     return engine
-
-
-def _why_no_sampled(drafter: MergedDrafter | None, config: SpeculativeConfig) -> str | None:
-    """Return why sampled requests take ordinary steps on a GPU, or None if they need not."""
-    is_fixed = drafter is None or config.shape.is_off or bool(config.shape.widths)
-    if config.verification in RANDOM_RULES and not is_fixed:
-        return f"verification is {config.verification}, and trees are no fixed expansions"
-    return why_not_sampled(drafter, config.verification)

@@ -1,19 +1,23 @@
-"""Steps on the device under rules with random numbers: the tokens of ordinary steps with the same seeds."""
+"""Steps on the device under rules with random numbers: for fixed expansions the tokens of ordinary steps."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
-from specinfer.core.request import Request, Span
+from specinfer.core.request import DRAWS_EACH, Request, Span
 from specinfer.core.tree import OFF, TreeBudget
+from specinfer.drafters.growth.calibration import Calibration, source_of
+from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.engine import Engine
+from specinfer.kernels.chance_table import DRAWN, GREEDY, SAMPLED
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
@@ -94,21 +98,57 @@ def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, rule: str,
     assert list(map(_outcome, requests)) == _ordinary(pair, rule, (2, 2, 1))
 
 
+BEST_FIRST = TreeBudget(max_nodes=12, max_depth=4)
+
+
 @RULES
-def test_other_trees_are_drafted_in_ordinary_steps(rule: str, pair: Pair) -> None:
-    """The device would choose their nodes among drawn tokens."""
-    told = []
-    for has_device_executor in (False, True):
-        requests = _requests()
-        engine = _engine(pair, rule, TreeBudget(max_nodes=12, max_depth=4), has_device_executor=has_device_executor)
-        for request in requests:
-            engine.add(request)
-        while engine.has_work:
-            engine.step()
-        told.append(list(map(_outcome, requests)))
-    ordinary, found = ([one for one, params in zip(them, PARAMS, strict=True) if not params.is_greedy] for them in told)
-    assert [one[0] for one in found] == [one[0] for one in ordinary]
-    assert sum(one[1]["num_accepted_draft_tokens"] for one in found) > 20
+@pytest.mark.parametrize("tree", [BEST_FIRST, TreeBudget(7, 3, min_path_prob=0.05), TreeBudget(30, 6)], ids=str)
+def test_best_first_trees_are_drawn_on_the_device(tree: TreeBudget, rule: str, pair: Pair) -> None:
+    """Greedy requests have the tokens of plain decoding next to them."""
+    engine, requests = _engine(pair, rule, tree), _requests()
+    assert run_on_device(engine, requests) == set(requests)
+    assert executor_of(engine).num_launched > 4
+    assert all(request.is_finished and not request.error for request in requests)
+    assert sum(request.speculation.num_accepted_draft_tokens for request in requests[2:4]) > 4
+    assert requests[1].output_ids == _ordinary(pair, rule, (2, 1))[1][0]
+    check_left(engine)
+
+
+@pytest.mark.covering(1)
+@RULES
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_best_first_trees_use_no_random_number_twice(every: int, rule: str, pair: Pair) -> None:
+    """Requests change between steps on the device and ordinary ones; those in flight are dropped."""
+    engine, requests = _engine(pair, rule, BEST_FIRST), _requests()
+    for request in requests:
+        engine.add(request)
+    sampled, states = [requests[i] for i in (0, 2, 3, 5)], defaultdict[Request, list[int]](list)
+    for number in count():
+        if not engine.has_work:
+            break
+        if number % every == every - 1:
+            executor_of(engine).abandon()
+        before = {request: request.num_output for request in sampled}
+        engine.step()
+        for request in sampled:
+            if request.num_output > before[request]:
+                states[request].append(request.uniforms.state)
+    for request in sampled:
+        assert request.num_draws["small"] // DRAWS_EACH >= request.speculation.num_spec_steps > 1
+        assert len(set(states[request])) == len(states[request])
+    assert sum(request.speculation.num_accepted_draft_tokens for request in sampled) > 4
+
+
+@RULES
+@pytest.mark.parametrize("num_slots", [150, 190])
+def test_best_first_trees_are_cut_where_slots_are_few(num_slots: int, rule: str, pair: Pair) -> None:
+    engine, requests = _engine(pair, rule, TreeBudget(30, 4), num_slots=num_slots), _requests()
+    assert run_on_device(engine, requests) == set(requests)
+    assert all(request.is_finished and not request.error for request in requests)
+    sizes = {size.shape.num_nodes for size in executor_of(engine)._device._captured.found if size.shape}
+    assert min(sizes) < 30, "trees are smaller than wanted"
+    assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 4
+    check_left(engine)
 
 
 @RULES
@@ -166,10 +206,37 @@ def test_requests_of_both_rules_share_steps(widths: Sequence[int], pair: Pair) -
     assert all(one[1]["num_accepted_draft_tokens"] for one in told[0][2:4])
 
 
+def test_best_first_requests_of_both_rules_share_steps(pair: Pair) -> None:
+    """Those under the coupled rule, and greedy ones, have the tokens of plain decoding."""
+    plain, requests = _requests(), _requests()
+    run(make_device_engine(pair[0], has_device_executor=False), plain)
+    rules = {0: "traversal", 2: "coupled", 3: "traversal", 5: "coupled"}
+    for number, rule in rules.items():
+        requests[number].verification = rule
+    engine = _engine(pair, "auto", BEST_FIRST)
+    assert run_on_device(engine, requests) == set(requests)
+    for i, (request, wanted) in enumerate(zip(requests, plain, strict=True)):
+        if rules.get(i) != "traversal":
+            assert request.output_ids == wanted.output_ids
+    assert all(request.speculation.num_accepted_draft_tokens for request in requests[2:4])
+
+
+@pytest.mark.parametrize("rule", ["traversal", "auto"])
+def test_drawn_tokens_have_the_acceptance_probabilities_of_their_rule(rule: str) -> None:
+    rules = ("coupled", "traversal") if rule == "auto" else (None, None)
+    calibration, names = Calibration(), ["small", *(source_of("small", is_greedy=False, rule=one) for one in rules)]
+    for i, name in enumerate(dict.fromkeys(names)):
+        for _ in range(20):
+            calibration.count(name, i, 0.5, kept=True)
+    (tables,) = DeviceBudgets(["small"], calibration, rule=rule).chances()
+    assert len(tables) == DRAWN + 1
+    for number, name in ((GREEDY, names[0]), (SAMPLED, names[1]), (DRAWN, names[2])):
+        assert all(np.array_equal(*each) for each in zip(tables[number], calibration.lines(name), strict=True))
+    assert np.array_equal(tables[DRAWN][0], tables[SAMPLED][0]) == (rules[0] == rules[1])
+
+
 @pytest.mark.parametrize("rule", [None, "traversal"])
-def test_the_reason_of_ordinary_steps_is_the_drafters_or_the_trees(rule: str | None) -> None:
+def test_the_reason_of_ordinary_steps_is_that_of_the_drafters(rule: str | None) -> None:
     request, drawn = make_request("a", PROMPTS[0], PARAMS[0]), DrawnRequests(rule, "traversal")
     assert (drawn.why_ordinary(request, 0) is None) == (rule is not None)
-    drawn._best_first.add(request)
-    assert ("no fixed expansions" in (drawn.why_ordinary(request, 0) or "")) == (rule is not None)
     assert drawn.why_ordinary(make_request("b", PROMPTS[0], PARAMS[1]), 0) is None, "greedy"

@@ -1,7 +1,6 @@
-"""Trees that grow on a device: the same as by the slow rule below, node by node."""
+"""Trees that grow on a device: the same as by the slow rule, node by node."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,16 +10,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreter import interpreted
+from slow_growth import F32, Guess, Wish, slow_tree
 from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.engine.device.growth import DraftShape, empty_table, grow
 from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.chance_table import ChanceTable
+from specinfer.kernels.drawn import Drawing
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_drawn import Draws
+from specinfer.kernels.plain_logits import Truncation
 from specinfer.kernels.tree_layout import unpack_bits
 
-KERNELS = ("add_candidates", "next_frontier", "best_tree")
+KERNELS = ("add_candidates", "draw_candidates", "next_frontier", "best_tree")
 VOCAB = 40
-F32 = np.float32
 
 
 class Toy:
@@ -71,21 +74,21 @@ class ToyPass:
 # ------------------------------------------------------------------------------------- the slow rule
 
 
-class Guess(NamedTuple):
-    path_prob: np.float32
-    number: int  # in the order in which they were offered
-    path: tuple[int, ...]
-    confidence: float
+class Race:
+    """The draws of a request: their noise, and what each node's were drawn from."""
+
+    def __init__(self, request: int) -> None:
+        self.stream, self.first = 1000 + request, 2**20 * request
+        self.whole: dict[tuple[int, ...], Tensor] = {}  # [vocab] of each node that has children
+
+    def draw(self, path: tuple[int, ...], scores: Tensor, width: int) -> list[tuple[int, np.float32]]:
+        """Tokens in draw order, with the confidence in the most probable one; nodes are asked for in order."""
+        noise = gumbel(torch.tensor([self.stream]), torch.tensor([self.first + len(self.whole)]), torch.arange(VOCAB))
+        self.whole[path] = scores.double().softmax(dim=0)
+        return [(t, F32(self.whole[path].max())) for t in (scores + noise[0]).topk(width).indices.tolist()]
 
 
-class Wish(NamedTuple):
-    max_nodes: int
-    max_depth: int
-    min_path_prob: float
-    widths: tuple[int, ...]
-
-
-def _slow_chance(calibration: Calibration, source: str, rank: int, confidence: np.float32) -> np.float32:
+def slow_chance(calibration: Calibration, source: str, rank: int, confidence: np.float32) -> np.float32:
     heights, slopes = calibration.lines(source)
     points = len(heights) // RANKS - 1
 
@@ -93,51 +96,27 @@ def _slow_chance(calibration: Calibration, source: str, rank: int, confidence: n
     return max(F32(F32(heights[line]) + F32(F32(slopes[line]) * confidence)), F32(0))
 
 
-def slow_tree(
+def slow_tree_of(
     toy: Toy, request: int, known: list[int], shape: DraftShape, wish: Wish, seed: int, temperature: float,
-    position: int, calibration: Calibration,
+    position: int, calibration: Calibration, race: Race | None = None,
 ) -> tuple[list[Guess], set[tuple[int, ...]]]:  # fmt: skip
-    """The guesses taken, and the paths that the drafter computed. Level by level, with lists and sorting."""
-    source = "sampled" if temperature > 0 else "greedy"
-    every: list[Guess] = []
-    frontier = [Guess(F32(1), -1, (), 0.0)] if wish.max_nodes else []
-    computed = set()
-    for level, children in enumerate(shape.children):
-        offered = []
-        places = [*frontier, *[None] * (shape.frontiers[level] - len(frontier))]
-        for place, node in enumerate(places):
-            if node is None:
-                continue
-            logits = toy.of_path(request, [*known, *node.path])
-            scores = logits
-            if temperature > 0:
-                ids = torch.arange(VOCAB)
-                noise = gumbel(torch.tensor([seed]), torch.tensor([position + 1 + len(node.path)]), ids)
-                scores = scores / temperature + noise[0]
-            confidences = scores.softmax(dim=0)
-            tops = scores.topk(children).indices
-            path_prob = node.path_prob
-            chance = F32(1)
-            for rank, token in enumerate(tops.tolist()):
-                confidence = F32(confidences[token])
-                if wish.widths:
-                    if rank >= wish.widths[level]:
-                        break
-                else:
-                    chance = min(chance, _slow_chance(calibration, source, rank, confidence))
-                path_prob = F32(chance * node.path_prob)
-                if path_prob < F32(wish.min_path_prob) or level >= wish.max_depth:
-                    break
-                number = sum(w * c for w, c in zip(shape.frontiers[:level], shape.children, strict=False))
-                path = (*node.path, token)
-                offered.append(Guess(path_prob, number + place * children + rank, path, float(confidence)))
-        every += offered
-        if level + 1 < shape.num_levels:
-            best = sorted(offered, key=lambda g: (-g.path_prob, g.number))[: shape.frontiers[level + 1]]
-            frontier = sorted(best, key=lambda g: g.number)
-            computed |= {node.path for node in frontier}
-    taken = sorted(every, key=lambda g: (-g.path_prob, g.number))[: min(wish.max_nodes, shape.num_nodes)]
-    return sorted(taken, key=lambda g: g.number), computed
+    """The guesses taken, and the paths that the drafter computed. With a race, tokens are drawn."""
+    source = "drawn" if race else "sampled" if temperature > 0 else "greedy"
+
+    def best_after(path: tuple[int, ...], _place: int) -> list[tuple[int, np.float32]]:
+        scores = toy.of_path(request, [*known, *path])
+        if race is not None:
+            return race.draw(path, scores / temperature, shape.children[len(path)])
+        if temperature > 0:
+            noise = gumbel(torch.tensor([seed]), torch.tensor([position + 1 + len(path)]), torch.arange(VOCAB))
+            scores = scores / temperature + noise[0]
+        confidences = scores.softmax(dim=0)
+        return [(token, F32(confidences[token])) for token in scores.topk(shape.children[len(path)]).indices.tolist()]
+
+    def chance(rank: int, confidence: np.float32) -> np.float32:
+        return slow_chance(calibration, source, rank, confidence)
+
+    return slow_tree(best_after, chance, shape.frontiers, shape.children, shape.num_nodes, wish)
 
 
 # --------------------------------------------------------------------------------------------- tests
@@ -160,7 +139,7 @@ def wishes(levels: int) -> st.SearchStrategy[Wish]:
 
 def _table(calibration: Calibration) -> ChanceTable:
     table = empty_table(torch.device("cpu"))
-    for i, source in enumerate(["greedy", "sampled"]):
+    for i, source in enumerate(["greedy", "sampled", "drawn"]):
         for tensor, values in zip((table.heights, table.slopes), calibration.lines(source), strict=True):
             tensor[i] = torch.from_numpy(values)
     return table
@@ -169,7 +148,7 @@ def _table(calibration: Calibration) -> ChanceTable:
 def _calibration(seed: int) -> Calibration:
     """One that has seen something, so that no two tables and ranks are alike."""
     calibration, source = Calibration(), np.random.default_rng(seed)
-    for name, skill in (("greedy", 0.8), ("sampled", 0.3)):
+    for name, skill in (("greedy", 0.8), ("sampled", 0.3), ("drawn", 0.5)):
         for _ in range(400):
             rank, confidence = int(source.integers(9)), float(source.random())
             calibration.count(name, rank, confidence, kept=bool(source.random() < skill * confidence / (1 + rank)))
@@ -177,8 +156,9 @@ def _calibration(seed: int) -> Calibration:
 
 
 def _grown(
-    toy: Toy, shape: DraftShape, wanted: list[Wish], seed: int, temperatures: list[float], calibration: Calibration
-) -> tuple[Grown, list[list[int]], Tensor]:
+    toy: Toy, shape: DraftShape, wanted: list[Wish], seed: int, temperatures: list[float], calibration: Calibration,
+    races: list[Race | None] | None = None, draws: Draws | None = None,
+) -> tuple[Grown, list[list[int]], Tensor]:  # fmt: skip
     source = np.random.default_rng(seed)
     roots = source.integers(VOCAB, size=len(wanted)).tolist()
     twos = [int(source.integers(VOCAB)) if source.random() < 0.5 else None for _ in wanted]
@@ -193,7 +173,18 @@ def _grown(
     score = ToyPass(toy, roots, twos, shape.first_columns)
     has_two = torch.tensor([two is not None for two in twos])
     grown = empty_trees(shape, len(wanted))
-    grow(shape, torch.tensor(roots), has_two, score, distribution, _table(calibration), limits, grown)
+    drawing = None
+    if races and draws is not None:
+        noise = [torch.tensor([0 if race is None else getattr(race, name) for race in races])
+                 for name in ("stream", "first")]  # fmt: skip
+        is_drawn, count = torch.tensor([race is not None for race in races]), len(wanted)
+        truncation = Truncation(
+            distribution.temperatures, torch.full((count,), -torch.inf), torch.zeros(count, dtype=torch.int32),
+            torch.ones(count, dtype=torch.float64),
+        )  # fmt: skip
+        drawing = Drawing(is_drawn, noise[0], noise[1], truncation, shape.num_candidates, draws)
+    table = _table(calibration)
+    grow(shape, torch.tensor(roots), has_two, score, distribution, table, limits, grown, drawing=drawing)
     known = [[root] if two is None else [two, root] for root, two in zip(roots, twos, strict=True)]
     return grown, known, positions
 
@@ -217,30 +208,47 @@ def test_trees_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], s
     check_trees(*case, seed)
 
 
-@interpreted
 @given(cases(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_trees_of_drawn_tokens_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], seed: int) -> None:
+    check_trees(*case, seed, are_drawn=True)
+
+
+@interpreted
+@pytest.mark.parametrize("are_drawn", [False, True])
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=4)  # the interpreter takes a third of a second for each
-def test_trees_of_kernels_are_those_of_the_slow_rule(case: tuple[DraftShape, list[Wish]], seed: int) -> None:
+def test_trees_of_kernels_are_those_of_the_slow_rule(
+    are_drawn: bool, case: tuple[DraftShape, list[Wish]], seed: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_kernels(patch)
-        check_trees(*case, seed, tolerance=4e-4)
+        check_trees(*case, seed, tolerance=4e-4, are_drawn=are_drawn)
 
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let Triton's interpreter run the draft loop."""
-    from specinfer.kernels.triton import candidates, draft
+    from specinfer.kernels.triton import candidates, draft, drawn
 
+    modules = {"add_candidates": candidates, "draw_candidates": drawn}
     for name in KERNELS:
-        patch.setattr(tree_ops, name, getattr(candidates if name == "add_candidates" else draft, name))
+        patch.setattr(tree_ops, name, getattr(modules.get(name, draft), name))
 
 
-def check_trees(shape: DraftShape, wanted: list[Wish], seed: int, tolerance: float = 1e-5) -> None:
+def check_trees(
+    shape: DraftShape, wanted: list[Wish], seed: int, tolerance: float = 1e-5, *, are_drawn: bool = False
+) -> None:
+    """Grow trees, and compare them with those of the slow rule; tokens may be drawn for some of the requests."""
     toy, calibration = Toy(seed, len(wanted)), _calibration(seed)
     temperatures = [[0.0, 1.0, 0.7, 1.6][i % 4] for i in range(seed % 4, seed % 4 + len(wanted))]
-    grown, known, positions = _grown(toy, shape, wanted, seed, temperatures, calibration)
+    races = [Race(r) if are_drawn and t not in (0.0, 0.7) else None for r, t in enumerate(temperatures)]
+    draws = Draws.empty(len(wanted), shape.num_nodes, VOCAB, torch.device("cpu"))
+    grown, known, positions = _grown(toy, shape, wanted, seed, temperatures, calibration, races, draws)
     assert grown.tokens.shape == (len(wanted), 1 + shape.num_nodes)
     for r, wish in enumerate(wanted):
-        guesses, computed = slow_tree(toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration)
+        guesses, computed = slow_tree_of(
+            toy, r, known[r], shape, wish, r, temperatures[r], int(positions[r]), calibration, races[r]
+        )
         size = int(grown.sizes[r])
         parents, tokens = grown.parents[r].tolist(), grown.tokens[r].tolist()
         paths: list[tuple[int, ...]] = [()]
@@ -258,6 +266,21 @@ def check_trees(shape: DraftShape, wanted: list[Wish], seed: int, tolerance: flo
         )
         assert len({column for column in columns if column >= 0}) == sum(column >= 0 for column in columns)
         assert all(column == -1 for column in columns[size:])
+        check_draws(draws, r, races[r], guesses)
+
+
+def check_draws(draws: Draws, request: int, race: Race | None, guesses: list[Guess]) -> None:
+    """Each node was drawn from the distribution without the tokens of the siblings before it."""
+    size = len(guesses) if race else 0
+    nodes = draws.nodes[request].tolist()
+    assert nodes == [*range(1, 1 + size), *[-1] * (len(nodes) - size)]
+    paths = [guess.path for guess in guesses]
+    for node, path in enumerate(paths if race else ()):
+        left = race.whole[path[:-1]].clone() if race else torch.empty(0)
+        left[[other[-1] for other in paths[:node] if other[:-1] == path[:-1]]] = 0.0
+        ids, probs = draws.tokens[request, node].long(), draws.probs[request, node]
+        assert torch.allclose(probs, (left / left.sum())[ids], rtol=1e-9, atol=1e-15)
+        assert len(set(ids.tolist())) == VOCAB
 
 
 def test_a_fixed_expansion_is_whole() -> None:

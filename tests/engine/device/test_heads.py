@@ -26,7 +26,9 @@ from specinfer.core.tree import OFF, TreeBudget
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders, head_folder
 from specinfer.drafters import FeatureDrafter, MergedDrafter
+from specinfer.engine.commit import Committer
 from specinfer.engine.engine import Engine
+from specinfer.engine.executor import Outcome
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.load import load_head
@@ -192,6 +194,33 @@ def test_tokens_are_drawn_as_in_ordinary_steps(
         tables.append(engine.drafter.calibration.state("small sampled"))
     assert told[0] == told[1] == told[2]
     assert tables[1:] == [pytest.approx(tables[0], rel=1e-4)] * 2
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+@pytest.mark.parametrize("kind", quick([*DRAWN, "dflash", "P-EAGLE"], *DRAWN))
+def test_no_confidence_of_a_head_tells_which_tokens_were_drawn(
+    kind: str, rule: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Siblings of best-first trees have the same, also where a head predicts it."""
+    found, store = list[Outcome](), Committer.store
+
+    def stored(self: Committer, outcomes: Sequence[Outcome]) -> int:
+        found.extend(one for one in outcomes if not one.span.request.params.is_greedy)
+        return store(self, outcomes)
+
+    monkeypatch.setattr(Committer, "store", stored)
+    engine, requests = make_device_engine(*pairs[kind], TREES["best-first"], verification=rule), _requests()
+    assert run_on_device(engine, requests) == set(requests)
+    num_siblings = 0
+    for one in found:
+        siblings: dict[int, list[float]] = {}
+        for draw in one.tree.draws if one.tree else ():
+            siblings.setdefault(one.tree.parents[draw.node], []).append(draw.confidence)
+        assert all(len(set(confidence)) == 1 for confidence in siblings.values())
+        num_siblings += sum(map(len, siblings.values())) - len(siblings)
+    assert num_siblings > 20
+    _check_left(engine)
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "jetspec"])

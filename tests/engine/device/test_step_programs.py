@@ -19,9 +19,10 @@ from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.kernels import layer_ops, tree_ops
+from specinfer.kernels.chance_table import DRAWN, ChanceTable
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.kv_types import NO_SCALES, KVScales
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_drawn import DrawnRows, Draws
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
@@ -169,9 +170,14 @@ class Kernels:
     @staticmethod
     def draw_candidates(
         values: Tensor, ids: Tensor, least: Tensor, drawn: DrawnRows, frontier: Frontier, first: int, width: int,
-        limits: Limits, candidates: Candidates, out: Draws,
+        table: ChanceTable, limits: Limits, candidates: Candidates, out: Draws, accepted: Tensor | None = None,
     ) -> None:  # fmt: skip
-        _on_device(values, ids, least, *drawn, frontier.path_prob, contiguous=True)
+        _on_device(values, ids, least, *drawn, frontier.path_prob, *_fields(table), contiguous=True)
+        if accepted is not None:
+            _on_device(accepted, contiguous=True)
+            assert accepted.shape == (len(values),)
+            assert accepted.dtype == torch.float32
+        assert len(table.heights) == len(table.slopes) > DRAWN
         _on_device(*_fields(limits), *_fields(candidates), *_fields(out), contiguous=True)
         assert (values.dtype, ids.dtype, drawn.is_drawn.dtype) == (torch.float32, torch.int64, torch.bool)
         assert {drawn.streams.dtype, drawn.numbers.dtype} == {torch.int64}
@@ -387,7 +393,7 @@ def test_kernels_are_given_what_they_read_by_heads(
 
 
 @pytest.mark.parametrize(("rule", "walk"), [("multi-step", "walk_multi_step"), ("traversal", "walk_traversal")])
-@pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), None], ids=str)
+@pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 2, 1)), TreeBudget(8, 3), None], ids=str)
 def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
     budget: TreeBudget | None, rule: str, walk: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,7 +407,7 @@ def test_kernels_are_given_what_they_read_where_tokens_are_drawn(
     assert kernels.calls["least_kept"] == 1 + (3 * 2 if budget else 0), (
         "of a level those of the target's kind, and of the draws"
     )
-    assert kernels.calls["best_tree"] == (1 if budget else 0)
+    assert kernels.calls["best_tree"] == (2 if budget else 0), "a second one numbers the candidates that are nodes"
     assert kernels.calls["draw_candidates"] == (3 if budget else 0)
 
 
@@ -420,7 +426,7 @@ PER_COUNT = 16
 # tokens, to find these, and for each token that requests may name.
 PER_LOGPROBS, PER_SCORED, PER_BEST, PER_NAMED = 14, 8, 14, 4
 # Tokens that are drawn take so many for a draft loop, for each of its levels, and for a verification.
-PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 9, 4, 3
+PER_DRAWN, PER_DRAWN_LEVEL, PER_DRAWN_WALK = 16, 4, 3
 PER_GUESSES = 9
 PER_MASK = 15
 PER_SCAN = 59  # the order of the tokens in layers without attention

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.config import AUTO
 from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TreeBudget
@@ -12,6 +13,7 @@ from specinfer.drafters.growth.calibration import Calibration, source, source_of
 from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.sizes import holds
+from specinfer.verify.rules import TRAVERSAL
 
 Budgets = Callable[[Sequence[Span]], Sequence[TreeBudget]]
 
@@ -23,13 +25,15 @@ class DeviceBudgets:
         drafters: Names of the drafters; none without speculation.
         calibration: Acceptance probabilities of their draft tokens.
         lookups: Names of the drafters that are no models, which may be asked alone.
-        rule: Rule that was chosen for sampled requests whose tokens are chosen, or None if requests have no choice.
+        rule: Verification rule of requests that have none of their own.
     """
 
     def __init__(
-        self, drafters: Sequence[str], calibration: Calibration, lookups: Sequence[str] = (), rule: str | None = None
+        self, drafters: Sequence[str], calibration: Calibration, lookups: Sequence[str] = (), rule: str = "coupled"
     ) -> None:
-        self._drafters, self._calibration, self._lookups, self._rule = drafters, calibration, lookups, rule
+        self._drafters, self._calibration, self._lookups = drafters, calibration, lookups
+        # Under "auto" a rule was chosen for each sampled request: one whose tokens are chosen, or are drawn.
+        self._rules = ("coupled", TRAVERSAL) if rule == AUTO else (None, None)
         self._level_probs = LevelProbs()
         self._asked: dict[Request, TreeBudget] | None = None  # the policy's budgets for the coming step
         self.uncut: list[TreeBudget] = []  # the last budgets, with the levels that do not pay for a model
@@ -79,8 +83,8 @@ class DeviceBudgets:
         self._level_probs.observe(path_prob)
 
     def chances(self) -> list[list[tuple[Floats, Floats]]]:
-        """Return each drafter's acceptance probabilities of greedy and of sampled requests, as `Calibration.lines`."""
-        kinds = ((True, None), (False, self._rule))
+        """Return each drafter's acceptance probabilities for the tables of a `ChanceTable`, as `Calibration.lines`."""
+        kinds = ((True, None), *((False, rule) for rule in self._rules))
         return [
             [self._calibration.lines(source_of(name, is_greedy=is_greedy, rule=rule)) for is_greedy, rule in kinds]
             for name in self._drafters

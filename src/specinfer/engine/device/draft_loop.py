@@ -166,8 +166,9 @@ class DraftLoop:
         most = mine.max_nodes if before is None else torch.maximum(mine.max_nodes, before.max_nodes)
         drawing = None
         if self._draws is not None:
-            numbers = own.streams[:rows], own.first_draw[:rows]
-            drawing = Drawing(state.is_drawn[:rows], *numbers, state.truncation.first(rows), self._draws)
+            numbers, truncation = (own.streams[:rows], own.first_draw[:rows]), state.truncation.first(rows)
+            num_candidates = self._shape.num_candidates
+            drawing = Drawing(state.is_drawn[:rows], *numbers, truncation, num_candidates, self._draws)
         candidates = grow(
             self._shape, roots, first.root_columns, score,
             Sampling(state.seeds[:rows], state.temperatures[:rows], state.known[:rows]),

@@ -173,7 +173,7 @@ class DraftProgram:
             state.num_left.fill_(_MANY)
             table = tables.own or tables.target
             assert table is not None
-            lines = there["lines_float32"].view(2, 2, -1)
+            lines = there["lines_float32"]
             own = replace(
                 own,
                 slots=table.rows,
@@ -226,10 +226,10 @@ class DraftProgram:
         depths = np.array(depths_of(parents.tolist()), dtype=np.int64)
         draws = Draws.chosen(found["confidence_float32"][row, nodes][1:].astype(np.float64), drafter)
         if is_drawn:
-            (drawn,) = (found["draw_nodes"][row] > 0).nonzero()  # candidates that are nodes, in the order of these
-            tokens, probs = found["draw_tokens"][row, drawn], found["draw_probs"].view(np.float64)[row, drawn, :, 0]
+            own = slice(nodes.stop - 1)
+            tokens, probs = found["draw_tokens"][row, own], found["draw_probs"].view(np.float64)[row, own, :, 0]
             pool = list(map(Distribution, tokens.astype(np.int64), probs.copy()))
-            draws = draws._replace(numbers=np.arange(len(drawn)), pools=(pool,))
+            draws = draws._replace(numbers=np.arange(len(pool)), pools=(pool,))
         tokens = found["tokens"][row, nodes].astype(np.int64)
         return TokenTree.of_arrays(TreeArrays(tokens, parents, depths, draws)), found["columns"][row, nodes].tolist()
 
@@ -253,14 +253,14 @@ def _input_shapes(size: LaunchSize, tables: Tables) -> dict[str, tuple[int, ...]
         **dict.fromkeys((*names, "least_float32", "temperatures_float32", "log_min_p_float32"), (rows,)),
         "slots": (rows, shape.num_columns),
         "widths": (rows, shape.num_levels),
-        "lines_float32": (2, 2, RANKS * (len(MIDDLE) + 1)),
+        "lines_float32": (2, 3, RANKS * (len(MIDDLE) + 1)),
         **of_tables,
     }
 
 
 def _result_shapes(size: LaunchSize, support: int) -> dict[str, tuple[int, ...]]:
     assert size.shape is not None
-    rows, nodes, draws = size.num_rows, size.num_nodes, size.shape.num_candidates if support else 0
+    rows, nodes, draws = size.num_rows, size.num_nodes, size.num_nodes - 1 if support else 0
     return {
         "draw_probs": (rows, draws, support, 2),
         **dict.fromkeys(("tokens", "parents", "columns", "confidence_float32"), (rows, nodes)),

@@ -105,7 +105,12 @@ class DraftPrograms:
             return False
         if chooses_for(self._draft_sampling, request):
             return True
-        return self._draws(request) and bool(budget.widths) and holds_expansion(self._shape_of([budget], 1), budget)
+        return self._draws(request) and self._is_whole(self._shape_of([budget], 1), budget)
+
+    @staticmethod
+    def _is_whole(shape: DraftShape | None, budget: TreeBudget) -> bool:
+        """Return whether a drawn tree is whole, which a fixed expansion has to be: it is cut before it is drawn."""
+        return not budget.widths or holds_expansion(shape, budget)
 
     def _draws(self, request: Request) -> bool:
         """Return whether tokens for a request are drawn without replacement."""
@@ -156,7 +161,7 @@ class DraftPrograms:
         assert rows is not None
         shape = self._shape_of(budgets, rows)
         drawn = list(map(self._draws, requests))
-        if not all(holds_expansion(shape, one) for one, is_drawn in zip(budgets, drawn, strict=True) if is_drawn):
+        if not all(self._is_whole(shape, one) for one, is_drawn in zip(budgets, drawn, strict=True) if is_drawn):
             return None
         truncates = any(one.params.truncates and not one.params.is_greedy for one in requests)
         processing = Processing.TRUNCATION if truncates else Processing.NONE
@@ -256,13 +261,17 @@ class DraftPrograms:
                 [(row * context + first, np.asarray(tokens)) for row, (first, tokens) in enumerate(unread)],
             )
 
-    def _lines(self, requests: Sequence[Request]) -> list[tuple[Floats, Floats]]:
-        """Return lines of the acceptance probabilities of greedy and of sampled requests: [heights, slopes][2, lines].
+    def _lines(self, requests: Sequence[Request]) -> list[tuple[Floats, ...]]:
+        """Return lines of acceptance probabilities for the tables of a `ChanceTable`: [heights, slopes][3, lines].
 
-        The rule of one sampled request stands for that of all.
+        The rule of one request stands for that of all whose tokens are chosen, or drawn.
         """
-        rule = next((one.verification for one in requests if not one.params.is_greedy), None)
-        kinds = ((True, None), (False, rule))
+        sampled = [one for one in requests if not one.params.is_greedy]
+        rules = (
+            next((one.verification for one in sampled if self._draws(one) == is_drawn), None)
+            for is_drawn in (False, True)
+        )
+        kinds = ((True, None), *((False, rule) for rule in rules))
         sources = [source_of(self._name, is_greedy=is_greedy, rule=rule) for is_greedy, rule in kinds]
         return list(zip(*map(self._calibration.lines, sources), strict=True))
 

@@ -1,8 +1,7 @@
 """Requests whose tokens are drawn on a device: which trees they may have there, and their random numbers.
 
-They are those under the multi-step or the traversal rule. The device chooses the nodes of best-first trees among all
-candidates, after their tokens are drawn, which these rules do not allow (docs/verification.md, condition A). The nodes
-of a fixed expansion are known before. So it is drawn whole or not at all, and other trees stay with ordinary steps.
+They are those under the multi-step or the traversal rule. A fixed expansion is drawn whole, as ordinary steps draw it,
+or not at all. Best-first trees are cut to what a step holds, before anything is drawn.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +26,6 @@ class DrawnRequests:
 
     def __init__(self, rule: str | None, usual: str) -> None:
         self.rule, self._usual = rule, usual
-        self._best_first: set[Request] = set()  # these get trees that are no fixed expansions
         self._too_wide: dict[Request, int] = {}  # numbers of rows with which their expansions do not fit into a step
 
     def has(self, request: Request) -> bool:
@@ -41,8 +39,6 @@ class DrawnRequests:
             return None
         if self.rule is None:
             return "tokens are drawn by a rule with random numbers, under which these drafters take ordinary steps"
-        if request in self._best_first:
-            return "tokens are drawn by a rule with random numbers, and trees are no fixed expansions"
         if num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
             return "fixed expansions of so many requests do not fit into a step"
         # Draws of ordinary steps are masked at every level, so other tokens would be drawn here.
@@ -56,7 +52,7 @@ class DrawnRequests:
         num_rows: int,
         most_nodes: int,
     ) -> list[DeviceRequest]:
-        """Return the requests whose trees this shape does not hold as whole fixed expansions.
+        """Return the requests whose fixed expansions this shape does not hold whole.
 
         Args:
             most_nodes: Draft tokens of a request that a step with this number of rows may have.
@@ -66,8 +62,6 @@ class DrawnRequests:
             for one, budget in zip(device_requests, budgets, strict=True)
             if self.has(one.request) and not holds_expansion(shape, budget)
         ]
-        self._best_first = {request for request in self._best_first if not request.is_finished}
-        self._best_first |= {one.request for one, budget in found if not budget.widths}
         self._too_wide = {request: rows for request, rows in self._too_wide.items() if not request.is_finished}
         self._too_wide |= {one.request: num_rows for one, budget in found if budget.max_nodes > most_nodes}
         return [one for one, _ in found]

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specinfer.core.config import AUTO
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
@@ -82,8 +81,7 @@ class DeviceExecutor:
         self._drafts = DeviceDrafts(drafters, self._device)
         calibration = Calibration() if merged is None else merged.calibration
         self._guesses = DeviceGuesses(merged)
-        chosen_rule = "coupled" if rule == AUTO else None
-        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, chosen_rule)
+        self._budgets = DeviceBudgets(self._drafts.names, calibration, self._guesses.names, rule)
         self._served = ServedRequests(
             target.cache, target.tensors.states, scheduler, self._device, self._drawn, min(max_requests, num_rows),
             may_follow=self._guesses.has_lookups, may_sample=may_sample,
@@ -134,7 +132,7 @@ class DeviceExecutor:
         assert not self.requests, "programs change the state of rows when their kernels are compiled"
         rows, may_sample = self._device, self._may_sample
         processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
-        rule = self._drawn.rule if may_sample and any(budget.widths for budget in budgets) else None
+        rule = self._drawn.rule if may_sample else None
         sizes = usual_sizes(
             rows, budgets, processing, rule, self._drafts.kinds, has_lookups=self._guesses.has_lookups
         )  # fmt: skip

@@ -7,7 +7,8 @@ depend on tensor contents, so that everything is captured as one graph.
 
 Rule and sources are those of `expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), with two
 differences: a level does not save nodes for later ones, since all candidates are computed before any is chosen; and
-confidence is a share of the whole vocabulary, which kernels read anyway, not of the best tokens.
+confidence is a share of the whole vocabulary, which kernels read anyway, not of the best tokens, unless tokens are
+drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.drafters.self_drafter import SelfRunner
 from specinfer.kernels import tree_ops
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.drawn import Drawing
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Grown, Limits, Sampling
+from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.kernels.plain_guesses import Guesses
 from specinfer.kernels.tree_layout import num_words, pack_bits
 from specinfer.model.runner import ModelRunner
@@ -181,7 +183,7 @@ class DraftShape:
 def empty_table(device: torch.device) -> ChanceTable:
     """Return the tables of a calibration that has seen nothing; all chances are 0."""
     points = torch.from_numpy(MIDDLE).float().to(device)
-    lines = torch.zeros(2, 2, RANKS * (len(points) + 1), device=device)
+    lines = torch.zeros(2, 3, RANKS * (len(points) + 1), device=device)
     return ChanceTable(points, lines[0], lines[1])
 
 
@@ -232,7 +234,7 @@ def grow(
         logits, least, accepted = score(frontier, candidates)
         tree_ops.add_candidates(logits, frontier, first, children, sampling, table, limits, candidates, least, accepted)
         if drawing is not None:
-            drawing.add_candidates(logits, frontier, first, children, limits, candidates, accepted)
+            drawing.add_candidates(logits, frontier, first, children, table, limits, candidates, accepted)
         if level + 1 < shape.num_levels:
             above, frontier = frontier, _empty_frontier(level + 1, requests, shape.frontiers[level + 1], words, device)
             first_column = 0 if shape.kinds[0].block else shape.first_columns[level + 1]  # 0 is not read
@@ -246,7 +248,7 @@ def grow(
     limits = limits if most is None else replace(limits, max_nodes=most)
     tree_ops.best_tree(candidates.path_prob, candidates, roots, root_columns, limits, out)
     if drawing is not None:
-        drawing.finish(candidates.path_prob)
+        drawing.finish(candidates, roots, root_columns, limits, out)
     return candidates
 
 

@@ -22,6 +22,7 @@ from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.scan import DeviceScan
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import AdapterRows, tree_ops
+from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.plain_draft import Grown, Limits
 from specinfer.kernels.plain_drawn import Draws
 from specinfer.kernels.plain_guesses import Guesses
@@ -82,8 +83,8 @@ class Programs:
             self._adjustments = adjustments.first(size.num_rows)
         self._masks = masks if size.is_masked else None
         with torch.inference_mode(mode=False):
-            count, vocab = size.shape.num_candidates if size.shape else 0, target.loaded.vocab_size
-            self._draws = Draws.empty(size.num_rows, count, vocab, device) if size.rule else None
+            support = min(SUPPORT, target.loaded.vocab_size)
+            self._draws = Draws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
         self._scan = DeviceScan(size, state, target) if is_hybrid(target.loaded.model) else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))

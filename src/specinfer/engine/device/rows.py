@@ -163,9 +163,9 @@ class DeviceRows:
         return self._adjustments is not None
 
     def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
-        """Update each drafter's acceptance probabilities: heights and slopes of lines for greedy and sampled ones."""
-        for own, both in zip(self.state.drafts, tables, strict=True):
-            for i, (heights, slopes) in enumerate(both):
+        """Update each drafter's acceptance probabilities: heights and slopes of the lines of each table."""
+        for own, lines in zip(self.state.drafts, tables, strict=True):
+            for i, (heights, slopes) in enumerate(lines):
                 own.chances.heights[i].copy_(self._there(heights.astype(np.float32)))
                 own.chances.slopes[i].copy_(self._there(slopes.astype(np.float32)))
 

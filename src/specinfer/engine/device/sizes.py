@@ -89,8 +89,11 @@ def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShap
 
 
 def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:
-    """Return whether a draft loop of this shape grows the whole fixed expansion; none is grown without a shape."""
-    if shape is None or not budget.max_nodes:
+    """Return whether a draft loop of this shape grows the whole fixed expansion, if the budget is one.
+
+    None is grown without a shape.
+    """
+    if shape is None or not budget.widths:
         return True
     budget = budget.cut(max((kind.max_depth for kind in shape.kinds), default=budget.max_depth), budget.max_nodes)
     widths, depth = [_frontier(budget, level) for level in range(len(budget.widths))], len(budget.widths)

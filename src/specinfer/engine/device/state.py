@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
 from specinfer.engine.device.growth import DraftKind, empty_table
-from specinfer.kernels.plain_draft import ChanceTable
+from specinfer.kernels.chance_table import ChanceTable
 from specinfer.kernels.plain_logits import Truncation
 
 Ints = npt.NDArray[np.int32]

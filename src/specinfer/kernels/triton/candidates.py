@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.kernels.plain_draft import Candidates, ChanceTable, Frontier, Limits, Sampling
+from specinfer.kernels.chance_table import ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits, Sampling
 from specinfer.kernels.triton.choose import noise_bits, precise_noise, rough_noise
 
 _CHUNK = 2048
@@ -49,6 +50,17 @@ def chunk_program(
         token = tl.min(tl.where(scores == best, tokens, vocab), 0)
         tl.store(found + rank, tl.where(best > float("-inf"), token, -1))
         scores = tl.where(tokens == token, float("-inf"), scores)
+
+
+@triton.jit
+def chance_of(number, rank, confidence, meets, heights, slopes, num_points, num_ranks):
+    """Compute `ChanceTable.chance` of a candidate by the table of this number.
+
+    `meets` are the table's points, and infinite padding.
+    """
+    line = tl.sum((meets < confidence).to(tl.int32), 0) + tl.minimum(rank, num_ranks - 1) * (num_points + 1)
+    line += number * num_ranks * (num_points + 1)
+    return tl.minimum(tl.maximum(tl.load(heights + line) + tl.load(slopes + line) * confidence, 0.0), 1.0)
 
 
 @triton.jit(
@@ -108,9 +120,8 @@ def candidates_program(
             if rank == 0:
                 scale = tl.div_rn(tl.load(accepted + row), tl.maximum(confidence, 1e-9))
             confidence = tl.minimum(confidence * scale, 1.0)
-        line = tl.sum((meets < confidence).to(tl.int32), 0) + tl.minimum(rank, num_ranks - 1) * (num_points + 1)
-        line += is_sampled.to(tl.int32) * num_ranks * (num_points + 1)
-        chance = tl.maximum(tl.load(heights + line) + tl.load(slopes + line) * confidence, 0.0)
+        number = is_sampled.to(tl.int32)  # SAMPLED or GREEDY
+        chance = chance_of(number, rank, confidence, meets, heights, slopes, num_points, num_ranks)
         # A later candidate of a node is never taken before an earlier one.
         lowest = tl.minimum(lowest, tl.where(is_fixed, 1.0, chance))
         path_prob = lowest * above_prob
