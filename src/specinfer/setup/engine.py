@@ -6,7 +6,7 @@ from specinfer.core.config import SpeculativeConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.processing import READS_LOGITS, why_not, why_not_sampled
+from specinfer.engine.device.processing import READS_LOGITS, Processing, why_not, why_not_sampled
 from specinfer.engine.engine import Engine
 from specinfer.policy.base import usual_budgets
 from specinfer.setup.assembly import Assembly
@@ -27,9 +27,9 @@ def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCa
         executor.prepare(usual_budgets(config.shape), progress)
     else:
         defaults: dict[str, Any] = {**target.loaded.sampling_defaults}
-        truncates = SamplingParams(**defaults).truncates
+        processing = Processing.of(SamplingParams(**defaults))
         for programs in speculator.draft_programs:
-            programs.prepare(usual_budgets(config.shape), truncates=truncates, progress=progress)
+            programs.prepare(usual_budgets(config.shape), processing, progress)
     why_no_steps = why_not(target, drafter) or (READS_LOGITS if policy.reads_logits else None)
     why_no_sampled = why_not_sampled(drafter, config.verification)
     log_gpu_path(target, speculator.why_not_captured, why_no_steps, why_no_sampled, device=target.loaded.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from heads import save_tiny_block, save_tiny_head
 from late_stream import LateStream, make_executor_late
 from on_device import (
+    CPU,
     MIXED_PARAMS,
     WAYS,
     check_left,
@@ -22,26 +23,33 @@ from on_device import (
     repeating_requests,
     run_on_device,
 )
-from specinfer.core.request import Request
+from specinfer import StructuredOutputsParams
+from specinfer.core.grammar.compiler import GrammarCompiler
+from specinfer.core.request import FinishReason, Request
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device.adjusted_rows import AdjustedRows
 from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.kernels import transfers
+from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import device_batch
-from tiny import make_request, random_prompts, run
+from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
+COMPILER = GrammarCompiler(make_tokenizer(), VOCAB, (EOS,))
 TREES = {
     "best first": TreeBudget(12, 4),
     "wide": TreeBudget.expansion((3, 2, 1)),
@@ -72,6 +80,11 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
     monkeypatch.setattr(DraftPrograms, "draft", counted)
     return found
+
+
+def constrain(request: Request, regex: str) -> None:
+    request.eos_token_ids = (EOS,)
+    request.grammar = COMPILER.compile(StructuredOutputsParams(regex=regex))
 
 
 def _outcomes(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
@@ -176,13 +189,111 @@ def test_tokens_are_drawn_as_in_steps_on_the_device(
     assert None not in drafts
 
 
-def test_requests_with_penalties_grow_level_by_level(pair: Pair, drafts: list[int | None]) -> None:
-    """Next to others, whose trees a program grows in the same step."""
+ADJUSTED = [
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.2),
+    SamplingParams(max_tokens=18, presence_penalty=0.8, logit_bias={3: 4.0, 9: -100.0}, top_k=9),
+    SamplingParams(temperature=0.0, max_tokens=22, frequency_penalty=0.6, min_tokens=9),
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(max_tokens=20, temperature=0.7, allowed_token_ids=range(60)),
+]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_biases_and_penalties_are_those_of_growth_level_by_level(
+    rule: str, pair: Pair, drafts: list[int | None]
+) -> None:
+    """Requests come and go; each keeps its row, to which the tokens that it emits are added."""
+    found = []
+    for way in WAYS[:2]:
+        engine = make_device_engine(*pair, TREES["wide"], verification=rule, max_num_seqs=3, **way)
+        requests = repeating_requests(ADJUSTED, (6, 9, 5, 7, 4))
+        run(engine, requests)
+        found.append((_outcomes(requests), [one.uniforms.state for one in requests]))
+        check_left(engine)
+    assert found[0] == found[1]
+    assert sum(one["num_accepted_draft_tokens"] for _, one in found[0][0]) > 20
+    assert len(drafts) > 5
+    assert None not in drafts
+
+
+def test_rows_of_penalties_are_taken_over_by_other_requests() -> None:
+    rows = AdjustedRows(2, VOCAB, CPU)
+    assert rows.can_adjust()
+    requests = [make_request(str(i), [1, 2, i + 3], ADJUSTED[0], seed=i) for i in range(3)]
+    plain = make_request("plain", [5], ADJUSTED[3])
+    for request in requests:
+        assert rows.update([plain]) == [2]
+        request.append(7, None)
+        [row] = rows.update([request])
+        request.append(7, None)
+        request.append(8, None)
+        assert rows.update([plain, request]) == [2, row]
+        assert rows._adjustments is not None
+        seen = rows._adjustments.seen[row]
+        assert seen.nonzero().flatten().tolist() == [*request.prompt_ids, 7, 8]
+        assert seen[[*request.prompt_ids, 7, 8]].tolist() == [1, 1, 1, 4, 2]
+        assert not rows._adjustments.is_adjusted[2]
+    requests[1].finish(FinishReason.ABORT)
+    assert rows.update([requests[0], requests[2]]) in ([0, 1], [1, 0])
+
+
+def test_without_memory_for_penalties_trees_grow_level_by_level(
+    pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of requests with penalties, next to others, whose trees a program grows in the same step."""
     wanted = run(make_device_engine(pair[0], has_device_executor=False), repeating_requests(MIXED_PARAMS))
-    requests = repeating_requests(MIXED_PARAMS)
-    assert run(_engine(pair, TREES["best first"]), requests) == wanted
+    engine, requests = _engine(pair, TREES["best first"]), repeating_requests(MIXED_PARAMS)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Adjustments, "empty", full)
+    assert run(engine, requests) == wanted
     assert max(count or 0 for count in drafts) == len(MIXED_PARAMS) - 1
     assert all(one.speculation.num_accepted_draft_tokens for one in requests)
+
+
+@pytest.mark.parametrize("tree", ["wide", "best first"])
+def test_grammars_mask_the_tokens_after_the_root(tree: str, pair: Pair, drafts: list[int | None]) -> None:
+    """With masks, deeper tokens that are not allowed are rejected; others are as in growth level by level."""
+    found = []
+    for way in WAYS[:2]:
+        requests = repeating_requests([replace(one, max_tokens=24) for one in MIXED_PARAMS[:3]], (6, 9, 5))
+        for request in requests[:2]:
+            constrain(request, "[a-m]+( [n-z]+)*")
+        requests[2].bad_words_ids = [(token,) for token in range(20)]
+        engine = make_device_engine(*pair, TREES[tree], **way)
+        run(engine, requests)
+        assert not any(request.error for request in requests)
+        found.append([request.output_ids for request in requests])
+        check_left(engine)
+        accepted = [request.speculation.num_accepted_draft_tokens for request in requests]
+        assert all(accepted)
+    assert found[0] == found[1]
+    assert len(drafts) > 5
+    assert None not in drafts
+
+
+def test_a_grammar_that_fails_fails_its_request_alone(pair: Pair, drafts: list[int | None]) -> None:
+    requests = repeating_requests([replace(MIXED_PARAMS[0], max_tokens=24)] * 3, (6, 9, 5))
+    constrain(requests[1], "[a-z ]+")
+    grammar, num_left = requests[1].grammar, [6]
+    assert grammar is not None
+
+    def fail(*_: Any) -> Any:
+        num_left[0] -= 1
+        if num_left[0] < 0:
+            raise ValueError("no mask")
+        return type(grammar).bits(grammar, *_)
+
+    grammar.bits = fail  # type: ignore[method-assign]
+    engine = _engine(pair, TREES["wide"])
+    run(engine, requests)
+    assert [request.is_finished for request in requests] == [True] * 3
+    assert [bool(request.error) for request in requests] in ([False] * 3, [False, True, False])
+    assert engine.drafter is not None
+    assert not engine.drafter.num_failures
+    check_left(engine)
 
 
 def test_with_few_slots_trees_grow_level_by_level(pair: Pair, drafts: list[int | None]) -> None:
@@ -308,3 +419,17 @@ def test_an_engine_is_free_at_once(pair: Pair) -> None:
     runner = weakref.ref(_small_model(engine).runner)
     del engine
     assert runner() is None
+
+
+def test_usual_sizes_are_captured_at_the_start(pair: Pair, drafts: list[int | None]) -> None:
+    """With them no draft waits for a capture, whatever the number of requests."""
+    engine, reports = _engine(pair, TREES["best first"]), list[tuple[str, int, int]]()
+    programs = _small_model(engine)._loop
+    assert isinstance(programs, DraftPrograms)
+    programs.prepare([TreeBudget(15, 6)], Processing.ADJUSTMENT, lambda *report: reports.append(report))
+    sizes = set(programs._sizes.found)
+    assert {size.num_rows for size in sizes} == {1, 2, 4, 8, 16, 32}
+    assert reports[-1] == ("capturing passes of the draft loop of small", len(sizes), len(sizes))
+    run(engine, repeating_requests(MIXED_PARAMS))
+    assert len(drafts) > 5
+    assert set(programs._sizes.found) == sizes

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.engine.device.adjusted_rows import AdjustedRows
+from specinfer.engine.device.draft_inputs import Tables
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_program import DraftProgram, Tables
+from specinfer.engine.device.draft_program import DraftProgram
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
@@ -432,6 +434,7 @@ PER_MASK = 15
 PER_SCAN = 59  # the order of the tokens in layers without attention
 PER_PART = 51  # of a context, once for a draft loop
 PER_TABLE, PER_ORDINARY = 2, 2  # changes of a table of slots; what the host sends as numbers and is yes or no
+PER_ADJUSTED = 10  # rows of biases and penalties of the requests of a step
 
 
 @pytest.mark.parametrize("processing", Processing)
@@ -475,24 +478,26 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
 
 
+@pytest.mark.parametrize("processing", [Processing.NONE, Processing.ADJUSTMENT])
 @pytest.mark.parametrize("rows", [1, 32])
 def test_a_draft_of_an_ordinary_step_takes_few_kernels_more(
-    rows: int, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    rows: int, processing: Processing, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many requests there are; nothing waits for the device before the trees are read."""
     loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
-    programs = programs_of(loaded, TreeBudget(16, 8), rows)
+    programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, is_masked=processing > 0)
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     drafter = DeviceDrafter(ModelRunner(loaded, 512), vocabulary.to_target)
-    tables = Tables.of(DraftKind(), rows, 256, META)
+    tables, adjusted = Tables.of(DraftKind(), rows, 256, META), AdjustedRows(rows, loaded.vocab_size, META)
+    assert adjusted.can_adjust()
     counts, calls = [], []
-    for program in (programs.draft, DraftProgram(programs.size, drafter, tables, loaded.vocab_size)):
+    for program in (programs.draft, DraftProgram(programs.size, drafter, tables, loaded.vocab_size, adjusted)):
         kernels.calls.clear()
         with torch.inference_mode(), SynchronizationCheck(), Launches() as launches:
             program()
         counts.append(launches.count)
         calls.append(dict(kernels.calls))
-    assert counts[1] - counts[0] <= PER_TABLE + PER_ORDINARY
+    assert counts[1] - counts[0] <= PER_TABLE + PER_ORDINARY + (PER_ADJUSTED if processing else 0)
     assert calls[0] == calls[1]
 
 

@@ -4,145 +4,53 @@ Rows of steps on a device keep the state of their requests from step to step. In
 sends it. Slots and tokens of long texts are in tables, of which only changes are sent.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specinfer.core.draws import Distribution, Draws
-from specinfer.core.noise import derive_seed, draws_of
-from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget, depths_of
-from specinfer.drafters.growth.calibration import MIDDLE, RANKS
+from specinfer.core.tree import TokenTree, TreeArrays, depths_of
+from specinfer.engine.device.adjusted_rows import AdjustedRows
+from specinfer.engine.device.draft_inputs import Numbers, Tables, input_shapes
 from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoop
-from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, DraftState, Exchange
 from specinfer.kernels import plain_drawn, tree_ops
 from specinfer.kernels.choice import SUPPORT
 from specinfer.kernels.plain_draft import Grown, Limits
-from specinfer.kernels.plain_logits import Paths, Truncation
-from specinfer.model.graphs.slot_table import Change, SlotTable
-from specinfer.model.kv_cache import Slots
-from specinfer.verify.logits import log_min_p
+from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 
 _MANY = 2**30  # tokens that may still be emitted: budgets are cut to them before
-_UPDATES = 16  # cells of a table that a program may change per request without separate copies
-_ROW = 64  # table lengths are multiples of it, so that kernels are compiled once for all
-
-Numbers = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Tables of what a drafter reads of long texts, with a row for each request; none of them changes its address.
-
-    Attributes:
-        own: Slots in its own cache, if it has one.
-        target: Slots in the target's cache, if it reads anything there.
-        following: The token after each one, if it computes known tokens with features of the token before.
-    """
-
-    own: SlotTable | None
-    target: SlotTable | None
-    following: SlotTable | None
-
-    @classmethod
-    def of(cls, kind: DraftKind, num_rows: int, context: int, device: torch.device) -> "Tables":
-        def made(*, is_read: bool) -> SlotTable | None:
-            return SlotTable(num_rows, -(-context // _ROW) * _ROW, device) if is_read else None
-
-        with torch.inference_mode(mode=False):
-            return cls(
-                made(is_read=not kind.shares_cache),
-                made(is_read=kind.shares_cache or kind.reads_paths),
-                made(is_read=kind.reads_paths),
-            )
-
-    @property
-    def by_name(self) -> dict[str, SlotTable]:
-        found = {"own": self.own, "target": self.target, "following": self.following}
-        return {name: table for name, table in found.items() if table is not None}
-
-    def write(self, changes: Mapping[str, Iterable[Change]], inputs: Numbers) -> None:
-        """Write the changes of each table to the inputs."""
-        for name, table in self.by_name.items():
-            cells = inputs[f"{name}_cells"]
-            cells[:] = table.no_cell
-            table.list_changes(changes[name], cells, inputs[f"{name}_values"])
-
-    def forget(self) -> None:
-        """Discard what is known of the contents, which may not have been written."""
-        for table in self.by_name.values():
-            table.forget()
-
-
-class DraftRow(NamedTuple):
-    """A request, as a program gets it."""
-
-    request: Request
-    budget: TreeBudget
-    drafter: str  # name
-    sampling: str  # kind of draft sampling
-    num_computed: int  # tokens in the drafter's cache
-    num_unread: int  # known tokens that it has to compute
-    slots: Slots  # [columns] for what it computes; none where nothing is stored
-
-    def write(self, inputs: Numbers, row: int, target_vocab: int) -> None:
-        """Write the inputs of a row."""
-        request, budget, params = self.request, self.budget, self.request.params
-        # "top-k" takes the best tokens, without noise.
-        temperature = 0.0 if params.is_greedy or self.sampling == "top-k" else params.temperature
-        numbers = {
-            "reads": 1,
-            "known": len(request.token_ids) - 1,
-            "computed": self.num_computed,
-            "has_two": self.num_unread == 2,
-            "is_drawn": temperature > 0 and self.sampling == "without-replacement",
-            "max_nodes": budget.max_nodes,
-            "max_depth": budget.max_depth,
-            "least_float32": budget.min_path_prob,
-            "temperatures_float32": temperature,
-            "log_min_p_float32": log_min_p(params),
-            "top_k": params.top_k if 0 < params.top_k < target_vocab else 0,
-        }
-        wide = {
-            "roots": request.token_ids[-1],
-            "before": request.token_ids[-2] if self.num_unread > 1 else 0,
-            "seeds": request.seed,
-            "streams": derive_seed(request.seed, draws_of(self.drafter)),
-            "first_draw": request.num_draws[self.drafter],
-        }
-        for name, value in numbers.items():
-            inputs[name][row] = value
-        for name, value in wide.items():
-            inputs[name].view(np.int64)[row] = value
-        inputs["top_p"].view(np.float64)[row] = params.top_p
-        inputs["widths"][row] = 0
-        inputs["widths"][row, : len(budget.widths)] = budget.widths
-        if len(self.slots):
-            inputs["slots"][row] = self.slots
 
 
 class DraftProgram:
     """A draft loop over static inputs and results.
 
     Args:
-        size: Rows, the tree shape of one model, and whether tokens are dropped and drawn.
+        size: Rows, the tree shape of one model, the processing of logits, and whether tokens are drawn or masked.
         target_vocab: Number of tokens of the target.
+        adjusted: Biases and penalties, for sizes that apply them.
     """
 
-    def __init__(self, size: LaunchSize, drafter: DeviceDrafter, tables: Tables, target_vocab: int) -> None:
+    def __init__(
+        self,
+        size: LaunchSize,
+        drafter: DeviceDrafter,
+        tables: Tables,
+        target_vocab: int,
+        adjusted: AdjustedRows,
+    ) -> None:
         assert size.shape is not None
         self.size, self.shape, self._tables = size, size.shape.of_model(0), tables
+        self._adjusted = adjusted
+        self._adjustments: Adjustments | None = None
         rows, device = size.num_rows, drafter.runner.loaded.device
         support = min(SUPPORT, target_vocab) if size.rule else 0
-        self.inputs = Exchange(_input_shapes(size, tables), device)
+        self.inputs = Exchange(input_shapes(size, tables, target_vocab), device)
         self.results = Exchange(_result_shapes(size, support), device)
         there, found = self.inputs.there, self.results.there
         for name, table in tables.by_name.items():
@@ -205,11 +113,22 @@ class DraftProgram:
             table.cells.index_copy_(0, there[f"{name}_cells"].long(), there[f"{name}_values"])
         torch.gt(self._has_two, 0, out=state.drafts[0].has_two)
         torch.gt(there["is_drawn"], 0, out=state.is_drawn)
+        if self.size.processing >= Processing.ADJUSTMENT:
+            self._adjustments = self._adjusted.of(there["adjusted_rows"].long())
         limits = Limits(there["max_nodes"], there["max_depth"], there["least_float32"], there["widths"])
         self._loop.grow(there["num"], limits, self._process, None, None, is_last=True)
+        self._adjustments = None
 
     def _process(self, logits: Tensor, paths: Paths) -> Tensor | None:
-        """Return the least score of a token that may follow; requests whose logits are adjusted are not drafted for."""
+        """Adjust the logits in place, and return the least score of a token that may follow, if tokens are dropped.
+
+        Tokens after the root alone are masked: those deeper that are not allowed are rejected.
+        """
+        there = self.inputs.there
+        if self.size.is_masked and not paths.max_depth:
+            tree_ops.mask_logits(logits, there["allowed"], there["is_masked"])
+        if self._adjustments is not None:
+            tree_ops.adjust_logits(logits, self._adjustments, paths)
         return tree_ops.least_kept(logits, self._state.truncation) if self.size.processing else None
 
     def tree(self, found: Numbers, row: int, drafter: str, *, is_drawn: bool) -> tuple[TokenTree, list[int]]:
@@ -237,25 +156,6 @@ class DraftProgram:
 def _wide(pairs: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return pairs of 32-bit numbers as numbers of 64 bits."""
     return pairs.view(dtype).squeeze(-1)
-
-
-def _input_shapes(size: LaunchSize, tables: Tables) -> dict[str, tuple[int, ...]]:
-    assert size.shape is not None
-    rows, shape = size.num_rows, size.shape
-    wide = dict.fromkeys(("roots", "before", "seeds", "streams", "first_draw", "top_p"), (rows, 2))
-    of_tables = dict.fromkeys(
-        [f"{name}_{what}" for name in tables.by_name for what in ("cells", "values")], (rows * _UPDATES,)
-    )
-    names = ("known", "computed", "has_two", "is_drawn", "reads", "max_nodes", "max_depth", "top_k")
-    return {
-        **wide,
-        "num": (1,),
-        **dict.fromkeys((*names, "least_float32", "temperatures_float32", "log_min_p_float32"), (rows,)),
-        "slots": (rows, shape.num_columns),
-        "widths": (rows, shape.num_levels),
-        "lines_float32": (2, 3, RANKS * (len(MIDDLE) + 1)),
-        **of_tables,
-    }
 
 
 def _result_shapes(size: LaunchSize, support: int) -> dict[str, tuple[int, ...]]:

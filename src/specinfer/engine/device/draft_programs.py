@@ -22,13 +22,16 @@ from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.growth.calibration import Calibration, source, source_of
 from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
 from specinfer.drafters.self_drafter import BorrowedCache
+from specinfer.engine.device.adjusted_rows import AdjustedRows
 from specinfer.engine.device.depth import LevelProbs
+from specinfer.engine.device.draft_inputs import DraftRow, Numbers, Tables
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_program import DraftProgram, DraftRow, Numbers, Tables
+from specinfer.engine.device.draft_program import DraftProgram
 from specinfer.engine.device.growth import DraftKind, DraftShape
 from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.masks import is_masked
+from specinfer.engine.device.processing import Processing, can_adjust
 from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import NODES, holds, holds_expansion, shape_of
 from specinfer.model.device import on_device
@@ -37,7 +40,6 @@ from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change
 from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
 from specinfer.model.recurrent.layers import is_hybrid
-from specinfer.verify.logits import is_adjusted
 from specinfer.verify.rules import MULTI_STEP
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class DraftPrograms:
         self._tables = Tables.of(self._kind, self._num_rows, context, self._place)
         self._sizes = CapturedSizes[tuple[DraftProgram, Program]](graphs, [runner])
         self._level_probs, self._is_capturable = LevelProbs(), True
+        self._adjusted = AdjustedRows(self._num_rows, target_vocab, self._place)
 
     @property
     def _own_cache(self) -> KVCache:
@@ -101,11 +104,14 @@ class DraftPrograms:
         return [one for one in wanted if self._is_capturable and self._can_draft(*one)][: self._num_rows]
 
     def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
-        if not holds(budget) or is_adjusted(request) or (request.adapter is not None and self._kind.shares_cache):
+        if not holds(budget) or (request.adapter is not None and self._kind.shares_cache) or not can_adjust(request):
+            return False
+        if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._adjusted.can_adjust():
             return False
         if chooses_for(self._draft_sampling, request):
             return True
-        return self._draws(request) and self._is_whole(self._shape_of([budget], 1), budget)
+        # Draws are masked at every level, where they grow level by level.
+        return self._draws(request) and not is_masked(request) and self._is_whole(self._shape_of([budget], 1), budget)
 
     @staticmethod
     def _is_whole(shape: DraftShape | None, budget: TreeBudget) -> bool:
@@ -163,10 +169,9 @@ class DraftPrograms:
         drawn = list(map(self._draws, requests))
         if not all(self._is_whole(shape, one) for one, is_drawn in zip(budgets, drawn, strict=True) if is_drawn):
             return None
-        truncates = any(one.params.truncates and not one.params.is_greedy for one in requests)
-        processing = Processing.TRUNCATION if truncates else Processing.NONE
-        # Draws are the same for all rules with random numbers.
-        wanted = LaunchSize(rows, shape, processing, rule=MULTI_STEP if any(drawn) else None)
+        rule = MULTI_STEP if any(drawn) else None  # draws are the same for all rules with random numbers
+        processing = max(map(Processing.of_request, requests))
+        wanted = LaunchSize(rows, shape, processing, rule=rule, is_masked=any(map(is_masked, requests)))
         return self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)
 
     def _capture(self, size: LaunchSize) -> tuple[DraftProgram, Program]:
@@ -177,15 +182,12 @@ class DraftPrograms:
     def _made(self, size: LaunchSize) -> DraftProgram:
         """Return a program without requests, as captures run it."""
         drafter = DeviceDrafter(self.runner, self._vocabulary.to_target)
-        return DraftProgram(size, drafter, self._tables, self._target_vocab)
+        return DraftProgram(size, drafter, self._tables, self._target_vocab, self._adjusted)
 
-    def prepare(self, budgets: Sequence[TreeBudget], *, truncates: bool, progress: ProgressCallback | None) -> None:
-        """Capture the programs of these budgets now; otherwise the first drafts wait for that.
-
-        Args:
-            truncates: Whether improbable tokens are dropped.
-        """
-        processing = Processing.TRUNCATION if truncates else Processing.NONE
+    def prepare(self, budgets: Sequence[TreeBudget], processing: Processing, progress: ProgressCallback | None) -> None:
+        """Capture the programs of these budgets now, with this processing; else the first drafts wait for that."""
+        if processing >= Processing.ADJUSTMENT and not self._adjusted.can_adjust():
+            processing = Processing.TRUNCATION
         counts = [count for count in REQUESTS if count <= self._num_rows][::-1]
         shapes = [(count, self._shape_of([one], count)) for count in counts for one in filter(holds, budgets[::-1])]
         sizes = list(dict.fromkeys(LaunchSize(count, shape, processing) for count, shape in shapes if shape))
@@ -244,6 +246,8 @@ class DraftPrograms:
             slots = self._reserve(request, shape.num_columns)
             told = DraftRow(request, budget, self._name, sampling, num_computed, num_unread, slots)
             told.write(inputs, row, self._target_vocab)
+        if len(inputs["adjusted_rows"]):
+            inputs["adjusted_rows"][: len(requests)] = self._adjusted.update(requests)
         self._tables.write(dict(self._changes(requests)), inputs)
 
     def _changes(self, requests: Sequence[Request]) -> Iterator[tuple[str, Iterable[Change]]]:

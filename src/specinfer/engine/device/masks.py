@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from specinfer.core.grammar.state import Bits
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.kernels.tree_layout import WORD
@@ -21,6 +22,19 @@ logger = logging.getLogger(__name__)
 def is_masked(request: Request) -> bool:
     """Return whether the tokens that are allowed depend on the text."""
     return request.grammar is not None or bool(request.bad_words_ids)
+
+
+def write_masks(bits: Bits, request: Request, paths: Sequence[tuple[int, ...]]) -> None:
+    """Write which tokens a request may have after each path; none after a failure.
+
+    Args:
+        bits: [paths, vocab / 8] to write to.
+    """
+    try:
+        write_allowed(bits, request, paths)
+    except Exception:
+        logger.exception("masks of request %s failed; it goes on without draft tokens", request.request_id)
+        bits[:] = 0  # so that an ordinary verification finds out what is wrong
 
 
 class TokenMasks:
@@ -75,12 +89,7 @@ class TokenMasks:
     def _write(self, first: int, request: Request, paths: Sequence[tuple[int, ...]]) -> None:
         """Send the masks after some paths, from this row on."""
         rows = slice(first, first + len(paths))
-        here = self._here[rows, : self._num_bytes]
-        try:
-            write_allowed(here, request, paths)
-        except Exception:
-            logger.exception("masks of request %s failed; it goes on with an ordinary step", request.request_id)
-            here[:] = 0  # so that this finds out what is wrong
+        write_masks(self._here[rows, : self._num_bytes], request, paths)
         self._host_is_masked[rows] = 1
         self._copy(self._bits[rows], self._host_bits[rows])
 

@@ -111,14 +111,19 @@ def why_ordinary(request: Request, *, may_follow: bool, may_sample: bool) -> str
         may_sample: Whether sampled requests are drafted for and verified there.
     """
     params = request.params
-    is_early = request.num_output < params.min_tokens
     if not (may_sample or params.is_greedy):
         return "sampled requests have this verification rule or draft sampling"
-    if is_early and (request.grammar is not None or len(_ends(request)) > MAX_ENDS):
+    if not can_adjust(request):
         return f"min_tokens, with a grammar or more than {MAX_ENDS} stop tokens"
     if request.prediction_ids and not may_follow:
         return "a prediction, without a lookup among the drafters"
     return None
+
+
+def can_adjust(request: Request) -> bool:
+    """Return whether all adjustments of a request can be applied on a device."""
+    is_early = request.num_output < request.params.min_tokens
+    return not is_early or (request.grammar is None and len(_ends(request)) <= MAX_ENDS)
 
 
 def _ends(request: Request) -> tuple[int, ...]:
