@@ -421,8 +421,11 @@ def test_an_engine_is_free_at_once(pair: Pair) -> None:
     assert runner() is None
 
 
-def test_usual_sizes_are_captured_at_the_start(pair: Pair, drafts: list[int | None]) -> None:
-    """With them no draft waits for a capture, whatever the number of requests."""
+def test_usual_sizes_are_captured_at_the_start(
+    pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them no draft waits for a capture, which takes long, whatever the number of requests."""
+    monkeypatch.setattr(Graphs, "median_seconds", 1e9)
     engine, reports = _engine(pair, TREES["best first"]), list[tuple[str, int, int]]()
     programs = _small_model(engine)._loop
     assert isinstance(programs, DraftPrograms)
