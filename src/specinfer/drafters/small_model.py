@@ -230,7 +230,7 @@ class SmallModelDrafter:
         drafted = self._drafted.pop(request.request_id, None)
         if drafted is None or drafted.request is not request:
             return
-        place = {node: i for i, node in enumerate(drafted.computed)}  # index among the reserved slots
+        place = {node: i for i, node in enumerate(drafted.computed) if node > 0}  # index among the reserved slots
         node, kept = 0, []
         emitted = request.token_ids[self._cache.known[request.request_id].num_tokens :]
         if self._scoring:

@@ -385,6 +385,24 @@ def test_a_program_without_requests_changes_nothing(pair: Pair) -> None:
     assert not any(keys.any() for keys in drafter.runner.tensors.keys)
 
 
+@pytest.mark.parametrize("rule", ["coupled", "multi-step"])
+@pytest.mark.parametrize("tree", ["wide", "best first"])
+def test_what_another_drafter_proposed_is_read_later(
+    tree: str, rule: str, pair: Pair, model_folder: Callable[..., Path], drafts: list[int | None]
+) -> None:
+    """Of an accepted path a drafter keeps what it computed, and the slots that it did not use are free."""
+    several, found = [pair[1], load_plain(model_folder("llama", 0, 0.3))], list[Any]()
+    budget = TreeBudget.expansion((3, 2, 1), num_drafters=3) if tree == "wide" else TREES[tree]
+    for way in WAYS[:2]:
+        engine = make_device_engine(pair[0], several, budget, verification=rule, lookups=("suffix",), **way)
+        requests = repeating_requests([replace(one, max_tokens=40) for one in MIXED_PARAMS[:3]], (6, 9, 5))
+        run(engine, requests)
+        found.append(_outcomes(requests))
+        check_left(engine)
+    assert None not in drafts
+    assert found[0] == found[1] or tree == "best first"
+
+
 class Elsewhere:
     """A target of which a head sees only what it sees of one on several ranks."""
 
