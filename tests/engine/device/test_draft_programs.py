@@ -431,6 +431,20 @@ def test_heads_of_a_target_on_several_ranks(
     assert None not in drafts
 
 
+def test_trees_of_heads_that_compute_blocks_may_be_wide(
+    pair: Pair, plain: list[list[int]], drafts: list[int | None], tmp_path: Path
+) -> None:
+    """With more nodes at a level than the pass over a block has columns."""
+    head = load_head(save_tiny_block(tmp_path), pair[0])
+    engine = make_device_engine(pair[0], head, TreeBudget(100, 3), **WAYS[1])
+    assert come_and_go(engine, 3) == plain
+    assert engine.drafter is not None
+    assert not engine.drafter.num_failures
+    assert len(drafts) > 5
+    assert None not in drafts
+    check_left(engine)
+
+
 def test_an_engine_is_free_at_once(pair: Pair) -> None:
     engine = _engine(pair, TREES["chain"])
     run(engine, repeating_requests(MIXED_PARAMS[:1], (6,)))

@@ -292,6 +292,8 @@ class DraftPrograms:
             return GrownTree(tree, ())
         num_known, num_columns = program.shape.num_known, program.shape.num_columns
         self._cache.note_read(request, self._num_unread(request), of=num_known)
+        if self._kind.reads_paths:  # heads keep nothing of their drafts
+            return GrownTree(tree, ())
         computed = [-1] * (num_columns - num_known)  # the node in each column
         for node, column in enumerate(columns):
             if column >= num_known:
