@@ -1,10 +1,17 @@
 """SizeChoice: what steps run in, and when it is captured."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from on_device import CPU
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.size_choice import SizeChoice
+from specinfer.engine.device.size_choice import CapturedSizes, SizeChoice
 from specinfer.engine.device.sizes import shape_of
+from specinfer.model.graphs.capture import Graphs
 
 CAPTURE = 0.1
 
@@ -61,3 +68,21 @@ def test_trees_that_fit_no_size_are_cut_until_that_has_cost_as_much_as_a_capture
     assert sizes == [LARGE] * 9 + [wanted] * 3, "a tenth of each step is lost"
     assert _choose(SizeChoice(), wanted, *ready) == wanted, "fixed expansions are not cut"
     assert SizeChoice().choose(wanted, (PLAIN,), 64, CAPTURE, may_cut=True) == wanted
+
+
+def test_after_a_change_of_the_weights_the_size_that_is_wanted_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a larger one that was ready before."""
+    monkeypatch.setattr(Graphs, "median_seconds", CAPTURE)
+    runner: Any = SimpleNamespace(num_replaced=0)
+    sizes, captured = CapturedSizes[LaunchSize](Graphs(CPU), [runner]), list[LaunchSize]()
+
+    def capture(size: LaunchSize) -> LaunchSize:
+        captured.append(size)
+        return size
+
+    sizes.of(LARGE, capture)
+    assert sizes.choose(SMALL, 64, num_captures=1) == LARGE
+    runner.num_replaced += 1
+    assert sizes.choose(SMALL, 64, num_captures=1) == SMALL
+    sizes.of(SMALL, capture)
+    assert captured == [LARGE, SMALL]

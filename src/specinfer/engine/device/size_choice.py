@@ -102,6 +102,7 @@ class CapturedSizes(Generic[T]):
         Args:
             num_captures: Programs that a size has.
         """
+        self._drop_old()
         seconds = num_captures * self._graphs.median_seconds
         return self._choice.choose(wanted, self.found, most_nodes, seconds, may_cut=may_cut)
 
@@ -118,10 +119,7 @@ class CapturedSizes(Generic[T]):
         Raises:
             CaptureError: It cannot be captured.
         """
-        if self._versions != self._now():  # captured programs read the old weights
-            self._graphs.wait()  # they may still run
-            self.found.clear()
-            self._versions = self._now()
+        self._drop_old()
         if size not in self.found:
             if len(self.found) >= _MAX_SIZES:
                 self._graphs.wait()
@@ -129,6 +127,13 @@ class CapturedSizes(Generic[T]):
             self.found[size] = capture(size)
         self.found.move_to_end(size)
         return self.found[size]
+
+    def _drop_old(self) -> None:
+        """Drop what is captured if weights have changed since: captured programs read the old ones."""
+        if self._versions != self._now():
+            self._graphs.wait()  # they may still run
+            self.found.clear()
+            self._versions = self._now()
 
 
 def _cost(size: LaunchSize) -> tuple[int, ...]:
