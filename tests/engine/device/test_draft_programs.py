@@ -2,10 +2,12 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device import adjusted_rows
 from specinfer.engine.device.adjusted_rows import AdjustedRows
 from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
@@ -235,6 +238,35 @@ def test_rows_of_penalties_are_taken_over_by_other_requests() -> None:
         assert not rows._adjustments.is_adjusted[2]
     requests[1].finish(FinishReason.ABORT)
     assert rows.update([requests[0], requests[2]]) in ([0, 1], [1, 0])
+
+
+@pytest.mark.parametrize("num_sent", [2, 5, 7])
+def test_rows_of_penalties_are_written_anew_after_an_interrupt(
+    num_sent: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may come when tokens were counted and not yet sent, or in the middle of a new row."""
+    engine, [request] = _engine(pair, TREES["chain"]), repeating_requests([ADJUSTED[0]], (6,))
+    programs, send, num_left = _small_model(engine)._loop, transfers.send, [num_sent]
+    assert isinstance(programs, DraftPrograms)
+
+    def interrupted(*args: Any) -> Tensor:
+        num_left[0] -= 1
+        if not num_left[0]:
+            raise KeyboardInterrupt
+        return send(*args)
+
+    monkeypatch.setattr(adjusted_rows, "send", interrupted)
+    engine.add(request)
+    while engine.has_work:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+        for row, num_counted in programs._adjusted._rows.values():
+            counts = np.bincount(request.output_ids[:num_counted], minlength=VOCAB) * 2
+            counts[request.prompt_ids] += 1
+            assert programs._adjusted._adjustments is not None
+            assert programs._adjusted._adjustments.seen[row].tolist() == counts.tolist()
+    assert num_left[0] < 0
+    assert len(programs._adjusted._free) + len(programs._adjusted._rows) == programs._num_rows
 
 
 def test_without_memory_for_penalties_trees_grow_level_by_level(

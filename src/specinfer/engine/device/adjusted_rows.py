@@ -30,9 +30,10 @@ class AdjustedRows:
         self._sizes, self._device = (num_rows + 1, vocab), device
         self._adjustments: Adjustments | None = None
         self._lacks_memory = False
-        self._free = list(range(num_rows))
+        self._free: list[int] = []
         # Row of each request, and its output tokens that are counted there; the least recently used first.
         self._rows: OrderedDict[Request, tuple[int, int]] = OrderedDict()
+        self.forget()
 
     def can_adjust(self) -> bool:
         """Return whether there is memory, which is reserved when it is first needed."""
@@ -42,6 +43,11 @@ class AdjustedRows:
             except torch.OutOfMemoryError:
                 self._lacks_memory = True
         return self._adjustments is not None
+
+    def forget(self) -> None:
+        """Discard what is known of the rows, which may not have been written."""
+        self._rows.clear()
+        self._free = list(range(self._sizes[0] - 1))
 
     def update(self, requests: Sequence[Request]) -> list[int]:
         """Bring the rows of these requests up to date, and return them."""

@@ -228,6 +228,7 @@ class DraftPrograms:
             run()
         except BaseException:  # an interrupt too
             self._tables.forget()
+            self._adjusted.forget()
             raise
         program.results.fetch(back)
         marks.mark()
