@@ -141,3 +141,17 @@ def test_the_measured_gain_of_levels_is_followed() -> None:
     assert _depth(path_prob, 0.2) > 3
     path_prob.observe(np.zeros((0, 5), dtype=np.float32))  # a step in which nobody guessed
     assert _depth(path_prob, 0.2) > 3
+
+
+def test_levels_that_are_left_out_are_tried_again() -> None:
+    """What was known of them once, as before anything was learned of the drafter, does not leave them out for ever."""
+    path_prob = LevelProbs()
+    path_prob.observe(np.array([[1.0, 0.9, 0.8, 0.01]], dtype=np.float32))
+    before = _depth(path_prob, 0.1)
+    for _ in range(60):
+        path_prob.observe(np.array([[1.0, 0.9, 0.8]], dtype=np.float32))
+    assert before == 3
+    assert _depth(path_prob, 0.1) > 3
+    for _ in range(20):
+        path_prob.observe(np.array([[1.0, 0.9, 0.8, 0.01]], dtype=np.float32))
+    assert _depth(path_prob, 0.1) == 3

@@ -10,6 +10,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.sizes import LEVELS
 
 _MEMORY = 0.9  # decay per step: about ten steps are remembered
+_LONG_MEMORY = 0.99  # the same for levels that are not computed, which could stay left out for ever
 
 
 class LevelProbs:
@@ -32,6 +33,9 @@ class LevelProbs:
         mean = path_prob.mean(axis=0)
         self._path_prob[:new] = _MEMORY * self._path_prob[:new] + (1 - _MEMORY) * mean[:new]
         self._path_prob[new:levels] = mean[new:]
+        for level in range(levels, self._num_known):
+            expected = self._extrapolated(level, levels - 1)
+            self._path_prob[level] = _LONG_MEMORY * self._path_prob[level] + (1 - _LONG_MEMORY) * expected
         self._num_known = max(self._num_known, levels)
 
     def cut(self, budgets: Sequence[TreeBudget], chance: float) -> list[TreeBudget]:
@@ -56,11 +60,12 @@ class LevelProbs:
         ]
 
     def _expected(self, level: int) -> float:
-        """Return the yield of a level; a level not computed lately is extrapolated from the last two that were."""
+        """Return the yield of a level; one that was never computed is extrapolated."""
         last = self._num_known - 1
-        if level <= last:
-            return float(self._path_prob[level])
-        falls = (
-            float(self._path_prob[last] / self._path_prob[last - 1]) if last and self._path_prob[last - 1] > 0 else 1.0
-        )
+        return float(self._path_prob[level]) if level <= last else self._extrapolated(level, last)
+
+    def _extrapolated(self, level: int, last: int) -> float:
+        """Return the yield of a level as it follows from the two up to `last`."""
+        before = self._path_prob[last - 1] if last else 0.0
+        falls = float(self._path_prob[last] / before) if before > 0 else 1.0
         return float(self._path_prob[last]) * min(falls, 1.0) ** (level - last)
