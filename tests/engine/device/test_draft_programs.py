@@ -32,7 +32,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device import adjusted_rows
 from specinfer.engine.device.adjusted_rows import AdjustedRows
@@ -43,6 +43,7 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.kernels import transfers
+from specinfer.kernels.chance_table import GREEDY, SAMPLED
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
@@ -399,6 +400,20 @@ def test_the_cache_is_that_of_growth_level_by_level(pair: Pair, monkeypatch: pyt
         run(make_device_engine(*pair, TREES["wide"], **way), repeating_requests(MIXED_PARAMS[:1], (6,)))
         found.append(sizes)
     assert found[0] == found[1]
+
+
+def test_best_tokens_of_sampled_requests_have_acceptance_probabilities_of_their_own(pair: Pair) -> None:
+    """Under the target-only rule; those of greedy requests if any of the step is greedy."""
+    engine = _engine(pair, TREES["best first"], verification="target-only")
+    greedy, sampled = repeating_requests(MIXED_PARAMS[:2], (6, 9))
+    run(engine, [greedy, sampled])
+    programs, known = _small_model(engine)._loop, engine.drafter.calibration
+    assert isinstance(programs, DraftPrograms)
+    wanted = [known.lines(source("small", one))[0].tolist() for one in (greedy, sampled)]
+    assert wanted[0] != wanted[1]
+    for requests, own in (([greedy, sampled], wanted[0]), ([sampled], wanted[1])):
+        heights, _ = programs._lines(requests)
+        assert [heights[GREEDY].tolist(), heights[SAMPLED].tolist()] == [own, wanted[1]]
 
 
 def test_a_program_without_requests_changes_nothing(pair: Pair) -> None:

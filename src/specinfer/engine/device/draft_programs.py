@@ -276,7 +276,9 @@ class DraftPrograms:
             next((one.verification for one in sampled if self._draws(one) == is_drawn), None)
             for is_drawn in (False, True)
         )
-        kinds = ((True, None), *((False, rule) for rule in rules))
+        # With "top-k", sampled requests get the best tokens, too, and have the table of greedy ones.
+        any_greedy = len(sampled) < len(requests) or self._draft_sampling != "top-k"
+        kinds = ((any_greedy, None), *((False, rule) for rule in rules))
         sources = [source_of(self._name, is_greedy=is_greedy, rule=rule) for is_greedy, rule in kinds]
         return list(zip(*map(self._calibration.lines, sources), strict=True))
 
@@ -289,14 +291,10 @@ class DraftPrograms:
     def _grown(self, request: Request, found: Numbers, row: int, program: DraftProgram) -> GrownTree:
         """Return the tree of a request, and note what the drafter has computed of it."""
         tree, columns = program.tree(found, row, self._name, is_drawn=self._draws(request))
-        if self._kind.shares_cache:
-            return GrownTree(tree, ())
         num_known, num_columns = program.shape.num_known, program.shape.num_columns
-        self._cache.note_read(request, self._num_unread(request), of=num_known)
-        if self._kind.reads_paths:  # heads keep nothing of their drafts
+        if not self._kind.shares_cache:
+            self._cache.note_read(request, self._num_unread(request), of=num_known)
+        if self._kind.shares_cache or self._kind.reads_paths:  # nothing of their drafts is kept
             return GrownTree(tree, ())
-        computed = [-1] * (num_columns - num_known)  # the node in each column
-        for node, column in enumerate(columns):
-            if column >= num_known:
-                computed[column - num_known] = node
-        return GrownTree(tree, computed)
+        nodes = {column: node for node, column in enumerate(columns)}
+        return GrownTree(tree, [nodes.get(column, -1) for column in range(num_known, num_columns)])
