@@ -32,7 +32,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.growth.calibration import Calibration, source
+from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device import adjusted_rows
 from specinfer.engine.device.adjusted_rows import AdjustedRows
@@ -43,7 +43,6 @@ from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.kernels import transfers
-from specinfer.kernels.chance_table import GREEDY, SAMPLED
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
@@ -402,18 +401,33 @@ def test_the_cache_is_that_of_growth_level_by_level(pair: Pair, monkeypatch: pyt
     assert found[0] == found[1]
 
 
-def test_best_tokens_of_sampled_requests_have_acceptance_probabilities_of_their_own(pair: Pair) -> None:
-    """Under the target-only rule; those of greedy requests if any of the step is greedy."""
-    engine = _engine(pair, TREES["best first"], verification="target-only")
-    greedy, sampled = repeating_requests(MIXED_PARAMS[:2], (6, 9))
-    run(engine, [greedy, sampled])
-    programs, known = _small_model(engine)._loop, engine.drafter.calibration
+def test_best_tokens_of_sampled_requests_grow_level_by_level(pair: Pair, drafts: list[int | None]) -> None:
+    """Under the target-only rule; a program adds noise to the scores of all sampled requests."""
+    found = []
+    for way in WAYS[:2]:
+        requests = repeating_requests(MIXED_PARAMS[:3], (6, 9, 5))
+        run(make_device_engine(*pair, TREES["wide"], verification="target-only", **way), requests)
+        found.append(_outcomes(requests))
+    assert found[0] == found[1]
+    assert set(drafts) == {1}, "the greedy request"
+
+
+@pytest.mark.parametrize("num_slots", [70, 80])
+def test_with_few_slots_a_larger_size_is_not_taken(
+    num_slots: int, pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is captured, and its own size is not."""
+    monkeypatch.setattr(Graphs, "median_seconds", 1e9)
+    engine, [request] = (
+        _engine(pair, TREES["one"], num_draft_slots=num_slots),
+        repeating_requests(MIXED_PARAMS[:1], (6,)),
+    )
+    programs = _small_model(engine)._loop
     assert isinstance(programs, DraftPrograms)
-    wanted = [known.lines(source("small", one))[0].tolist() for one in (greedy, sampled)]
-    assert wanted[0] != wanted[1]
-    for requests, own in (([greedy, sampled], wanted[0]), ([sampled], wanted[1])):
-        heights, _ = programs._lines(requests)
-        assert [heights[GREEDY].tolist(), heights[SAMPLED].tolist()] == [own, wanted[1]]
+    programs.prepare([TreeBudget(63, 8)], Processing.NONE, None)
+    run(engine, [request])
+    assert None not in drafts
+    assert request.speculation.num_accepted_draft_tokens
 
 
 def test_a_program_without_requests_changes_nothing(pair: Pair) -> None:

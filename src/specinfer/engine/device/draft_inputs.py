@@ -77,7 +77,7 @@ class DraftRow(NamedTuple):
     request: Request
     budget: TreeBudget
     drafter: str  # name
-    sampling: str  # kind of draft sampling
+    is_drawn: bool  # whether tokens are drawn, not chosen
     num_computed: int  # tokens in the drafter's cache
     num_unread: int  # known tokens that it has to compute
     slots: Slots  # [columns] for what it computes; none where nothing is stored
@@ -85,18 +85,16 @@ class DraftRow(NamedTuple):
     def write(self, inputs: Numbers, row: int, target_vocab: int) -> None:
         """Write the inputs of a row."""
         request, budget, params = self.request, self.budget, self.request.params
-        # "top-k" takes the best tokens, without noise.
-        temperature = 0.0 if params.is_greedy or self.sampling == "top-k" else params.temperature
         numbers = {
             "reads": 1,
             "known": len(request.token_ids) - 1,
             "computed": self.num_computed,
             "has_two": self.num_unread == 2,
-            "is_drawn": temperature > 0 and self.sampling == "without-replacement",
+            "is_drawn": self.is_drawn,
             "max_nodes": budget.max_nodes,
             "max_depth": budget.max_depth,
             "least_float32": budget.min_path_prob,
-            "temperatures_float32": temperature,
+            "temperatures_float32": 0.0 if params.is_greedy else params.temperature,
             "log_min_p_float32": log_min_p(params),
             "top_k": params.top_k if 0 < params.top_k < target_vocab else 0,
         }

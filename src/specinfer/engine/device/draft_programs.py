@@ -108,8 +108,10 @@ class DraftPrograms:
             return False
         if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._adjusted.can_adjust():
             return False
-        if chooses_for(self._draft_sampling, request):
-            return True
+        if chooses_for(
+            self._draft_sampling, request
+        ):  # best tokens without noise of sampled requests are not known here
+            return request.params.is_greedy or sampling_of(self._draft_sampling, request) == "shared-noise"
         # Draws are masked at every level, where they grow level by level.
         return self._draws(request) and not is_masked(request) and self._is_whole(self._shape_of([budget], 1), budget)
 
@@ -129,7 +131,7 @@ class DraftPrograms:
         chance = max(self._calibration.by_rank(source(self._name, request))[0] for request in requests)
         budgets = self._level_probs.cut([budget for _, budget in wanted], float(chance))
         size = self._size_of(requests, budgets)
-        ready = self._captured(size) if size is not None and self._has_room(requests, size) else None
+        ready = self._captured(size) if size is not None else None
         if ready is None:
             return None
         program, run = ready
@@ -162,7 +164,7 @@ class DraftPrograms:
         return shape_of(budgets, NODES[-1], max(MAX_ROWS // rows, 1), kinds=(self._kind,))
 
     def _size_of(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> LaunchSize | None:
-        """Return the size to draft in, or None if there is none that holds all trees whole that are drawn."""
+        """Return the size to draft in, or None if none has slots enough and holds all drawn expansions whole."""
         rows = at_least(REQUESTS, len(requests))
         assert rows is not None
         shape = self._shape_of(budgets, rows)
@@ -172,7 +174,8 @@ class DraftPrograms:
         rule = MULTI_STEP if any(drawn) else None  # draws are the same for all rules with random numbers
         processing = max(map(Processing.of_request, requests))
         wanted = LaunchSize(rows, shape, processing, rule=rule, is_masked=any(map(is_masked, requests)))
-        return self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)
+        chosen = self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)
+        return next((size for size in (chosen, wanted) if self._has_room(requests, size)), None)
 
     def _capture(self, size: LaunchSize) -> tuple[DraftProgram, Program]:
         program = self._made(size)
@@ -242,10 +245,9 @@ class DraftPrograms:
         """Reserve slots, and write the inputs for these requests."""
         inputs["num"][0], inputs["lines_float32"][:] = len(requests), self._lines(requests)
         for row, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
-            sampling = sampling_of(self._draft_sampling, request)
             num_computed, num_unread = len(self._own_cache.slots(request.request_id)), self._num_unread(request)
             slots = self._reserve(request, shape.num_columns)
-            told = DraftRow(request, budget, self._name, sampling, num_computed, num_unread, slots)
+            told = DraftRow(request, budget, self._name, self._draws(request), num_computed, num_unread, slots)
             told.write(inputs, row, self._target_vocab)
         if len(inputs["adjusted_rows"]):
             inputs["adjusted_rows"][: len(requests)] = self._adjusted.update(requests)
@@ -276,9 +278,7 @@ class DraftPrograms:
             next((one.verification for one in sampled if self._draws(one) == is_drawn), None)
             for is_drawn in (False, True)
         )
-        # With "top-k", sampled requests get the best tokens, too, and have the table of greedy ones.
-        any_greedy = len(sampled) < len(requests) or self._draft_sampling != "top-k"
-        kinds = ((any_greedy, None), *((False, rule) for rule in rules))
+        kinds = ((True, None), *((False, rule) for rule in rules))
         sources = [source_of(self._name, is_greedy=is_greedy, rule=rule) for is_greedy, rule in kinds]
         return list(zip(*map(self._calibration.lines, sources), strict=True))
 
