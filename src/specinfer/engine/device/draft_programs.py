@@ -20,7 +20,7 @@ from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters import Drafter, HeadRunner, MergedDrafter, SmallModelDrafter
 from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.growth.calibration import Calibration, source, source_of
-from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
+from specinfer.drafters.growth.draft_sampling import sampling_of
 from specinfer.drafters.self_drafter import BorrowedCache
 from specinfer.engine.device.adjusted_rows import AdjustedRows
 from specinfer.engine.device.depth import LevelProbs
@@ -108,10 +108,9 @@ class DraftPrograms:
             return False
         if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._adjusted.can_adjust():
             return False
-        if chooses_for(
-            self._draft_sampling, request
-        ):  # best tokens without noise of sampled requests are not known here
-            return request.params.is_greedy or sampling_of(self._draft_sampling, request) == "shared-noise"
+        sampling = sampling_of(self._draft_sampling, request)
+        if request.params.is_greedy or sampling == "shared-noise":  # a program adds noise for all sampled requests
+            return True
         # Draws are masked at every level, where they grow level by level.
         return self._draws(request) and not is_masked(request) and self._is_whole(self._shape_of([budget], 1), budget)
 
