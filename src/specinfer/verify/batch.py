@@ -19,8 +19,8 @@ from specinfer.kernels.walk import walk_trees
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.device_batch import verify_on_device
-from specinfer.verify.logits import is_adjusted, least_score, process_logits
-from specinfer.verify.node_scores import NodeScores, Part, parameters_of, temperature_of
+from specinfer.verify.logits import is_adjusted, least_score, process_logits, temperature_of
+from specinfer.verify.node_scores import NodeScores, Part, parameters_of
 from specinfer.verify.rules import MULTI_STEP, RANDOM_RULES, TRAVERSAL, verify_seeded
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]

@@ -125,6 +125,16 @@ def least_score(scores: Tensor, params: SamplingParams) -> Tensor:
     return least
 
 
+def temperature_of(params: SamplingParams) -> float:
+    """Return the temperature, 0 if it counts as greedy."""
+    return 0.0 if params.is_greedy else params.temperature
+
+
+def top_k_of(params: SamplingParams, vocab: int) -> int:
+    """Return top-k, 0 if no token is dropped."""
+    return params.top_k if 0 < params.top_k < vocab else 0
+
+
 def log_min_p(params: SamplingParams) -> float:
     """Return the logarithm of min-p, rounded to float32; -inf if no token is dropped."""
     return torch.log(torch.tensor(params.min_p)).item() if params.min_p > 0.0 else -torch.inf

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from specinfer.core.draws import Ints
 from specinfer.core.request import Request
-from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.kernels import tree_ops
 from specinfer.kernels.plain_logits import Truncation
-from specinfer.verify.logits import adjust, is_adjusted, log_min_p
+from specinfer.verify.logits import adjust, is_adjusted, log_min_p, temperature_of, top_k_of
 
 
 class Part(NamedTuple):
@@ -77,15 +76,10 @@ def parameters_of(parts: Sequence[Part]) -> Ints:
     numbers = np.zeros((6, len(parts)), dtype=np.int64)
     floats = numbers.view(np.float64)
     numbers[0] = [part.request.seed for part in parts]
-    numbers[2] = [one.top_k if 0 < one.top_k < vocab else 0 for one in params]
+    numbers[2] = [top_k_of(one, vocab) for one in params]
     floats[3] = [temperature_of(one) for one in params]
     floats[4] = [one.top_p for one in params]
     floats[5] = [log_min_p(one) for one in params]
     numbers = np.repeat(numbers, [len(part.nodes) for part in parts], axis=1)
     numbers[1] = [len(part.request.token_ids) + part.tree.depths[node] for part in parts for node in part.nodes]
     return numbers
-
-
-def temperature_of(params: SamplingParams) -> float:
-    """Return the temperature, 0 if it counts as greedy."""
-    return 0.0 if params.is_greedy else params.temperature

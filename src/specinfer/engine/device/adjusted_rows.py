@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
-from specinfer.engine.device.processing import Processing, write_adjustments
+from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.kernels.transfers import send
 
@@ -38,10 +38,8 @@ class AdjustedRows:
     def can_adjust(self) -> bool:
         """Return whether there is memory, which is reserved when it is first needed."""
         if self._adjustments is None and not self._lacks_memory:
-            try:
-                self._adjustments = Adjustments.empty(*self._sizes, self._device)
-            except torch.OutOfMemoryError:
-                self._lacks_memory = True
+            self._adjustments = make_adjustments(*self._sizes, self._device)
+            self._lacks_memory = self._adjustments is None
         return self._adjustments is not None
 
     def forget(self) -> None:

@@ -19,7 +19,7 @@ from specinfer.engine.device.processing import Processing
 from specinfer.kernels.tree_layout import num_words
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.kv_cache import Slots
-from specinfer.verify.logits import log_min_p
+from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 _UPDATES = 16  # cells of a table that a program may change per request without separate copies
 _ROW = 64  # table lengths are multiples of it, so that kernels are compiled once for all
@@ -94,9 +94,9 @@ class DraftRow(NamedTuple):
             "max_nodes": budget.max_nodes,
             "max_depth": budget.max_depth,
             "least_float32": budget.min_path_prob,
-            "temperatures_float32": 0.0 if params.is_greedy else params.temperature,
+            "temperatures_float32": temperature_of(params),
             "log_min_p_float32": log_min_p(params),
-            "top_k": params.top_k if 0 < params.top_k < target_vocab else 0,
+            "top_k": top_k_of(params, target_vocab),
         }
         wide = {
             "roots": request.token_ids[-1],

@@ -57,7 +57,6 @@ class DraftProgram:
             there[f"{name}_cells"].fill_(table.no_cell)  # a capture runs the program without requests
         self._state = self._made_state(rows, device)
         with torch.inference_mode(mode=False):
-            self._has_two = there["has_two"]
             draws = None
             if support:
                 probs = _wide(found["draw_probs"], torch.float64)
@@ -111,7 +110,7 @@ class DraftProgram:
         there, state = self.inputs.there, self._state
         for name, table in self._tables.by_name.items():
             table.cells.index_copy_(0, there[f"{name}_cells"].long(), there[f"{name}_values"])
-        torch.gt(self._has_two, 0, out=state.drafts[0].has_two)
+        torch.gt(there["has_two"], 0, out=state.drafts[0].has_two)
         torch.gt(there["is_drawn"], 0, out=state.is_drawn)
         if self.size.processing >= Processing.ADJUSTMENT:
             self._adjustments = self._adjusted.of(there["adjusted_rows"].long())

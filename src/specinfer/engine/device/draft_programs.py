@@ -246,8 +246,8 @@ class DraftPrograms:
         for row, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
             num_computed, num_unread = len(self._own_cache.slots(request.request_id)), self._num_unread(request)
             slots = self._reserve(request, shape.num_columns)
-            told = DraftRow(request, budget, self._name, self._draws(request), num_computed, num_unread, slots)
-            told.write(inputs, row, self._target_vocab)
+            values = DraftRow(request, budget, self._name, self._draws(request), num_computed, num_unread, slots)
+            values.write(inputs, row, self._target_vocab)
         if len(inputs["adjusted_rows"]):
             inputs["adjusted_rows"][: len(requests)] = self._adjusted.update(requests)
         self._tables.write(dict(self._changes(requests)), inputs)

@@ -1,11 +1,13 @@
 """Conditions of steps on a device, what requests need of their logits there, and their parameters as tensors."""
 
 import enum
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from specinfer.core.config import AUTO
@@ -22,8 +24,10 @@ from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.verify import RANDOM_RULES
-from specinfer.verify.logits import log_min_p
+from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 from specinfer.verify.rules import TRAVERSAL
+
+logger = logging.getLogger(__name__)
 
 # Why all requests take ordinary steps where `Observer.reads_logits` or `SpeculationPolicy.reads_logits` is true.
 READS_LOGITS = "logits are read by the learned policy, a step log, a trace file or a drafter that learns"
@@ -132,10 +136,21 @@ def _ends(request: Request) -> tuple[int, ...]:
 
 def write_truncation(truncation: Truncation, row: int, params: SamplingParams, vocab: int) -> None:
     """Write what a request samples from to a row; a temperature that counts as greedy is stored as 0."""
-    truncation.temperatures[row].fill_(0.0 if params.is_greedy else params.temperature)
+    truncation.temperatures[row].fill_(temperature_of(params))
     truncation.log_min_p[row].fill_(log_min_p(params))
-    truncation.top_k[row].fill_(params.top_k if 0 < params.top_k < vocab else 0)
+    truncation.top_k[row].fill_(top_k_of(params, vocab))
     truncation.top_p[row].fill_(params.top_p)
+
+
+def make_adjustments(num_rows: int, vocab: int, device: torch.device) -> Adjustments | None:
+    """Return rows of biases and penalties, or None, with a warning, if there is no memory for them."""
+    try:
+        return Adjustments.empty(num_rows, vocab, device)
+    except torch.OutOfMemoryError:
+        logger.warning(
+            "no %d MiB are left for penalties on the device: ordinary steps apply them", 8 * num_rows * vocab >> 20
+        )
+        return None
 
 
 def write_adjustments(

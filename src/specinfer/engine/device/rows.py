@@ -1,6 +1,5 @@
 """DeviceRows: the rows of requests on a device, the programs that use them, and the data exchanged with the host."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import TokenMasks
-from specinfer.engine.device.processing import Processing, write_adjustments, write_truncation
+from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import RECOMPUTED
@@ -33,8 +32,6 @@ from specinfer.model.graphs.sizes import at_least, max_rows
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 _ROW = 128  # slots
 
@@ -153,13 +150,8 @@ class DeviceRows:
     def can_adjust(self) -> bool:
         """Return whether there is memory for biases and penalties, which is reserved when they are first needed."""
         if self._adjustments is None and not self._lacks_memory:
-            vocab = self._target.loaded.vocab_size
-            try:
-                self._adjustments = Adjustments.empty(self.num_rows, vocab, self._place)
-            except torch.OutOfMemoryError:
-                self._lacks_memory = True
-                size = 8 * self.num_rows * vocab >> 20
-                logger.warning("no %d MiB are left for penalties on the device: ordinary steps apply them", size)
+            self._adjustments = make_adjustments(self.num_rows, self._target.loaded.vocab_size, self._place)
+            self._lacks_memory = self._adjustments is None
         return self._adjustments is not None
 
     def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
