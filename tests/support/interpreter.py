@@ -1,4 +1,4 @@
-"""Triton's interpreter, with bfloat16 as a GPU has it; importing this is enough.
+"""Triton's interpreter, with bfloat16 as a GPU has it, and with checks of memory; importing this is enough.
 
 That of Triton 3.9 holds a bfloat16 as its 16 bits. It cuts float32 off where a GPU rounds, and takes the bits for whole
 numbers in `tl.dot` and in casts from integers.
@@ -12,6 +12,8 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+import memory_checks as memory_checks
 
 # Of whole files: with a GPU kernels are compiled, and their tests are those marked `gpu`.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")

@@ -187,6 +187,7 @@ def multi_step_program(
                 )  # fmt: skip
     for depth in range(length, max_depth):  # nodes taken back from the path
         tl.store(path + depth, -1)
+    tl.debug_barrier()  # all warps have read the first state
     tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
     tl.store(lengths + request, length)
     tl.store(following + request, token)

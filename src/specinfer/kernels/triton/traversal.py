@@ -75,6 +75,7 @@ def traversal_program(
             elif is_tried:
                 ids = tl.load(distribution_tokens + draw * support, in_support, other=-1)
                 kept = probs_of(scores, ids, ids >= 0, temperature, least, first_row + node, best.to(tl.float64), norm)
+                tl.debug_barrier()  # a warp may still read what was there
                 tl.store(kept_rows + level * support, kept, ids >= 0)
                 tl.debug_barrier()
         is_rejected = tl.full((), 0, tl.int32)
@@ -122,6 +123,7 @@ def traversal_program(
                 rest = tl.maximum(kept - probs * (total / weight), 0.0)
                 remains = total - tl.sum(kept - rest, 0)
                 if remains > 1e-13 * total:
+                    tl.debug_barrier()
                     tl.store(kept_rows + level * support, rest, ids >= 0)
                     tl.debug_barrier()
                     mass = weight * remains / total
@@ -152,6 +154,7 @@ def traversal_program(
             )  # fmt: skip
         nodes = tl.where(levels == level, node, nodes)
     tl.store(path, tl.where(levels <= length, nodes, -1), on_path)
+    tl.debug_barrier()  # all warps have read the first state
     tl.store(uniforms + request, state.to(tl.int64, bitcast=True))
     tl.store(lengths + request, length)
     tl.store(following + request, token)
