@@ -105,6 +105,8 @@ def test_metrics_agree_with_the_requests(llm: LLM) -> None:
         assert got["request_params_n_sum"] == 10
         assert got["request_params_max_tokens_sum"] == 240
         assert got["request_generation_tokens_sum"] == 240
+        assert got["steps_total executor=host"] == state.engine.llm.engine.metrics.num_steps > 24 / 4
+        assert got["steps_total executor=device"] == 0
         passes = sum(one.num_target_passes for one in stats)
         assert got["inter_token_latency_seconds_count"] == passes - 10
         assert got["tree_nodes_sum"] == got["spec_decode_num_draft_tokens_total"]

@@ -30,6 +30,7 @@ class StepRecord:
     verify_time: float = 0.0  # part of `target_time` after the pass was called; on a GPU this includes the wait for it
     num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
     is_first_of_size: bool = False  # a pass of the target or a drafter was captured, which took most of the time
+    is_on_device: bool = False  # a step on the device, not an ordinary one
 
     @classmethod
     def of(
@@ -43,6 +44,7 @@ class StepRecord:
         waiting_time: float = 0.0,
         num_model_levels: int | None = None,
         is_first_of_size: bool = False,
+        is_on_device: bool = False,
     ) -> Self:
         """Make the record of a step from its seconds by stage; model levels are counted if not given."""
         if num_model_levels is None:
@@ -64,6 +66,7 @@ class StepRecord:
             verify_time=seconds["verify"],
             num_context=sum(span.start for span in spans),
             is_first_of_size=is_first_of_size,
+            is_on_device=is_on_device,
         )
 
     @property

@@ -40,7 +40,7 @@ class Committer:
             record = StepRecord.of(
                 [outcome.span for outcome in outcomes], [outcome.tree for outcome in outcomes], num_generated,
                 result.num_read, clock.seconds, result.num_budgeted, result.waiting_time, result.num_levels,
-                result.is_first_of_size,
+                result.is_first_of_size, bool(result.device_seconds),
             )  # fmt: skip
             clock.end(record)
             self._learners.on_step(

@@ -46,6 +46,7 @@ class EngineMetrics:
 
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10_000))
     num_steps: int = 0
+    num_device_steps: int = 0
     num_generated: int = 0
     num_preempted: int = 0
     num_draft_failures: int = 0
@@ -53,4 +54,5 @@ class EngineMetrics:
     def record(self, step: StepRecord) -> None:
         self.recent.append(step)
         self.num_steps += 1
+        self.num_device_steps += step.is_on_device
         self.num_generated += step.num_generated

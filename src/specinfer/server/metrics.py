@@ -182,6 +182,9 @@ class Metrics:
             ("spec_decode_num_accepted_tokens", "Of those, accepted ones.", totals.num_accepted_tokens),
         ):
             yield self._families.total(name, help, value)
+        on_device = counted.num_device_steps
+        steps = {"device": on_device, "host": counted.num_steps - on_device}
+        yield self._families.totals("steps", "Steps on the device, and ordinary ones.", "executor", steps)
         stream = engine.llm.target.loaded.stream
         for name, help, count in (
             ("weights_read_bytes", "Of the target's weights, for its passes.", stream.bytes_read if stream else 0),

@@ -278,6 +278,8 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(
     assert reasons[0].endswith("a prediction, without a lookup among the drafters")
     assert [request.output_ids for request in found] == wanted
     assert executor_of(engine).num_launched > 3
+    metrics = engine.metrics
+    assert 3 < metrics.num_device_steps == sum(step.is_on_device for step in metrics.recent) < metrics.num_steps
     check_left(engine)
 
 
