@@ -67,7 +67,7 @@ class BlockCache(FeatureCache):
     def _block(self, request: Request, block: Block) -> Piece:
         request_id, ids = request.request_id, self.known[request.request_id].ids
         piece = block_piece(block, ids[-1], self._cache.slots(request_id), self._cache.reserve(request_id, block.size))
-        mask = self._head_runner.head.mask_features
+        mask = self._head_runner.mask_features
         if mask is None:
             return piece
         first = self._head_runner.features(request_id, len(ids) - 1, len(ids))

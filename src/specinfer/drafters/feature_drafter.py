@@ -38,6 +38,9 @@ class HeadRunner(ModelRunner):
     Args:
         graphs: Captured graphs for draft loops, or None. Other passes are not padded.
         max_requests: Largest number of requests at a time in draft loops.
+
+    Attributes:
+        mask_features: The head's features of mask tokens, [1, width], or None.
     """
 
     def __init__(
@@ -51,8 +54,14 @@ class HeadRunner(ModelRunner):
         max_requests: int = 32,
     ) -> None:
         super().__init__(loaded, num_slots, keeps_prefixes=keeps_prefixes, max_requests=max_requests)
+        self.target, self.loop_graphs = target, graphs
+        self._take_head(loaded)
+
+    def _take_head(self, loaded: LoadedModel) -> None:
         assert isinstance(loaded.model, FeatureHead)
-        self.head, self.target, self.loop_graphs = loaded.model, target, graphs
+        self.head = loaded.model
+        # Now, since programs are also made while kernels are left out, whose results are zero then.
+        self.mask_features = self.head.mask_features
 
     @property
     def why_not_captured(self) -> str:
@@ -60,8 +69,7 @@ class HeadRunner(ModelRunner):
 
     def replace(self, loaded: LoadedModel) -> None:
         super().replace(loaded)
-        assert isinstance(loaded.model, FeatureHead)
-        self.head = loaded.model
+        self._take_head(loaded)
 
     def has_read(self, request: Request) -> bool:
         """Return whether the target has computed all known tokens but the last."""

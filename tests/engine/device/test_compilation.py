@@ -11,13 +11,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from specinfer.core.tree import TreeBudget
+from specinfer.drafters import HeadRunner
+from specinfer.engine.device.growth import DraftKind
+from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.logprobs import Asked
+from specinfer.engine.device.passes import BlockPass
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
+from specinfer.engine.device.sizes import shape_of
 from specinfer.kernels import layer_ops, tree_ops
 from specinfer.model import device_decoder
 from specinfer.model.heads import block, eagle3
+from specinfer.model.linears import quantize_linears
 from specinfer.model.load import load_model
+from specinfer.model.runner import ModelRunner
 from step_programs import ASSISTANT, CPU, programs_of, save_head, target_of, with_head
 from tiny import FAMILIES
 
@@ -88,6 +95,29 @@ def test_programs_of_every_family_run_without_their_kernels(
     for rule, budget in (("coupled", TreeBudget(8, 2)), ("traversal", TreeBudget.expansion((2, 1))), (None, None)):
         _run(programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 0, Asked(5, 3), rule=rule))
     assert {"attend", "store", "choose", "walk_traversal"} <= set(skipped)
+
+
+def test_features_of_mask_tokens_are_computed_before_kernels_are_left_out(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed once, by a product that has a kernel where weights are rounded."""
+    monkeypatch.setattr("specinfer.model.heads.load.pack_linears", lambda _: None)  # as on a GPU
+    save_head(tmp_path, "P-EAGLE")
+    loaded, head = with_head(tmp_path, model_folder("llama"), is_fused=True)
+    quantize_linears(head.model, "fp8", None, CPU)
+    runner = HeadRunner(head, ModelRunner(loaded, 64), 64)
+    shape = shape_of([TreeBudget(8, 3)], 15, 16, kinds=(DraftKind.of(runner),))
+    assert shape is not None
+    none = torch.zeros(2, dtype=torch.int32)
+    inputs = DraftInputs(torch.zeros(2, shape.num_columns, dtype=torch.int32), none, none)
+    product = layer_ops.product
+    with monkeypatch.context() as left_out, Zeros():
+        left_out.setattr(layer_ops, "product", lambda *args: torch.zeros_like(product(*args)))
+        BlockPass(runner, shape, inputs, 2, CPU)
+    made = BlockPass(runner, shape, inputs, 2, CPU)
+    assert made._mask is not None
+    assert torch.equal(made._mask, head.model.fc(head.model.mask_hidden[0]))
+    assert made._mask.any()
 
 
 def test_new_memory_is_zero() -> None:

@@ -80,7 +80,7 @@ class BlockPass:
     def __init__(
         self, runner: HeadRunner, shape: DraftShape, inputs: DraftInputs, num_rows: int, device: torch.device
     ) -> None:
-        self._runner, self._inputs, self._mask = runner, inputs, runner.head.mask_features
+        self._runner, self._inputs, self._mask = runner, inputs, runner.mask_features
         block, first, (columns,) = runner.head.block, shape.num_known, shape.passes
         assert block is not None
         self._has_root = not runner.head.reads_pairs

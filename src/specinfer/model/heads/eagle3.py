@@ -12,7 +12,6 @@ P-EAGLE heads draft a whole tree in one pass: rows after the first have the feat
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +119,7 @@ class Eagle3Head(FeatureHead):
         features: Tensor = self.fc(joined)
         return features
 
-    @cached_property
+    @property
     def mask_features(self) -> Tensor | None:
         return None if self.mask_hidden is None else self.fc(self.mask_hidden[0])
 
