@@ -149,6 +149,23 @@ def test_a_capture_that_cannot_begin_is_reported(gpu: Gpu, monkeypatch: pytest.M
     assert graphs.captured(_nothing) is _nothing
 
 
+def test_another_thread_waits_for_its_programs_during_a_capture(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread that drafts, next to that of a rank. CUDA lets nobody wait for a whole device meanwhile."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: gpu.break_capture())
+    of_passes, of_drafts, waited = Graphs(GPU), Graphs(GPU), list[str]()
+    of_drafts.captured(_nothing)()
+    monkeypatch.setattr(FakeStream, "synchronize", lambda stream: waited.append(stream.name))
+
+    def program() -> None:
+        if gpu.is_capturing:
+            waited.clear()
+            with ThreadPoolExecutor(1) as other:
+                other.submit(of_drafts.wait).result()
+
+    of_passes.captured(program)()
+    assert waited == ["current"]
+
+
 def test_a_pool_stays_when_no_program_uses_it(gpu: Gpu) -> None:
     """As between a model that does not agree, whose captures are let go, and the next."""
     graphs = Graphs(GPU)

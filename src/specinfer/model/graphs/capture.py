@@ -131,9 +131,9 @@ class Graphs:
         return statistics.median(self.times) if self.times else 0.0
 
     def wait(self) -> None:
-        """Wait until the device has finished all its work."""
-        if self.captures:
-            torch.cuda.synchronize(self._device)
+        """Wait until the programs that were run have ended."""
+        if self.captures:  # not for the whole device: CUDA forbids that while another thread captures
+            torch.cuda.current_stream(self._device).synchronize()
 
     def reserved_bytes(self) -> int:
         """Return the device bytes that PyTorch reserves, without unused ones; 0 where nothing is captured."""
