@@ -54,6 +54,15 @@ class RecordedGraph:
                 if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in known:
                     old.copy_(new)
 
+    def own_results(self) -> list[Tensor]:
+        """Return a tensor of each piece of memory that the graph has allocated."""
+        found: dict[int, Tensor] = {}
+        for _, args, kwargs, result in self.calls:
+            known = _storages((args, kwargs))
+            own = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.numel()]
+            found |= {place: one for one in own if (place := one.untyped_storage().data_ptr()) not in known}
+        return list(found.values())
+
 
 def num_replays() -> int:
     """Return the number of replays by this thread."""
