@@ -4,15 +4,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
-from specinfer.core.places import cache_folder
-from specinfer.kernels import triton as kernels
 from specinfer.model.graphs import capture
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
@@ -298,62 +295,3 @@ def test_what_does_not_wait_is_let_through() -> None:
         torch.ones(3, **THERE).copy_(x, non_blocking=True)
         torch.tensor([1, 2])
     assert x.tolist() == [2, 2, 2]
-
-
-@pytest.fixture
-def _asked_anew() -> Iterator[None]:
-    kernels.why_not_on.cache_clear()
-    yield
-    kernels.why_not_on.cache_clear()
-
-
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
-def test_compiled_kernels_are_kept_where_all_is_that_a_service_may_write(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Triton's own place is in the user's home, which services and containers may not have, or not write to."""
-    triton = pytest.importorskip("triton")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    assert kernels.why_not_on(torch.device("cpu")) is None
-    assert Path(triton.knobs.cache.dir) == cache_folder() / "triton"
-    assert tmp_path in Path(triton.knobs.cache.dir).parents
-
-
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
-@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME"])
-def test_a_place_for_compiled_kernels_that_the_user_has_chosen_stays(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    triton = pytest.importorskip("triton")
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    monkeypatch.setenv(variable, "/chosen")
-    before = triton.knobs.cache.dir
-    assert kernels.why_not_on(torch.device("cpu")) is None
-    assert triton.knobs.cache.dir == before
-
-
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
-def test_kernels_that_cannot_be_made_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Triton is installed on many machines that have no compiler."""
-    pytest.importorskip("triton")
-    from specinfer.kernels.triton import gate
-
-    assert kernels.why_not_on(torch.device("cpu")) is None
-
-    def fails(_: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
-    kernels.why_not_on.cache_clear()
-    monkeypatch.setattr(gate, "gate", fails)
-    for _ in range(2):
-        assert str(kernels.why_not_on(torch.device("cpu"))).startswith("Failed to find C compiler.")
-    assert [record.getMessage() for record in caplog.records] == [
-        "Triton cannot run on cpu, kernels run as PyTorch has them: "
-        "Failed to find C compiler. Please specify via CC environment variable."
-    ]

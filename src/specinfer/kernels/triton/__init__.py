@@ -4,18 +4,25 @@ A kernel's module imports Triton. It must only be imported where `runs_on` retur
 TRITON_INTERPRET=1 first: then kernels run on the CPU, one program after the other.
 """
 
+import atexit
 import logging
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from specinfer.core.errors import first_line
 from specinfer.core.places import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -47,19 +54,42 @@ def why_not_on(device: torch.device) -> str | None:
         _choose_cache_folder()
         from specinfer.kernels.triton.gate import gate
 
-        opened = gate(torch.ones(1, 2, device=device)).item()
+        # Triton launches on the current device, not where tensors are.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            opened = gate(torch.ones(1, 2, device=device)).item()
+        is_right = abs(opened - 1 / (1 + math.exp(-1))) < 1e-3
+        reason = None if is_right else "its smallest kernel gives wrong numbers"
+    except CalledProcessError as error:  # of a long command; the compiler's own words are on the terminal
+        compiler = Path(error.cmd[0]).name
+        reason = f"{compiler} failed on what launches kernels; are Python's headers (python3-dev) installed?"
     except Exception as error:  # a compiler or a driver may fail in many ways
         logger.debug("a kernel could not be run", exc_info=True)
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
+    if reason is not None:
         logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, reason)
-        return reason
-    return None if abs(opened - 1 / (1 + math.exp(-1))) < 1e-3 else "its smallest kernel gives wrong numbers"
+    return reason
 
 
 def _choose_cache_folder() -> None:
-    """Let Triton keep compiled kernels in SpecInfer's cache, unless the user chose a place: a service has no home."""
-    if os.environ.keys().isdisjoint({"TRITON_CACHE_DIR", "TRITON_HOME"}):
-        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+    """Let Triton keep compiled kernels in SpecInfer's cache, unless the user chose a place: a service has no home.
+
+    Where that cannot be written they are kept until the process ends, since Triton must write to compile.
+    """
+    if not os.environ.keys().isdisjoint({"TRITON_CACHE_DIR", "TRITON_HOME"}):
+        return
+    folder = cache_folder() / "triton"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.warning(
+            "compiled kernels are not kept for the next start: %s cannot be written (%s); "
+            "set XDG_CACHE_HOME or TRITON_CACHE_DIR", folder, error.strerror,
+        )  # fmt: skip
+        folder = Path(tempfile.mkdtemp(prefix="specinfer-triton-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def by_device(is_used: Callable[[Any], bool], plain: F, module: str) -> F:

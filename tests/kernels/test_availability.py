@@ -1,0 +1,149 @@
+"""Whether Triton can be used on a device, why not, and where compiled kernels are kept."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import pytest
+import torch
+
+from specinfer.core.places import cache_folder
+from specinfer.kernels import triton as kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def _asked_anew() -> Iterator[None]:
+    kernels.why_not_on.cache_clear()
+    yield
+    kernels.why_not_on.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def test_compiled_kernels_are_kept_where_all_is_that_a_service_may_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton's own place is in the user's home, which services and containers may not have, or not write to."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert kernels.why_not_on(CPU) is None
+    assert Path(triton.knobs.cache.dir) == cache_folder() / "triton"
+    assert tmp_path in Path(triton.knobs.cache.dir).parents
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME"])
+def test_a_place_for_compiled_kernels_that_the_user_has_chosen_stays(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv(variable, "/chosen")
+    before = triton.knobs.cache.dir
+    assert kernels.why_not_on(CPU) is None
+    assert triton.knobs.cache.dir == before
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def test_kernels_that_cannot_be_made_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton is installed on many machines that have no compiler."""
+    pytest.importorskip("triton")
+    from specinfer.kernels.triton import gate
+
+    assert kernels.why_not_on(CPU) is None
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    kernels.why_not_on.cache_clear()
+    monkeypatch.setattr(gate, "gate", fails)
+    for _ in range(2):
+        assert str(kernels.why_not_on(CPU)).startswith("Failed to find C compiler.")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Triton cannot run on cpu, kernels run as PyTorch has them: "
+        "Failed to find C compiler. Please specify via CC environment variable."
+    ]
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def test_a_compiler_without_pythons_headers_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton reports the command, which is long; what the compiler lacks is on the terminal alone."""
+    pytest.importorskip("triton")
+    from specinfer.kernels.triton import gate
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise CalledProcessError(1, ["/usr/bin/gcc", "/tmp/tmp7/cuda_utils.c", "-O3", "-shared"])
+
+    monkeypatch.setattr(gate, "gate", fails)
+    assert (
+        kernels.why_not_on(CPU) == "gcc failed on what launches kernels; are Python's headers (python3-dev) installed?"
+    )
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def test_kernels_with_wrong_results_are_a_warning_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    from specinfer.kernels.triton import gate
+
+    monkeypatch.setattr(gate, "gate", lambda _: torch.zeros(1, 1))
+    assert kernels.why_not_on(CPU) == "its smallest kernel gives wrong numbers"
+    assert "its smallest kernel gives wrong numbers" in caplog.text
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def test_without_a_place_to_keep_them_kernels_are_compiled_for_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file where the folder should be stands for a file system that may only be read."""
+    pytest.importorskip("triton")
+    (tmp_path / "specinfer").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert kernels.why_not_on(CPU) is None
+    place = Path(os.environ["TRITON_CACHE_DIR"])
+    assert place.is_dir()
+    assert tmp_path not in place.parents
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"compiled kernels are not kept for the next start: {cache_folder() / 'triton'} cannot be written "
+        "(Not a directory); set XDG_CACHE_HOME or TRITON_CACHE_DIR"
+    )
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_the_smallest_kernel_runs_on_the_device_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, whatever the tensors are on."""
+    pytest.importorskip("triton")
+    from specinfer.kernels.triton import gate
+
+    current, asked = ["cuda:0"], torch.device("cuda", 1)
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def gate_there(_: torch.Tensor) -> torch.Tensor:
+        assert current[-1] == "cuda:1"
+        return torch.full((1, 1), 0.7310586)
+
+    ones = torch.ones
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size))
+    monkeypatch.setattr(gate, "gate", gate_there)
+    assert kernels.why_not_on(asked) is None
