@@ -743,6 +743,8 @@ def test_collect_env_says_why_no_gpu_is_seen(tmp_path: Path, monkeypatch: pytest
 
 def test_collect_env_names_what_a_gpu_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     found = types.SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: found)
     monkeypatch.setattr("specinfer.setup.gpu_path.gpu_abilities", lambda _: {"Triton": "no compiler"})
@@ -750,6 +752,19 @@ def test_collect_env_names_what_a_gpu_can_do(monkeypatch: pytest.MonkeyPatch) ->
     assert re.search(r"^gpu 0: +NVIDIA H100, 80 GiB, compute capability 9\.0$", shown, re.MULTILINE)
     assert re.search(r"^gpu 0 Triton: +no, no compiler$", shown, re.MULTILINE)
     assert not re.search("^gpus:", shown, re.MULTILINE)
+
+
+def test_collect_env_says_why_a_gpu_that_the_driver_counts_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may count devices by NVML, which an old driver has, too."""
+
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nmore of it")
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.init", fail)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    shown = run("collect-env").stdout
+    assert re.search(r"^gpus: +none, The NVIDIA driver on your system is too old \(found version", shown, re.MULTILINE)
 
 
 @pytest.fixture

@@ -3,14 +3,15 @@
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from specinfer.model import device
-from specinfer.model.device import driver_version, find_device, why_no_cuda
+from specinfer.model.device import check_gpu, driver_version, find_device, warn_of_slow_type, why_no_cuda
+from specinfer.model.load import load_model
 
 CPU = torch.device("cpu")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020)"
@@ -32,8 +33,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     device.warn_of_unused_gpu.cache_clear()
+    device.warn_of_slow_type.cache_clear()
     yield tmp_path
     device.warn_of_unused_gpu.cache_clear()
+    device.warn_of_slow_type.cache_clear()
 
 
 def build_for_cuda(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
@@ -104,6 +107,49 @@ def test_a_device_that_is_missing_among_others_has_no_other_reason(monkeypatch: 
     assert find_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"no CUDA device 'cuda:2' is available; use \"cpu\" or \"auto\"$"):
         find_device("cuda:2")
+
+
+def test_a_gpu_on_which_nothing_can_be_computed_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has no code for it, or its memory is full; loading would fail amid the weights."""
+    check_gpu(CPU)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore of it")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    reason = "no kernel image is available for execution on the device; choose another device"
+    with pytest.raises(ValueError, match=rf"^device: PyTorch \S+ cannot compute on cuda:1: CUDA error: {reason}"):
+        check_gpu(torch.device("cuda", 1))
+
+
+def test_a_model_is_not_loaded_on_a_gpu_on_which_nothing_can_be_computed(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path]
+) -> None:
+    def refuse(found: torch.device) -> None:
+        raise ValueError(f"device: {found}")
+
+    monkeypatch.setattr("specinfer.model.load.check_gpu", refuse)
+    with pytest.raises(ValueError, match="device: cuda:1"):
+        load_model(model_folder(), "auto", torch.device("cuda", 1))
+
+
+def test_bfloat16_on_a_gpu_without_units_for_it_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    warn_of_slow_type(CPU, torch.bfloat16)
+    warn_of_slow_type(gpu, torch.float16)
+    assert not caplog.records
+    for _ in range(2):  # target and drafter
+        warn_of_slow_type(gpu, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    warn_of_slow_type(torch.device("cuda", 1), torch.bfloat16)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "dtype: Tesla T4 has no units for bfloat16 (they come with compute capability 8.0); float16 is faster there"
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)

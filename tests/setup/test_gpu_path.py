@@ -164,3 +164,15 @@ def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "no compiler")
     assert gpu_path.gpu_abilities(CPU)["device step"] == "they need Triton's kernels"
+
+
+def test_a_gpu_that_computes_nothing_is_reported_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that PyTorch was not built for, or whose memory is full."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore of it")
+
+    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", fail)
+    reason = "CUDA error: no kernel image is available for execution on the device"
+    assert gpu_path.gpu_abilities(GPU) == {"Triton": None, "captured": reason, "device step": reason}

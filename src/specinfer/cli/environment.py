@@ -34,15 +34,17 @@ def collect_env() -> None:
         "torch cuda": torch.version.cuda or "not built in",
         "gpu driver": driver_version() or "not found",
     }
-    for i in range(torch.cuda.device_count()):
+    why_none = why_no_cuda()  # PyTorch also counts devices whose driver it cannot use
+    num_gpus = torch.cuda.device_count() if why_none is None else 0
+    for i in range(num_gpus):
         properties = torch.cuda.get_device_properties(i)
         memory, capability = f"{properties.total_memory / 2**30:.0f} GiB", f"{properties.major}.{properties.minor}"
         rows[f"gpu {i}"] = f"{properties.name}, {memory}, compute capability {capability}"
         for line in described(gpu_abilities(torch.device("cuda", i))):
             part, _, answer = line.partition(": ")
             rows[f"gpu {i} {part}"] = answer
-    if not torch.cuda.device_count():
-        rows["gpus"] = ", ".join(filter(None, ("none", why_no_cuda())))
+    if not num_gpus:
+        rows["gpus"] = ", ".join(filter(None, ("none", why_none)))
     for name, value in rows.items():
         print(f"{name + ':':22}{value}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from specinfer.core.config import EngineConfig, check_device
+from specinfer.core.errors import first_line
 
 logger = logging.getLogger(__name__)
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # of NVIDIA's driver on Linux
@@ -33,6 +34,7 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
 }
 # Products of 4096 outputs in blocks of 128 by 256 then have two blocks for each multiprocessor, so that few are idle.
 _TOKENS_PER_CORE = 16
+_BFLOAT16 = (8, 0)  # the first compute capability with units for it
 _MOST_TOKENS = 2048  # of a step by default: requests that decode wait for prompts that are read in the same pass
 
 
@@ -67,15 +69,43 @@ def warn_of_unused_gpu() -> None:
 
 def why_no_cuda() -> str | None:
     """Return why PyTorch has no CUDA device, in its own words where it has any, or None if it has one."""
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         remedy = "to use a GPU of NVIDIA, pip uninstall torch and install a build for CUDA"
         return f"PyTorch {torch.__version__} is a build without CUDA; {remedy}"
     try:
         torch.cuda.init()
     except Exception as error:  # a driver may fail in many ways
-        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error).rstrip(".")
         return reason if _has_device_file() else f"{reason}; in a container: docker run --gpus all"
     return None
+
+
+def check_gpu(device: torch.device) -> None:
+    """Check that a GPU computes: PyTorch may have no code for it, or its memory may be full.
+
+    Raises:
+        ValueError: It does not. Without this check loading would fail amid the weights.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except Exception as error:  # as above
+        raise ValueError(
+            f"device: PyTorch {torch.__version__} cannot compute on {device}: {first_line(error)}; choose another "
+            "device, free its memory if that is full, or install a build of PyTorch for it"
+        ) from error
+
+
+@cache
+def warn_of_slow_type(device: torch.device, dtype: torch.dtype) -> None:
+    """Log once that a GPU computes slowly in a type, for which it has no units."""
+    is_slow = device.type == "cuda" and dtype == torch.bfloat16
+    if is_slow and torch.cuda.get_device_capability(device) < _BFLOAT16:
+        logger.warning(
+            "dtype: %s has no units for bfloat16 (they come with compute capability 8.0); float16 is faster there",
+            device_name(device),
+        )
 
 
 def driver_version() -> str | None:

@@ -21,6 +21,7 @@ from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear,
 from specinfer.model.attention import register
 from specinfer.model.cut import LinearCut
 from specinfer.model.definition import check_architecture, load_config, max_position_of
+from specinfer.model.device import check_gpu, warn_of_slow_type
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.fused import FusedDecoder
@@ -174,8 +175,9 @@ def load_model(
     Raises:
         ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite or already
             quantized, or the model cannot be split like this.
-        ValueError: The memory budget is too small.
+        ValueError: The memory budget is too small, or the GPU cannot be used.
     """
+    check_gpu(device)
     register()
     config = load_config(folder)
     check_architecture(config)
@@ -224,6 +226,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
 def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
     """Connect a model to the other ranks, and describe it; `note` ends the description of its compute path."""
     model, definition = built.model, built.definition
+    warn_of_slow_type(job.device, definition.dtype)
     connect_shards(model, definition.split.sums, job.shard)
     release_freed_memory()
     return LoadedModel(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from specinfer.core.errors import first_line
 from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import TargetRunner
@@ -51,14 +52,14 @@ def described(parts: Parts) -> list[str]:
 def gpu_abilities(device: torch.device) -> Parts:
     """Return what a GPU can do, by trying the smallest kernel and the smallest capture; no model is needed."""
     why_no_triton, why_no_capture = why_not_on(device), None
-    total = torch.zeros(1, device=device)
 
     def add() -> None:
         total.add_(1)
 
     try:
+        total = torch.zeros(1, device=device)
         Graphs(device).captured(add)()
     except (CaptureError, RuntimeError) as error:
-        why_no_capture = str(error).partition("\n")[0]
+        why_no_capture = first_line(error)
     why_no_steps = why_no_capture if why_no_triton is None else "they need Triton's kernels"
     return {"Triton": why_no_triton, "captured": why_no_capture, "device step": why_no_steps}
