@@ -4,8 +4,9 @@
     python tools/gpu_figures.py --out figures --dry-run      # what would be run
     python tools/gpu_figures.py --out figures --device cpu --tiny   # all of it in small, to try the tool itself
 
-Everything is kept in OUT/figures.json: a step that is done at this commit is not run again, one that failed is tried
-again after the others. A step is begun only if it is expected to end within --limit.
+Everything is kept in OUT/figures.json, and what each step printed in OUT/STEP.log. A step that is done at this commit
+is not run again, one that failed is tried again after the others. A step is begun only if it is expected to end within
+--limit.
 """
 
 import argparse
@@ -71,8 +72,8 @@ class Step:
 def test_steps() -> list[Step]:
     """A step for each file of tests that need a GPU, so that one that takes long or hangs holds up no other."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    # Most of the time is the compiler's, on one core for each process.
-    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-n", str(min(os.cpu_count() or 1, 12)))
+    # Most of the time is the compiler's, on one core for each process. Outcomes come one by one: a run may be ended.
+    options = ("-m", "gpu", "-v", "-p", "no:cacheprovider", "-n", str(min(os.cpu_count() or 1, 12)))
     return [
         Step(
             f"tests-{path.stem[5:].replace('_', '-')}",
@@ -158,8 +159,12 @@ class Figures:
         return {name: step["report"] for name, step in self.steps.items() if self.is_done(name, commit)}
 
 
-def run(step: Step, longest: float) -> dict[str, Any]:
-    """One step, ended when it has taken too long: its state, the last lines of its output, and its report."""
+def run(step: Step, longest: float, log: Path) -> dict[str, Any]:
+    """One step, ended when it has taken too long: its state, the last lines of its output, and its report.
+
+    Args:
+        log: File of the whole output.
+    """
     with tempfile.TemporaryDirectory(prefix="figures-") as place:
         report = Path(place) / "report.json"
         command, started = step.command(report), time.monotonic()
@@ -176,6 +181,7 @@ def run(step: Step, longest: float) -> dict[str, Any]:
             output, _ = process.communicate()
             state = f"not done in {longest:.0f} s"
         found = json.loads(report.read_text()) if state == "done" and step.reports else None
+    log.write_text(output)
     last = [line for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     seconds = time.monotonic() - started
     return {"state": state, "seconds": seconds, "command": command[1:], "output": last, "report": found}
@@ -256,7 +262,7 @@ def main() -> int:
             print(f"{step.name}: not begun, {left:.0f} s are left and it may take {expected:.0f}", flush=True)
             continue
         print(f"{step.name} ...", flush=True)
-        figures.add(step.name, run(step, min(left, LONGEST)) | {"commit": commit})
+        figures.add(step.name, run(step, min(left, LONGEST), asked.out / f"{step.name}.log") | {"commit": commit})
     heading = "nothing was run" if asked.dry_run else where(asked.device)
     print_table(figures, chosen, commit, heading)
     is_done = all(figures.is_done(step.name, commit) for step in chosen)

@@ -49,13 +49,13 @@ def step(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 REPORTING = "import sys\nprint('first\\n\\nlast')\nopen(sys.argv[-1], 'w').write('{\"speedup\": 3.5}')"
 
 
-def test_a_step_reports_its_outcome(tool: Any, step: Any) -> None:
-    made = tool.run(step("good", REPORTING), 60)
+def test_a_step_reports_its_outcome(tool: Any, step: Any, tmp_path: Path) -> None:
+    made = tool.run(step("good", REPORTING), 60, tmp_path / "log")
     assert (made["state"], made["report"], made["output"]) == ("done", {"speedup": 3.5}, ["first", "last"])
     assert 0 < made["seconds"] < 60
-    made = tool.run(step("bad", "raise SystemExit('no such thing')"), 60)
+    made = tool.run(step("bad", "raise SystemExit('no such thing')"), 60, tmp_path / "log")
     assert (made["state"], made["report"], made["output"]) == ("status 1", None, ["no such thing"])
-    made = tool.run(step("quiet", "print('3 passed')", reports=False), 60)
+    made = tool.run(step("quiet", "print('3 passed')", reports=False), 60, tmp_path / "log")
     assert (made["state"], made["output"]) == ("done", ["3 passed"])
 
 
@@ -67,8 +67,9 @@ def test_a_step_that_hangs_is_ended_with_all_it_started(tool: Any, step: Any, tm
         "print('begun', flush=True)\n"
         "time.sleep(60)"
     )
-    made = tool.run(step("hung", code), 3)
+    made = tool.run(step("hung", code), 3, tmp_path / "hung.log")
     assert (made["state"], made["output"]) == ("not done in 3 s", ["begun"])
+    assert (tmp_path / "hung.log").read_text() == "begun\n"
     assert made["seconds"] < 30
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
     deadline = time.monotonic() + 20
@@ -151,7 +152,7 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
 def test_a_dry_run_prints_commands_and_runs_nothing(tmp_path: Path) -> None:
     words = [sys.executable, str(TOOLS / "gpu_figures.py"), "--out", str(tmp_path), "--dry-run", "--commit", "abc"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert re.search(r"python -m pytest -m gpu -q -p no:cacheprovider -n \d+ tests/gpu/test_kernels.py\n", shown)
+    assert re.search(r"python -m pytest -m gpu -v -p no:cacheprovider -n \d+ tests/gpu/test_kernels.py\n", shown)
     assert "python -m specinfer bench latency demo --device cuda --grow 7b --tree auto" in shown
     assert "peers-large              not run" in shown
     assert "commit abc" in shown
