@@ -340,3 +340,17 @@ def test_damaged_tokenizer(folder: Path, text: str) -> None:
         ModelError, match=rf"^model: the tokenizer of {folder} cannot be used \(.*; fetch the model again"
     ):
         load_tokenizer(folder)
+
+
+def test_weights_that_do_not_fit_into_a_gpu_name_the_model_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path]
+) -> None:
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore of it")
+
+    monkeypatch.setattr("specinfer.model.load.read_shard", fail)
+    folder = model_folder()
+    with pytest.raises(
+        ModelError, match=r"does not fit into the memory of cpu: CUDA out of memory.*; set quantization"
+    ):
+        load_model(folder, "auto", torch.device("cpu"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.config import OffloadConfig
+from specinfer.core.errors import ModelError, first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
 from specinfer.model.attention import register
@@ -173,8 +174,8 @@ def load_model(
         kv_dtype: Type of the keys and values in its cache, or None for that of the model.
 
     Raises:
-        ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite or already
-            quantized, or the model cannot be split like this.
+        ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite, already
+            quantized or too large for the GPU, or the model cannot be split like this.
         ValueError: The memory budget is too small, or the GPU cannot be used.
     """
     check_gpu(device)
@@ -189,7 +190,13 @@ def load_model(
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""
     for attempt in (job, replace(job, native=False)):
-        built = _build(attempt)
+        try:
+            built = _build(attempt)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"{origin_of(folder)} does not fit into the memory of {device}: {first_line(error)}; set quantization "
+                "or offload, or split it over several GPUs"
+            ) from error
         if not isinstance(built, str):
             break
         note = f"; the {built} were refused"
