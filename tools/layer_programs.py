@@ -80,6 +80,7 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for kind in _WEIGHTS if dtype == torch.bfloat16 else _ROUNDED:
             for rows in (1, 32, 256) if kind in _ROUNDED else (1, 256):
                 yield f"product {name} {kind}, {rows} rows", _product(dtype, kind, rows, has_float8)
+    yield "product of 1 output", _product(torch.bfloat16, "int8", 1, has_float8, outputs=1)
     for rows in (1, 32, 64) if arch // 10 == few_rows.COMPUTE_CAPABILITY_MAJOR else ():
         yield f"few rows, {rows}", _few_rows(rows)
     for kind in _ROUTED:
@@ -139,8 +140,10 @@ def _few_rows(rows: int) -> Callable[[], object]:
     return call
 
 
-def _product(dtype: torch.dtype, kind: str, rows: int, has_float8: tuple[bool, ...]) -> Callable[[], object]:
-    inputs, outputs = 4096, 6144
+def _product(
+    dtype: torch.dtype, kind: str, rows: int, has_float8: tuple[bool, ...], outputs: int = 6144
+) -> Callable[[], object]:
+    inputs = 4096
     x, bias, weight = _empty(rows, inputs, dtype=dtype), _empty(outputs, dtype=dtype), _weight(kind, outputs, inputs)
 
     def call() -> object:

@@ -35,6 +35,7 @@ OF_LAYERS = [
     "few rows, 32",
     "low rank bf",
     "product bfloat16 fp8, 32",
+    "product of 1 output",
     "routed product int4, 1 ",
     "routed product Q4_K, 512 ",
 ]

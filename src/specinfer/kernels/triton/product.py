@@ -141,8 +141,10 @@ def add_parts_program(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * size.to(tl.int64) + place, mask=inside, other=0.0)
+    parts += place
+    for _ in tl.static_range(PARTS):
+        total += tl.load(parts, mask=inside, other=0.0)
+        parts += size
     if HAS_BIAS:
         total += tl.load(bias + place % outputs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
