@@ -4,7 +4,7 @@ Without a GPU kernels run in Triton's interpreter; with one they are compiled, a
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,14 @@ def _there(layer: Layer) -> Layer:
         vector = getattr(layer.call, name)
         setattr(layer.call, name, None if vector is None else vector.to(DEVICE))
     return layer
+
+
+def test_tensors_of_an_order_begin_where_kernels_want_them() -> None:
+    """At multiples of 16 bytes for any number of tokens; kernels are compiled once more for others."""
+    order = _order([[-1, 0, 0]], [-1], {})
+    tensors = [getattr(order, field.name) for field in fields(order)[2:]]
+    starts = [one.data_ptr() - order.starts.data_ptr() for one in tensors]
+    assert {start % 16 for start in starts} == {0}
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.__name__.rpartition(".")[2])

@@ -25,6 +25,7 @@ from specinfer.kernels.triton import multi_step, traversal
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
 from specinfer.verify import Acceptance, device_batch, drawn_trees, verify
+from specinfer.verify.node_scores import NodeScores, Part, parameters_of
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 from tree_cases import drawn_tree
 
@@ -364,3 +365,14 @@ def test_masks_that_fail_concern_their_request_alone(
     for one, other in zip(requests, wanted, strict=True):
         assert one.output_ids == other.output_ids or one is failing is not is_deep
     check_left(engine)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_parameters_of_nodes_begin_where_kernels_want_them(count: int) -> None:
+    """At multiples of 16 bytes for any number of nodes; kernels are compiled once more for others."""
+    tree = TokenTree.chain(0, [3] * (count - 1))
+    parts = [Part(_request(2), tree, range(count), torch.zeros(count, VOCAB))]
+    (parameters,) = transfers.send_together([parameters_of(parts)], torch.device("cpu"))
+    scores = NodeScores.of(parts, parameters)
+    starts = [one.data_ptr() - parameters.data_ptr() for one in (scores.seeds, scores.positions)]
+    assert {start % 16 for start in starts} == {0}

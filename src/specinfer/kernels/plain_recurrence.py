@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
+from specinfer.kernels.transfers import send_together
 
 _Integers = npt.NDArray[np.int64]
 
@@ -58,9 +59,7 @@ class ScanOrder:
     ) -> Self:
         """Return the order of the same tokens as a `NativeScan`, sent to the device in one copy."""
         arrays, num_places = cls.arrays_of(slots, parents, first_rows, rows, results)
-        there = torch.from_numpy(np.concatenate(list(arrays.values()))).to(device)
-        parts = dict(zip(arrays, there.split([len(array) for array in arrays.values()]), strict=True))
-        return cls(num_results, num_places, **parts)
+        return cls(num_results, num_places, *send_together(list(arrays.values()), device))
 
     @staticmethod
     def arrays_of(

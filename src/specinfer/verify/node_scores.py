@@ -51,8 +51,8 @@ class NodeScores(NamedTuple):
         temperatures, top_p, share = parameters[3:].view(torch.float64)
         temperatures, least = temperatures.float(), None
         if any(part.request.params.truncates for part in parts):
-            least = tree_ops.least_kept(rows, Truncation(temperatures, share.float(), parameters[2].int(), top_p))
-        return cls(rows, parameters[0], parameters[1], temperatures, least)
+            least = tree_ops.least_kept(rows, Truncation(temperatures, share.float(), parameters[1].int(), top_p))
+        return cls(rows, parameters[0], parameters[2], temperatures, least)
 
     def between(self, start: int, end: int) -> "NodeScores":
         """Return those of a range of nodes."""
@@ -71,15 +71,18 @@ class NodeScores(NamedTuple):
 
 
 def parameters_of(parts: Sequence[Part]) -> Ints:
-    """Return the parameters of nodes, [6, nodes]: seed, position, top-k; and as float64 temperature, top-p, min-p."""
+    """Return the parameters of nodes, [6, nodes]: seed, top-k, position; and as float64 temperature, top-p, min-p.
+
+    Rows 0, 2 and 4 begin at multiples of 16 bytes: for other addresses kernels are compiled once more.
+    """
     params, vocab = [part.request.params for part in parts], parts[0].logits.shape[1]
     numbers = np.zeros((6, len(parts)), dtype=np.int64)
     floats = numbers.view(np.float64)
     numbers[0] = [part.request.seed for part in parts]
-    numbers[2] = [top_k_of(one, vocab) for one in params]
+    numbers[1] = [top_k_of(one, vocab) for one in params]
     floats[3] = [temperature_of(one) for one in params]
     floats[4] = [one.top_p for one in params]
     floats[5] = [log_min_p(one) for one in params]
     numbers = np.repeat(numbers, [len(part.nodes) for part in parts], axis=1)
-    numbers[1] = [len(part.request.token_ids) + part.tree.depths[node] for part in parts for node in part.nodes]
+    numbers[2] = [len(part.request.token_ids) + part.tree.depths[node] for part in parts for node in part.nodes]
     return numbers
