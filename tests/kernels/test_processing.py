@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
 from interpreter import interpreted
 from specinfer.core.request import Request
@@ -18,8 +19,11 @@ from specinfer.core.tree import TokenTree
 from specinfer.engine.device.processing import write_adjustments, write_truncation
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels import plain_logits, plain_tree, tree_ops
+from specinfer.kernels.chance_table import ChanceTable
+from specinfer.kernels.plain_draft import Candidates, Frontier, Limits, Sampling
 from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
 from specinfer.kernels.triton import adjustment, truncation
+from specinfer.kernels.triton.candidates import add_candidates
 from specinfer.kernels.triton.choose import choose
 from specinfer.verify import verify
 from specinfer.verify.logits import adjust, truncate
@@ -203,3 +207,24 @@ def test_adjusted_logits_are_those_of_one_request_at_a_time(run: Any, of_trees: 
     assert torch.equal(logits, wanted)
     of_last = logits[-nodes:, [2, 11, 60]] == -torch.inf
     assert of_last.all(dim=1).tolist() == of_last.any(dim=1).tolist() == [True, True, False, False, True]
+
+
+def test_rows_are_the_first_dimension_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU runs at most 65,535 programs in any other; 64 requests of 1,024 nodes have more rows."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_args, **_kwargs: grids.append(self.grid))
+    requests, nodes, vocab = 64, 1024, 9
+    logits, numbers = torch.zeros(requests * nodes, vocab), torch.zeros(requests * nodes, dtype=torch.int64)
+    table = torch.zeros(requests, nodes, dtype=torch.int32)
+    choose(logits, numbers, numbers, numbers.float())
+    truncation.least_kept(logits, DeviceState.empty(requests, 8, CPU).truncation)
+    adjustment.adjust_logits(logits, Adjustments.empty(requests, vocab, CPU), Paths(table, table, table, 1, 8))
+    adjustment.mask_logits(logits, table.view(-1, 1), table.flatten())
+    limits = Limits(*torch.zeros(2, requests).int(), torch.zeros(requests), table)
+    frontier = Frontier(0, table.long(), table.unsqueeze(2), table, table.float())
+    sampling, chances = (
+        Sampling(*numbers[: 3 * requests].view(3, -1)),
+        ChanceTable(torch.zeros(1), *torch.zeros(2, 3, 2)),
+    )
+    add_candidates(logits, frontier, 0, 1, sampling, chances, limits, Candidates.empty(requests, nodes, CPU))
+    assert [grid[0] for grid in grids] == 8 * [requests * nodes]

@@ -15,8 +15,8 @@ def adjust_program(
     num_early, ends, numbers, tokens, parents, vocab, stride, num_nodes, num_tokens, first, num_ends,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Adjust a chunk of a node's logits. Grid: [chunks, rows]."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Adjust a chunk of a node's logits. Grid: [rows, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_nodes
     if tl.load(is_adjusted + request) > 0:
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -56,7 +56,7 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
     assert adjustments.seen.shape == (requests, vocab)
     assert all(tensor.is_contiguous() for tensor in (*each, paths.numbers, paths.tokens, paths.parents))
     # Without fused operations, so that sums are rounded as in PyTorch.
-    adjust_program[(triton.cdiv(vocab, _CHUNK), rows)](
+    adjust_program[(rows, triton.cdiv(vocab, _CHUNK))](
         logits, *each, paths.numbers, paths.tokens, paths.parents,
         vocab, logits.stride(0), nodes, paths.tokens.shape[1], paths.first, adjustments.ends.shape[1],
         CHUNK=_CHUNK, enable_fp_fusion=False,
@@ -65,8 +65,8 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> Non
 
 @triton.jit(do_not_specialize=["words"])
 def mask_program(logits, bits, is_masked, vocab, stride, words, CHUNK: tl.constexpr):
-    """Mask a chunk of a row's logits. Grid: [chunks, rows]."""
-    row, ids = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    """Mask a chunk of a row's logits. Grid: [rows, chunks]."""
+    row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     if tl.load(is_masked + row) > 0:
         valid = ids < vocab
         word = tl.load(bits + row * words + ids // 32, valid, other=0)
@@ -79,6 +79,6 @@ def mask_logits(logits: Tensor, bits: Tensor, is_masked: Tensor) -> None:
     assert logits.stride(1) == bits.stride(1) == 1
     assert is_masked.is_contiguous()
     assert len(bits) == len(is_masked) == rows
-    mask_program[(triton.cdiv(vocab, _CHUNK), rows)](
+    mask_program[(rows, triton.cdiv(vocab, _CHUNK))](
         logits, bits, is_masked, vocab, logits.stride(0), bits.stride(0), CHUNK=_CHUNK
     )

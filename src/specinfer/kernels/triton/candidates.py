@@ -25,8 +25,8 @@ def chunk_program(
     vocab, stride, num_chunks, num_nodes, level,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Find the best tokens of a chunk, its best score and the sum of exponentials. Grid: [chunks, rows]."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Find the best tokens of a chunk, its best score and the sum of exponentials. Grid: [rows, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_nodes
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     scores = tl.load(logits + row * stride + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
@@ -163,7 +163,7 @@ def add_candidates(
     same = (logits, *of_request, kept, int(least is not None), found, highest, sums)
     sizes = (vocab, logits.stride(0), num_chunks, nodes, frontier.level)
     # Without fused operations, so that sums are rounded as in PyTorch.
-    chunk_program[(num_chunks, rows)](*same, *sizes, WIDTH=width, CHUNK=_CHUNK, enable_fp_fusion=False)
+    chunk_program[(rows, num_chunks)](*same, *sizes, WIDTH=width, CHUNK=_CHUNK, enable_fp_fusion=False)
     candidates_program[(rows,)](
         *same, *tables, *bounds, frontier.path_prob, frontier.numbers, predicted, *outputs,
         *sizes, first, candidates.tokens.shape[1], limits.widths.shape[1], len(table.points), table.num_ranks,

@@ -60,8 +60,8 @@ def rough_noise(bits):
 def rough_program(
     logits, seeds, positions, temperatures, limits, is_limited, best, vocab, stride, num_chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store the best score of a chunk of a row, or NaN if it has one. Grid: [chunks, rows]."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Store the best score of a chunk of a row, or NaN if it has one. Grid: [rows, chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     valid = tokens < vocab
     scores = tl.load(logits + row * stride + tokens, valid, other=float("-inf")).to(tl.float32)
@@ -136,7 +136,7 @@ def choose(
     of_rows = (logits, seeds, positions, temperatures, limits, int(least is not None), scratch)
     same = (vocab, logits.stride(0), num_chunks)
     # Without fused operations, so that sums are rounded as in PyTorch.
-    rough_program[(num_chunks, rows)](*of_rows, *same, CHUNK=_CHUNK, enable_fp_fusion=False)
+    rough_program[(rows, num_chunks)](*of_rows, *same, CHUNK=_CHUNK, enable_fp_fusion=False)
     choose_program[(rows,)](
         *of_rows, out, *same,
         CHUNK=_CHUNK, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False,

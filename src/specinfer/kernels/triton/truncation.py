@@ -98,11 +98,11 @@ def listing_program(
     logits, temperatures, log_min_p, top_k, top_p, listed, masses, vocab, stride, num_parts, num_nodes,
     WIDTH: tl.constexpr, PART: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """List the best scores of a part of a row, in descending order, and sum up its probabilities. Grid: [parts, rows].
+    """List the best scores of a part of a row, in descending order, and sum up its probabilities. Grid: [rows, parts].
 
     A score of NaN marks a place without a token.
     """
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // num_nodes
     if _truncates(temperatures, log_min_p, top_k, top_p, request):
         places = tl.arange(0, PART)
@@ -186,7 +186,7 @@ def least_kept(logits: Tensor, truncation: Truncation) -> Tensor:
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     sizes = (vocab, logits.stride(0), num_parts, rows // len(truncation.top_k))
     # Without fused operations, so that scores are rounded as in PyTorch.
-    listing_program[(num_parts, rows)](
+    listing_program[(rows, num_parts)](
         logits, *limits, listed, masses, *sizes, WIDTH=_WIDTH, PART=part, RUN=_RUN, enable_fp_fusion=False
     )
     limits_program[(rows,)](
