@@ -89,6 +89,20 @@ def test_candidates_are_those_of_the_plain_version(
     assert (path_prob[2, 0, 2:] == -1).all(), "a fixed expansion has its own width"
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_infinite_logits_have_no_confidence() -> None:
+    """As in a softmax: half precision overflows before a NaN appears."""
+    logits = torch.tensor([[0.0, torch.inf, 1.0, -torch.inf]])
+    found = []
+    for run in (plain_draft.add_candidates, of_levels.add_candidates):
+        found.append(Candidates.empty(1, 3, CPU))
+        sampling = Sampling(torch.tensor([1]), torch.tensor([0.0]), torch.tensor([0]))
+        limits = Limits(torch.tensor([3]), torch.tensor([8]), torch.tensor([0.0]), torch.tensor([[0, 0]]))
+        run(logits, _frontier(1, 1, 1, 1), 0, 3, sampling, _table(2), limits, found[-1])
+    assert [one.tokens[0].tolist() for one in found] == 2 * [[1, 2, 0]]
+    assert [one.confidence[0].tolist() for one in found] == 2 * [[0.0, 0.0, 0.0]]
+
+
 def _parts(candidates: Candidates) -> list[Tensor]:
     return [getattr(candidates, name) for name in Candidates.__slots__]
 

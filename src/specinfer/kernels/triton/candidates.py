@@ -114,8 +114,8 @@ def candidates_program(
         token = tl.min(tl.where(scores == best, tokens, vocab), 0)
         scores = tl.where(tokens == token, float("-inf"), scores)
         is_token = best > float("-inf")
-        confidence = tl.minimum(tl.exp(best - base) / norm, 1.0)
-        confidence = tl.where(is_token & (confidence == confidence), confidence, 0.0)
+        confidence = tl.exp(best - base) / norm
+        confidence = tl.where(is_token & (confidence == confidence), tl.minimum(confidence, 1.0), 0.0)
         if IS_PREDICTED:
             if rank == 0:
                 scale = tl.div_rn(tl.load(accepted + row), tl.maximum(confidence, 1e-9))
