@@ -100,6 +100,15 @@ def test_recurrences_are_those_of_each_path(
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.__name__.rpartition(".")[2])
+def test_a_step_that_is_no_number_reaches_the_result(version: Version) -> None:
+    """Limits of steps do not hide it, as maxima and minima of a GPU would."""
+    layer = _there(layer_of(1, 1, 8, 6, KINDS[1]))
+    mixed, stored = numbers((1, layer.sizes.num_channels), 4), torch.full((1, 1, layer.width), torch.nan)
+    found = version.recur(mixed.to(DEVICE), layer.call, _order([[-1]], [-1], {}), stored.to(DEVICE), None)
+    assert found.isnan().all()
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.__name__.rpartition(".")[2])
 def test_a_state_of_another_branch_is_noticed(version: Version) -> None:
     """The known-wrong arm: each token continues from the one before."""
     kind = KINDS[0]

@@ -132,7 +132,7 @@ def recur_program(
         else:
             step = tl.load(stored + tl.load(slots + token) * heads + head).to(tl.float32)
             step = _rounded(step + _rounded(tl.load(bias + head), stored), stored)
-            step = tl.minimum(tl.maximum(_rounded(_softplus(step), stored), least), most)
+            step = tl.clamp(_rounded(_softplus(step), stored), least, most, propagate_nan=tl.PropagateNan.ALL)
             state = state * tl.exp(rate * step)
             change *= step
         state += x[:, None] * change[None, :]
