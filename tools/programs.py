@@ -203,6 +203,9 @@ def draft_cases() -> Iterator[Case]:
         yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}", call
         predicted = partial(call, accepted=_empty(requests * nodes, dtype=_FULL))
         yield f"candidates {str(dtype)[6:]}, {nodes} x {vocab}, predicted", predicted
+    logits = _empty(requests, 262144, dtype=_HALF)
+    call = partial(add_candidates, logits, frontier(1), 0, 64, sampling, table, limits, candidates(64))
+    yield "candidates, 64 after a root", call
     for nodes, width in ((1, 4), (16, 2), (8, 8)):
         of_nodes = (_empty(requests * nodes, SUPPORT, dtype=_FULL), long(requests * nodes, SUPPORT))
         noise = (long(requests), long(requests), _empty(requests, dtype=_FULL))

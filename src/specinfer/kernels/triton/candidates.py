@@ -45,7 +45,7 @@ def chunk_program(
     tl.store(sums + row * num_chunks + chunk, tl.sum(tl.exp(scores - base), 0))
     tl.store(highest + row * num_chunks + chunk, tl.where(has_nan, float("nan"), top))
     found += (row * num_chunks + chunk) * WIDTH
-    for rank in tl.static_range(WIDTH):
+    for rank in range(WIDTH):
         best = tl.max(scores, 0)
         token = tl.min(tl.where(scores == best, tokens, vocab), 0)
         tl.store(found + rank, tl.where(best > float("-inf"), token, -1))
@@ -109,7 +109,7 @@ def candidates_program(
     lowest = tl.full((), float("inf"), tl.float32)
     scale = tl.full((), 1.0, tl.float32)
     place = request * total + first + (row % num_nodes) * WIDTH
-    for rank in tl.static_range(WIDTH):
+    for rank in range(WIDTH):
         best = tl.max(scores, 0)
         token = tl.min(tl.where(scores == best, tokens, vocab), 0)
         scores = tl.where(tokens == token, float("-inf"), scores)
@@ -162,14 +162,15 @@ def add_candidates(
     kept = sampling.temperatures if least is None else least  # not read if there are none
     same = (logits, *of_request, kept, int(least is not None), found, highest, sums)
     sizes = (vocab, logits.stride(0), num_chunks, nodes, frontier.level)
+    block = triton.next_power_of_2(num_chunks * width)
     # Without fused operations, so that sums are rounded as in PyTorch.
     chunk_program[(rows, num_chunks)](*same, *sizes, WIDTH=width, CHUNK=_CHUNK, enable_fp_fusion=False)
     candidates_program[(rows,)](
         *same, *tables, *bounds, frontier.path_prob, frontier.numbers, predicted, *outputs,
         *sizes, first, candidates.tokens.shape[1], limits.widths.shape[1], len(table.points), table.num_ranks,
-        WIDTH=width, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
-        BLOCK_FOUND=triton.next_power_of_2(num_chunks * width), BLOCK_POINTS=triton.next_power_of_2(len(table.points)),
-        IS_PREDICTED=accepted is not None, enable_fp_fusion=False,
+        WIDTH=width, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_FOUND=block,
+        BLOCK_POINTS=triton.next_power_of_2(len(table.points)), IS_PREDICTED=accepted is not None,
+        num_warps=min(max(block // 1024, 4), 16), enable_fp_fusion=False,
     )  # fmt: skip
 
 
