@@ -84,7 +84,7 @@ def _layout(requests: int, max_new: int, *, is_chain: bool = False) -> TreeLayou
 
 def attention_cases(arch: int) -> Iterator[Case]:
     """Head dims, types and features, each with few rows and with many, in the blocks that this GPU has."""
-    dims = [(64, _HALF), (80, _HALF), (96, _HALF), (128, _HALF), (256, _HALF), (128, torch.float16), (128, _FULL)]
+    dims = [*((dim, _HALF) for dim in (64, 80, 96, 128, 256, 512)), (128, torch.float16), (128, _FULL)]
     for dim, dtype in dims:
         for requests, max_new in ((1, 1), (8, 64)):
             yield _attention_case(arch, f"{dim} {str(dtype)[6:]}", requests, max_new, dim, dtype)

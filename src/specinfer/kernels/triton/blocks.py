@@ -52,6 +52,8 @@ def choose_blocks(
     most_rows = 16 if itemsize > 2 else (128 if per_key <= 512 and not by_bits else 64)
     if per_key > 256 and device.shared_bytes <= _GRAPHICS_CARD_BYTES and not layout.is_chain:
         most_rows = min(most_rows, 64)  # with masks, 128 rows take up to 280 bytes of stack on an RTX 5090
+    is_wide = itemsize <= 2 and per_key > 1024  # heads of 512 numbers: queries and tiles fill the shared memory
+    most_rows = min(most_rows, 32) if is_wide else most_rows
     rows = min(max(triton.next_power_of_2(num_rows), 16), most_rows)
     keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
     while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):
@@ -61,7 +63,8 @@ def choose_blocks(
     splits = 1
     while 2 * splits <= most_splits and splits * programs < device.num_cores:
         splits *= 2
-    return Blocks(rows, keys, splits, 4 if rows < 64 and itemsize <= 2 else 8)
+    is_small = rows < (32 if is_wide else 64) and itemsize <= 2
+    return Blocks(rows, keys, splits, 4 if is_small else 8)
 
 
 def padded(dim: int) -> int:
