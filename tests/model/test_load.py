@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
+from specinfer.model.attention import register
 from specinfer.model.batch import Piece
-from specinfer.model.definition import load_tokenizer
+from specinfer.model.definition import load_config, load_tokenizer, read_definition
 from specinfer.model.folder import find_folder
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.load import load_model
@@ -22,6 +24,7 @@ from tiny import VOCAB, make_model, save_tokenizer
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
+STATUS = Path("/proc/self/status")
 
 
 @pytest.fixture
@@ -53,6 +56,28 @@ def test_a_good_folder(folder: Path) -> None:
     assert loaded.num_parameters == sum(p.numel() for p in make_model("llama").parameters())
     assert not any(p.requires_grad for p in loaded.model.parameters())
     assert not loaded.model.training
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="the system does not report a process's memory like this")
+def test_weights_are_mapped_until_they_are_moved_to_the_device(tmp_path: Path) -> None:
+    """So a host may have less memory than a model for its GPU: pages of files can be dropped at any time."""
+    config = AutoConfig.for_model("llama", vocab_size=40_000, hidden_size=512, intermediate_size=64,
+                                  num_hidden_layers=1, num_attention_heads=4, tie_word_embeddings=False)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    size = sum(one.nbytes for one in model.parameters())
+    model.save_pretrained(tmp_path)
+    del model
+    register()
+    before = _anonymous_bytes()
+    model = read_definition(tmp_path, load_config(tmp_path), "auto")
+    assert _anonymous_bytes() - before < size // 4
+    assert sum(one.nbytes for one in model.parameters()) == size > 80e6
+
+
+def _anonymous_bytes() -> int:
+    """Return the bytes of this process's memory that are no pages of files."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
