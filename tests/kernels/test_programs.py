@@ -41,7 +41,7 @@ OF_LAYERS = [
 ]
 WITHOUT_ATTENTION = ["convolve bfloat16 4", "recur Kimi", "recur Mamba-2", "recur RG-LRU"]  # one of each kind of decay
 OF_LOGITS = ["truncation 128256", "adjustment 128256"]
-OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "candidates, 64", "drawn 16", "frontier 4"]
+OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "drawn 16", "frontier 4"]
 OF_DRAFTS += ["guesses 64", "tree 64", "ancestors 64", "kept"]
 
 

@@ -66,8 +66,17 @@ def _outcomes(engine: Engine) -> list[tuple[Any, ...]]:
     return [(one.output_ids, one.speculation.as_dict()) for one in requests]
 
 
-@pytest.mark.parametrize("way", [1, 2])
-@pytest.mark.parametrize("kind", ["a small model", "EAGLE-3", "DSpark"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("a small model", 1),
+        ("a small model", 2),
+        ("EAGLE-3", 1),
+        ("DSpark", 2),
+        pytest.param("EAGLE-3", 2, marks=pytest.mark.slow),
+        pytest.param("DSpark", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_replays_do_what_programs_do(
     kind: str,
     way: int,
