@@ -8,27 +8,41 @@ from subprocess import CalledProcessError
 
 import pytest
 import torch
+from torch import Tensor
 
 from specinfer.core.places import cache_folder
 from specinfer.kernels import triton as kernels
 
 CPU = torch.device("cpu")
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU"
+)
+triton = pytest.importorskip("triton")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
     kernels.why_not_on.cache_clear()
     yield
     kernels.why_not_on.cache_clear()
 
 
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+def _replace_smallest_kernel(monkeypatch: pytest.MonkeyPatch, outcome: Tensor | Exception) -> None:
+    from specinfer.kernels.triton import gate
+
+    def run(_: Tensor) -> Tensor:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(gate, "gate", run)
+
+
+@INTERPRETED
 def test_compiled_kernels_are_kept_where_all_is_that_a_service_may_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Triton's own place is in the user's home, which services and containers may not have, or not write to."""
-    triton = pytest.importorskip("triton")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR")
     assert kernels.why_not_on(CPU) is None
@@ -36,13 +50,11 @@ def test_compiled_kernels_are_kept_where_all_is_that_a_service_may_write(
     assert tmp_path in Path(triton.knobs.cache.dir).parents
 
 
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@INTERPRETED
 @pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME"])
 def test_a_place_for_compiled_kernels_that_the_user_has_chosen_stays(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    triton = pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv(variable, "/chosen")
     before = triton.knobs.cache.dir
@@ -50,22 +62,15 @@ def test_a_place_for_compiled_kernels_that_the_user_has_chosen_stays(
     assert triton.knobs.cache.dir == before
 
 
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@INTERPRETED
 def test_kernels_that_cannot_be_made_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Triton is installed on many machines that have no compiler."""
-    pytest.importorskip("triton")
-    from specinfer.kernels.triton import gate
-
     assert kernels.why_not_on(CPU) is None
-
-    def fails(_: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
     kernels.why_not_on.cache_clear()
-    monkeypatch.setattr(gate, "gate", fails)
+    reason = "Failed to find C compiler. Please specify via CC environment variable."
+    _replace_smallest_kernel(monkeypatch, RuntimeError(reason))
     for _ in range(2):
         assert str(kernels.why_not_on(CPU)).startswith("Failed to find C compiler.")
     assert [record.getMessage() for record in caplog.records] == [
@@ -74,42 +79,30 @@ def test_kernels_that_cannot_be_made_are_not_used(
     ]
 
 
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@INTERPRETED
 def test_a_compiler_without_pythons_headers_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton reports the command, which is long; what the compiler lacks is on the terminal alone."""
-    pytest.importorskip("triton")
-    from specinfer.kernels.triton import gate
-
-    def fails(_: torch.Tensor) -> torch.Tensor:
-        raise CalledProcessError(1, ["/usr/bin/gcc", "/tmp/tmp7/cuda_utils.c", "-O3", "-shared"])
-
-    monkeypatch.setattr(gate, "gate", fails)
+    error = CalledProcessError(1, ["/usr/bin/gcc", "/tmp/tmp7/cuda_utils.c", "-O3", "-shared"])
+    _replace_smallest_kernel(monkeypatch, error)
     assert (
         kernels.why_not_on(CPU) == "gcc failed on what launches kernels; are Python's headers (python3-dev) installed?"
     )
 
 
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@INTERPRETED
 def test_kernels_with_wrong_results_are_a_warning_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("triton")
-    from specinfer.kernels.triton import gate
-
-    monkeypatch.setattr(gate, "gate", lambda _: torch.zeros(1, 1))
+    _replace_smallest_kernel(monkeypatch, torch.zeros(1, 1))
     assert kernels.why_not_on(CPU) == "its smallest kernel gives wrong numbers"
     assert "its smallest kernel gives wrong numbers" in caplog.text
 
 
-@pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU")
+@INTERPRETED
 def test_without_a_place_to_keep_them_kernels_are_compiled_for_this_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file where the folder should be stands for a file system that may only be read."""
-    pytest.importorskip("triton")
     (tmp_path / "specinfer").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR")
@@ -124,10 +117,8 @@ def test_without_a_place_to_keep_them_kernels_are_compiled_for_this_process(
     )
 
 
-@pytest.mark.usefixtures("_asked_anew")
 def test_the_smallest_kernel_runs_on_the_device_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current device, whatever the tensors are on."""
-    pytest.importorskip("triton")
     from specinfer.kernels.triton import gate
 
     current, asked = ["cuda:0"], torch.device("cuda", 1)
@@ -138,7 +129,7 @@ def test_the_smallest_kernel_runs_on_the_device_that_is_asked_about(monkeypatch:
         yield
         current.pop()
 
-    def gate_there(_: torch.Tensor) -> torch.Tensor:
+    def gate_there(_: Tensor) -> Tensor:
         assert current[-1] == "cuda:1"
         return torch.full((1, 1), 0.7310586)
 

@@ -18,8 +18,8 @@ from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.kernels.kv_types import KVScales
+from specinfer.kernels.triton import on_device
 from specinfer.model.batch import Piece, pack
-from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.kv_cache import Slots

@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import re
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -127,11 +127,6 @@ def prompt_tokens(device: torch.device) -> int:
         return least
     tokens = _TOKENS_PER_CORE * torch.cuda.get_device_properties(device).multi_processor_count
     return min(max(1 << round(math.log2(tokens)), least), _MOST_TOKENS)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a GPU is the current one; Triton launches kernels there, not where tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_name(device: torch.device) -> str:

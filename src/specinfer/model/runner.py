@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import AdapterRows
+from specinfer.kernels.triton import on_device
 from specinfer.model.batch import Piece, pack
-from specinfer.model.device import on_device
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner

@@ -34,7 +34,7 @@ from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.processing import Processing, can_adjust
 from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import NODES, holds, holds_expansion, shape_of
-from specinfer.model.device import on_device
+from specinfer.kernels.triton import on_device
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change

@@ -26,7 +26,7 @@ from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.device.state import DeviceState
 from specinfer.kernels.plain_logits import Adjustments
 from specinfer.kernels.transfers import send
-from specinfer.model.device import on_device
+from specinfer.kernels.triton import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import at_least, max_rows
 from specinfer.model.kv_cache import Slots

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,6 +41,11 @@ def runs_on(tensor: Tensor) -> bool:
     return why_not_on(tensor.device) is None
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a GPU is the current one; Triton launches kernels there, not where tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @cache
 def why_not_on(device: torch.device) -> str | None:
     """Return why kernels cannot run on this device, or None if they can; the smallest one is run as a test.
@@ -54,8 +59,7 @@ def why_not_on(device: torch.device) -> str | None:
         _choose_cache_folder()
         from specinfer.kernels.triton.gate import gate
 
-        # Triton launches on the current device, not where tensors are.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on_device(device):
             opened = gate(torch.ones(1, 2, device=device)).item()
         is_right = abs(opened - 1 / (1 + math.exp(-1))) < 1e-3
         reason = None if is_right else "its smallest kernel gives wrong numbers"

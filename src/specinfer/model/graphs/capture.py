@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from specinfer.core.errors import first_line
 from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.parallel.rank_sums import RankSums, instead_of_sums
@@ -169,7 +170,7 @@ class Graphs:
         except BaseException as error:
             self._break_off(graphs[-1])
             if isinstance(error, RuntimeError):
-                raise CaptureError(str(error).partition("\n")[0]) from error
+                raise CaptureError(first_line(error)) from error
             raise
         return graphs, summed
 

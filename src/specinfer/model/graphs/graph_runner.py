@@ -203,7 +203,7 @@ class GraphRunner:
             self._is_capturable, ready.replay = False, ready.program
             self.why_not_captured = f"they cannot be captured: {first_line(error)}"
             logger.warning("passes of %s are launched kernel by kernel, since they cannot be captured: %s",
-                           self.folder.name, str(error).partition("\n")[0])  # fmt: skip
+                           self.folder.name, first_line(error))  # fmt: skip
 
     def _run(self, ready: _Pass) -> None:
         if ready.replay is not None:

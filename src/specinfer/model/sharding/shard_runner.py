@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
+from specinfer.kernels.triton import on_device
 from specinfer.model.batch import Piece
-from specinfer.model.device import on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
 from specinfer.model.graphs.graph_runner import GraphRunner
