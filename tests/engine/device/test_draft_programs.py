@@ -354,6 +354,26 @@ def test_a_loop_that_cannot_be_captured_grows_level_by_level(
     assert request.speculation.num_accepted_draft_tokens > 5
 
 
+def test_loops_that_there_is_no_memory_for_grow_level_by_level(
+    pair: Pair, plain: list[list[int]], drafts: list[int | None], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And those of fewer requests are captured all the same."""
+    capture = DraftPrograms._capture
+
+    def captured(self: DraftPrograms, size: LaunchSize) -> Any:
+        if size.num_rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(self, size)
+
+    monkeypatch.setattr(DraftPrograms, "_capture", captured)
+    engine = _engine(pair, TREES["wide"])
+    assert come_and_go(engine, 3) == plain
+    assert {None, 1} == set(drafts)
+    assert caplog.text.count("the draft loop of small cannot be captured for 2 requests") == 1
+    check_left(engine)
+
+
 def test_new_weights_are_drafted_with(pair: Pair, drafts: list[int | None]) -> None:
     engine = _engine(pair, TREES["chain"])
     [first, second] = repeating_requests([replace(MIXED_PARAMS[0], max_tokens=60)] * 2, (6, 9))

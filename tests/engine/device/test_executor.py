@@ -24,6 +24,7 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Answers, Launch, Marks
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
@@ -877,6 +878,35 @@ def test_what_cannot_be_captured_is_tried_once(
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, _requests()) == plain
     assert engine.executors == [engine.host]
+    check_left(engine)
+
+
+@pytest.mark.parametrize("most_rows", [1, 4, 0])
+def test_steps_that_there_is_no_memory_to_capture_are_ordinary(
+    most_rows: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of fewer requests are taken on the device all the same."""
+    capture, launched, failed = DeviceRows._capture, list[int](), list[int]()
+
+    def captured(self: DeviceRows, size: LaunchSize) -> Any:
+        if size.num_rows > most_rows:
+            failed.append(size.num_rows)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(self, size)
+
+    monkeypatch.setattr(DeviceRows, "_capture", captured)
+    launch = DeviceRows.launch
+
+    def counted(self: DeviceRows, one: Launch) -> None:
+        launch(self, one)
+        launched.append(one.size.num_rows)
+
+    monkeypatch.setattr(DeviceRows, "launch", counted)
+    engine = make_device_engine(*pair, TREES["best-first"])
+    assert run(engine, _requests()) == plain
+    assert len(failed) <= 3
+    assert len(engine.executors) == 1 + bool(most_rows)
+    assert max(launched, default=0) == most_rows
     check_left(engine)
 
 

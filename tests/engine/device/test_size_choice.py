@@ -1,9 +1,11 @@
 """SizeChoice: what steps run in, and when it is captured."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from on_device import CPU
 from specinfer.core.tree import TreeBudget
@@ -23,7 +25,7 @@ def _size(rows: int, nodes: int, levels: int, processing: Processing = Processin
 PLAIN, SMALL, LARGE = LaunchSize(1, None), _size(1, 8, 4), _size(1, 64, 8)
 
 
-def _choose(choice: SizeChoice, wanted: LaunchSize, *ready: LaunchSize, most_nodes: int = 64) -> LaunchSize:
+def _choose(choice: SizeChoice, wanted: LaunchSize, *ready: LaunchSize, most_nodes: int = 64) -> LaunchSize | None:
     return choice.choose(wanted, ready, most_nodes, CAPTURE)
 
 
@@ -68,6 +70,33 @@ def test_trees_that_fit_no_size_are_cut_until_that_has_cost_as_much_as_a_capture
     assert sizes == [LARGE] * 9 + [wanted] * 3, "a tenth of each step is lost"
     assert _choose(SizeChoice(), wanted, *ready) == wanted, "fixed expansions are not cut"
     assert SizeChoice().choose(wanted, (PLAIN,), 64, CAPTURE, may_cut=True) == wanted
+
+
+def test_sizes_without_memory_are_not_tried_again_until_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graphs, "median_seconds", CAPTURE)
+    runner: Any = SimpleNamespace(num_replaced=0)
+    sizes, wide, deep = CapturedSizes[LaunchSize](Graphs(CPU), [runner]), _size(1, 32, 4), _size(1, 32, 16)
+
+    def capture(size: LaunchSize) -> LaunchSize:
+        if size.holds(wide):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return size
+
+    def choose(wanted: LaunchSize, *, may_cut: bool = False) -> LaunchSize | None:
+        return sizes.choose(wanted, 64, num_captures=1, may_cut=may_cut)
+
+    sizes.of(SMALL, capture)
+    assert choose(wide) == wide
+    with pytest.raises(torch.OutOfMemoryError):
+        sizes.of(wide, capture)
+    assert choose(wide) is choose(deep) is choose(_size(2, 32, 4)) is None
+    assert choose(PLAIN) == PLAIN, "is captured now"
+    for _ in range(100):
+        assert choose(deep, may_cut=True) == SMALL, "whatever is lost"
+        sizes.observe(SMALL, CAPTURE)
+    assert choose(replace(deep, processing=Processing.TRUNCATION)) is None
+    runner.num_replaced += 1
+    assert choose(deep) == deep
 
 
 def test_after_a_change_of_the_weights_the_size_that_is_wanted_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specinfer.model.graphs import capture
-from specinfer.model.graphs.capture import CaptureError, Graphs
+from specinfer.model.graphs.capture import CaptureError, Graphs, make_graphs
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 
 GPU = torch.device("cuda", 0)
@@ -25,6 +25,7 @@ class Gpu:
         self.recording: set[tuple[int, int]] = set()  # pools
         self.is_capturing = self.is_void = self.generator_captures = False
         self.num_begun = 0
+        self.num_unused = 0  # bytes that PyTorch keeps of earlier work, which no capture can take
         self.calls: list[str] = []
 
     def break_capture(self) -> None:
@@ -32,6 +33,10 @@ class Gpu:
         if self.is_capturing:
             self.is_void = True
             raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    def free_unused(self) -> None:
+        assert not self.is_capturing
+        self.num_unused = 0
 
 
 class FakeGraph:
@@ -98,6 +103,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         "Stream": lambda _: FakeStream(gpu, "capture"),
         "current_stream": lambda _: FakeStream(gpu, "current"),
         "graph_pool_handle": lambda: next(handles),
+        "empty_cache": gpu.free_unused,
         "device": lambda _: contextlib.nullcontext(),
         "stream": lambda _: contextlib.nullcontext(),
     }.items():
@@ -120,6 +126,38 @@ def test_after_a_capture_that_broke_others_go_well(gpu: Gpu) -> None:
     before()
     graphs.captured(_nothing)()
     assert graphs.num_captured == 2
+
+
+@pytest.mark.parametrize("num_needed", [80, 120])
+def test_a_capture_gets_the_memory_that_its_warm_up_leaves(gpu: Gpu, num_needed: int) -> None:
+    """If that does not suffice, the same pool serves smaller programs."""
+
+    def program() -> None:
+        if not gpu.is_capturing:
+            gpu.num_unused = num_needed
+        elif num_needed + gpu.num_unused > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = Graphs(GPU)
+    if num_needed > 100:
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.captured(program)
+    else:
+        graphs.captured(program)()
+    graphs.captured(_nothing)()
+    assert len(gpu.uses) == 1
+    assert not gpu.generator_captures
+
+
+def test_a_device_that_captures_nothing_is_warned_of(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: operation not supported\nmore of it")
+
+    monkeypatch.setattr(FakeGraph, "capture_begin", fails)
+    assert make_graphs(GPU) is None
+    assert caplog.messages == ["nothing is captured on cuda:0: CUDA error: operation not supported"]
 
 
 def test_what_is_not_of_the_device_is_not_hidden(gpu: Gpu) -> None:

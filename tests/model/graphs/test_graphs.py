@@ -653,6 +653,33 @@ def test_what_cannot_be_captured_is_launched(
     ]
 
 
+def test_sizes_that_there_is_no_memory_for_are_launched_and_others_captured(
+    loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = loaded_of("llama")
+    wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
+    runner, right = _runner(loaded), Graphs.captured
+
+    def captured(self: Graphs, *args: Any) -> Program:
+        self.num_captured += 1
+        if self.num_captured <= 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(self, *args)
+
+    monkeypatch.setattr(Graphs, "captured", captured)
+    with caplog.at_level(logging.WARNING):
+        runner.prepare()
+        assert run(make_engine(runner), _requests()) == wanted
+    assert runner.padded is not None
+    assert runner.padded.why_not_captured is None
+    sizes = loaded_sizes(runner.padded._max_requests)
+    assert set(sizes) <= set(runner.padded.sizes)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"passes of {size.tokens} tokens of {loaded.folder.name} are launched kernel by kernel: CUDA out of memory"
+        for size in sizes[:3]
+    ]
+
+
 def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when memory suffices for all sizes but the largest."""
     runner = _runner(loaded_of("llama"), _Refusing(3))

@@ -174,7 +174,8 @@ class DraftPrograms:
         processing = max(map(Processing.of_request, requests))
         wanted = LaunchSize(rows, shape, processing, rule=rule, is_masked=any(map(is_masked, requests)))
         chosen = self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)
-        return next((size for size in (chosen, wanted) if self._has_room(requests, size)), None)
+        sizes = filter(self._sizes.has_memory, (chosen or wanted, wanted))
+        return next((size for size in sizes if self._has_room(requests, size)), None)
 
     def _capture(self, size: LaunchSize) -> tuple[DraftProgram, Program]:
         program = self._made(size)
@@ -199,7 +200,7 @@ class DraftPrograms:
             report = progress_of(progress, f"{CAPTURING} {of_loop}")
             for done, size in enumerate(sizes):
                 report(done, len(sizes))
-                if self._captured(size) is None:
+                if self._captured(size) is None and not self._is_capturable:
                     return
         report(len(sizes), len(sizes))
 
@@ -209,10 +210,10 @@ class DraftPrograms:
             with on_device(self._place), torch.inference_mode():
                 return self._sizes.of(size, self._capture)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            self._is_capturable = False
+            self._is_capturable = isinstance(error, torch.OutOfMemoryError)  # smaller sizes may be, then
             logger.warning(
-                "the draft loop of %s cannot be captured, so ordinary steps wait for each level: %s",
-                self._name, first_line(error),
+                "the draft loop of %s cannot be captured%s, so ordinary steps wait for each level: %s",
+                self._name, f" for {size.num_rows} requests" if self._is_capturable else "", first_line(error),
             )  # fmt: skip
             return None
 

@@ -68,7 +68,7 @@ def usual_sizes(
 
 
 def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: ProgressCallback | None) -> None:
-    """Compile and capture the programs of each size until one cannot be captured.
+    """Compile and capture the programs of each size that there is memory for, until one cannot be captured.
 
     Kernels that only some requests need are compiled, too. Their steps are captured when the first such request comes.
     """
@@ -82,7 +82,9 @@ def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: Progr
         report(done, len(sizes))
         try:
             rows.prepare(size)
-        except (CaptureError, torch.OutOfMemoryError) as error:  # the first step that needs it fails too
+        except torch.OutOfMemoryError as error:
+            logger.warning("not all steps on the device could be captured: %s", first_line(error))
+        except CaptureError as error:  # the first step fails too
             logger.warning("steps on the device could not be captured: %s", first_line(error))
             return
     report(len(sizes), len(sizes))

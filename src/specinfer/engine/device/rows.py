@@ -169,7 +169,7 @@ class DeviceRows:
         with on_device(self._place):
             self._launch(launch)
 
-    def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize:
+    def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize | None:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
         num_captures = 1 if wanted.shape is None else 2
         return self._captured.choose(wanted, most_nodes, num_captures=num_captures, may_cut=may_cut)
@@ -184,6 +184,7 @@ class DeviceRows:
 
         Raises:
             CaptureError: They cannot be captured.
+            torch.OutOfMemoryError: There is no memory to capture them.
         """
         with on_device(self._place):
             self._captured.of(size, self._capture)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+import torch
+
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.runner import ModelRunner
@@ -44,8 +46,9 @@ class SizeChoice:
         capture_seconds: float,
         *,
         may_cut: bool = False,
-    ) -> LaunchSize:
-        """Return the size to run a step in, which is captured if it is not ready.
+        has_memory: Callable[[LaunchSize], bool] = lambda _: True,
+    ) -> LaunchSize | None:
+        """Return the size to run a step in, which is captured if it is not ready, or None if there is none.
 
         Args:
             wanted: The smallest size of the step.
@@ -53,19 +56,21 @@ class SizeChoice:
             most_nodes: Draft tokens of a tree that there are slots for.
             capture_seconds: Time that a capture takes.
             may_cut: Whether trees may be smaller than wanted, which fixed expansions may not.
+            has_memory: Function that returns whether there is memory to capture a size.
         """
         if wanted in ready:
             return wanted
+        anew = wanted if has_memory(wanted) else None
         fitting = [size for size in ready if size.num_slots - 1 <= most_nodes]
         larger = [size for size in fitting if size.holds(wanted)]
         if not larger:
             # With the trees of a size that is ready, so that other trees need no further captures.
             same = [replace(wanted, num_rows=size.num_rows, shape=size.shape) for size in fitting]
-            if holding := [size for size in same if size.holds(wanted)]:
+            if holding := [size for size in same if size.holds(wanted) and has_memory(size)]:
                 return min(holding, key=_cost)
             cut = [size for size in fitting if size.shape and replace(size, shape=wanted.shape).holds(wanted)]
             if not cut or not may_cut or wanted.shape is None:
-                return wanted
+                return anew
             deepest = max((size.max_depth, size.num_nodes) for size in cut)
             best = min((size for size in cut if (size.max_depth, size.num_nodes) == deepest), key=_cost)
             lost = _CUT * self._seconds.get(best, 0.0)
@@ -74,7 +79,7 @@ class SizeChoice:
             least = max((self._seconds.get(size, 0.0) for size in ready if wanted.holds(size)), default=0.0)
             lost = max(self._seconds.get(best, least) - least, 0.0)
         self._lost[wanted] = self._lost.get(wanted, 0.0) + lost
-        return best if self._lost[wanted] < capture_seconds else wanted
+        return best if anew is None or self._lost[wanted] < capture_seconds else anew
 
 
 class CapturedSizes(Generic[T]):
@@ -91,12 +96,15 @@ class CapturedSizes(Generic[T]):
         self._graphs, self._runners = graphs, runners
         self._choice = SizeChoice()
         self.found: OrderedDict[LaunchSize, T] = OrderedDict()
+        self._too_large: list[LaunchSize] = []  # there was no memory to capture them
         self._versions = self._now()
 
     def _now(self) -> list[int]:
         return [runner.num_replaced for runner in self._runners]
 
-    def choose(self, wanted: LaunchSize, most_nodes: int, *, num_captures: int, may_cut: bool = False) -> LaunchSize:
+    def choose(
+        self, wanted: LaunchSize, most_nodes: int, *, num_captures: int, may_cut: bool = False
+    ) -> LaunchSize | None:
         """Return the size to run a step in, as `SizeChoice.choose` does.
 
         Args:
@@ -104,7 +112,13 @@ class CapturedSizes(Generic[T]):
         """
         self._drop_old()
         seconds = num_captures * self._graphs.median_seconds
-        return self._choice.choose(wanted, self.found, most_nodes, seconds, may_cut=may_cut)
+        return self._choice.choose(
+            wanted, self.found, most_nodes, seconds, may_cut=may_cut, has_memory=self.has_memory
+        )  # fmt: skip
+
+    def has_memory(self, size: LaunchSize) -> bool:
+        """Return whether a size is captured, or may be: there was memory for each that it holds."""
+        return size in self.found or not any(map(size.holds, self._too_large))
 
     def observe(self, size: LaunchSize, seconds: float) -> None:
         """Learn how long a step took on the device."""
@@ -118,13 +132,18 @@ class CapturedSizes(Generic[T]):
 
         Raises:
             CaptureError: It cannot be captured.
+            torch.OutOfMemoryError: There is no memory to capture it.
         """
         self._drop_old()
         if size not in self.found:
             if len(self.found) >= _MAX_SIZES:
                 self._graphs.wait()
                 self._choice.forget(self.found.popitem(last=False)[0])
-            self.found[size] = capture(size)
+            try:
+                self.found[size] = capture(size)
+            except torch.OutOfMemoryError:
+                self._too_large.append(size)
+                raise
         self.found.move_to_end(size)
         return self.found[size]
 
@@ -133,6 +152,7 @@ class CapturedSizes(Generic[T]):
         if self._versions != self._now():
             self._graphs.wait()  # they may still run
             self.found.clear()
+            self._too_large.clear()
             self._versions = self._now()
 
 

@@ -70,6 +70,7 @@ class Graphs:
 
         Raises:
             CaptureError: The program cannot be captured. It can still run uncaptured.
+            torch.OutOfMemoryError: There is no memory for it; smaller programs may still be captured.
         """
         stream = self._stream
         self.num_programs += 1
@@ -80,7 +81,11 @@ class Graphs:
             with instead_of_sums(sums):
                 self._warm_up(program)
             stream.synchronize()
-            graphs, summed = self._capture(program, sums)
+            try:
+                graphs, summed = self._capture(program, sums)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # a capture cannot take the memory that is kept of the warm-up
+                graphs, summed = self._capture(program, sums)
         self.num_captured += 1
         self.times.append(time.perf_counter() - started)
         if sums is None:
@@ -169,7 +174,7 @@ class Graphs:
             graphs[-1].capture_end()
         except BaseException as error:
             self._break_off(graphs[-1])
-            if isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise CaptureError(first_line(error)) from error
             raise
         return graphs, summed
@@ -198,11 +203,12 @@ class Graphs:
         An end that fails leaves PyTorch's allocators and its generator in capture mode. So later programs get another
         pool, and the capture that opens it ends well, which resets the generator.
         """
-        self._broken.append(graph)
         try:
             graph.capture_end()
+            return  # as without memory; what was captured of the program is free again
         except RuntimeError:  # usually because it has ended or was invalidated
             logger.debug("a capture that failed could not be ended in order", exc_info=True)
+        self._broken.append(graph)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with contextlib.suppress(AttributeError, RuntimeError):  # private in PyTorch; may already have run
             torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -222,4 +228,10 @@ def _replay(graphs: Sequence[torch.cuda.CUDAGraph], summed: Sequence[Tensor], su
 
 def make_graphs(device: torch.device, *, enforce_eager: bool = False) -> Graphs | None:
     """Return the graphs of a device, or None where passes run uncaptured, as on a CPU."""
-    return Graphs(device) if device.type == "cuda" and not enforce_eager else None
+    if device.type != "cuda" or enforce_eager:
+        return None
+    try:
+        return Graphs(device)
+    except RuntimeError as error:
+        logger.warning("nothing is captured on %s: %s", device, first_line(error))
+        return None

@@ -199,7 +199,11 @@ class GraphRunner:
         ready.buffers.empty()  # a capture runs the program, and what its last pass wrote may belong to others by now
         try:
             ready.replay = self._graphs.captured(ready.program, self.sums)
-        except (CaptureError, torch.OutOfMemoryError) as error:
+        except torch.OutOfMemoryError as error:  # smaller sizes may still be captured
+            ready.replay = ready.program
+            logger.warning("passes of %d tokens of %s are launched kernel by kernel: %s",
+                           ready.buffers.size.tokens, self.folder.name, first_line(error))  # fmt: skip
+        except CaptureError as error:
             self._is_capturable, ready.replay = False, ready.program
             self.why_not_captured = f"they cannot be captured: {first_line(error)}"
             logger.warning("passes of %s are launched kernel by kernel, since they cannot be captured: %s",
