@@ -134,7 +134,7 @@ class DeviceLayers(nn.Module):
     def first_norm(self) -> Tensor:
         """The [width] weight of the norm before the first attention."""
         first: Any = self.layers[0]
-        weight: Tensor = first.attention_norm
+        weight: Tensor = first.attention_norm.weight
         return weight
 
     def forward(
@@ -178,11 +178,11 @@ class _Layer(nn.Module):
         super().__init__()
         attention = layer.self_attn
         self.index, self.scale, self.window = index, float(attention.scaling), window_of(attention)
-        self.eps = float(layer.post_attention_layernorm.variance_epsilon)
-        self.mlp_norm = layer.post_attention_layernorm.weight
-        self.attention_norm: Any = getattr(layer.input_layernorm, "weight", None)  # EAGLE-1 heads have none
-        norms: list[Any] = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
-        self.query_norm, self.key_norm = norms
+        has_norm = hasattr(layer.input_layernorm, "weight")  # the first layer of EAGLE-1 heads has none
+        self.attention_norm: Any = DeviceNorm(layer.input_layernorm) if has_norm else None
+        self.mlp_norm = DeviceNorm(layer.post_attention_layernorm)
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.query_norm, self.key_norm = (one and DeviceNorm(one) for one in norms)
         self.names, made_of = LLAMA.linear_names(layer), linears_of(layer, LLAMA)
         self.shapes = [[(one.in_features, one.out_features) for one in parts] for parts in made_of]
         self.qkv, self.output, self.gated, self.down = map(joined, made_of)
@@ -203,11 +203,11 @@ class _Layer(nn.Module):
             added: Result of the previous layer, not yet added to `hidden`.
             inputs: [tokens, inputs] what attention reads in place of the norm of `hidden`, or None.
         """
-        inputs = add_norm(hidden, added, self.attention_norm, self.eps) if inputs is None else inputs
+        inputs = self.attention_norm(hidden, added) if inputs is None else inputs
         query = self.rotate_and_store(batch, _product(batch, self.qkv, inputs), rotations, hidden.dtype)
         seen = attend_stored(batch, self.index, query, AttentionFeatures(self.scale, self.window))
         attended = self._summed(batch, self.output, seen.flatten(1))
-        gated = self._gated_rows(batch, add_norm(hidden, attended, self.mlp_norm, self.eps))
+        gated = self._gated_rows(batch, self.mlp_norm(hidden, attended))
         return self._summed(batch, self.down, gated)
 
     def _gated_rows(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
@@ -235,9 +235,11 @@ class _Layer(nn.Module):
         """Return [tokens, heads, dim] rotated queries in a type, and store keys and values."""
         store = batch.store
         keys, values, scales = store.keys[self.index], store.values[self.index], store.scales[self.index]
-        norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        norms = None if query_norm is None or key_norm is None else (query_norm.weight, key_norm.weight)
+        eps = 0.0 if query_norm is None else query_norm.eps
         rows = qkv, batch.positions, rotations, batch.slots
-        return rotate_and_store(*rows, keys, values, norms, self.eps, scales, dtype=dtype)
+        return rotate_and_store(*rows, keys, values, norms, eps, scales, dtype=dtype)
 
 
 def _product(batch: ForwardBatch, linear: Any, rows: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ _SMALL = 1e-3  # root mean square of the last token's hidden states, small so th
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.004, torch.bfloat16: 0.015}
 _ROUNDED = {8: 0.12, 4: 0.5}  # allowed error by bits of quantized weights, for the median token
 _OWN = 2.0  # allowed multiple of the definition's own error
+_MEDIAN = 0.5  # share of the allowed error that the median token may have, as a wrong layer errs for most tokens
 _DISTURBED = 3  # further passes for that error; where one activation outweighs all, a single one is small by chance
 _PASSES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}  # allowed error of a whole pass's logits
 
@@ -242,11 +243,12 @@ class _Judge:
         own = own.nan_to_num(0.0, 0.0)  # the definition's numbers are too large for its type
         allowed = self._tolerance * size + _OWN * own + lost + 1e-9
         ratios, order = (error / allowed).nan_to_num(torch.inf).sort()
-        at = len(order) // 2 if self._is_rounded or is_routed else -1
-        if (ratio := float(ratios[at])) > self._ratio:
-            self._ratio = ratio
-            shares = [float(one[order[at]] / size[order[at]].clamp(min=1e-9)) for one in (error, own, allowed)]
-            self.verdict = Verdict(place, *shares)
+        median = len(order) // 2
+        for at, share in [(median, 1.0)] if self._is_rounded or is_routed else [(median, _MEDIAN), (-1, 1.0)]:
+            if (ratio := float(ratios[at]) / share) > self._ratio:
+                self._ratio = ratio
+                errors = (error, own, share * allowed)
+                self.verdict = Verdict(place, *(float(one[order[at]] / size[order[at]].clamp(1e-9)) for one in errors))
 
 
 def judge_pass(place: str, found: Tensor, wanted: Tensor, exact: Tensor, dtype: torch.dtype) -> Verdict:
