@@ -1,5 +1,8 @@
 """Stored costs: measured once for each target, drafter and machine."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +86,28 @@ def test_costs_of_a_target_that_waits_for_its_weights_are_kept(
     for _ in range(3):
         cost_cache.cached_costs(target, drafter)
     assert stream.sizes == [1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the time of other processes is unknown there")
+@pytest.mark.parametrize("num_idle", [0.0, 1.0])
+def test_costs_are_kept_though_kernels_were_compiled_meanwhile(
+    num_idle: float, runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers are processes of their own, as on a GPU at the first start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, idle = resized(runner_of("llama"), 400), 0.0
+
+    def measure(*_: object, **__: object) -> CostModel:
+        nonlocal idle
+        idle += num_idle
+        subprocess.run([sys.executable, "-SEc", "for _ in range(6_000_000): pass"], check=True)
+        return CostModel(flat(4.0), flat(0.1))
+
+    monkeypatch.setattr(cost_cache, "measure_costs", measure)
+    monkeypatch.setattr(cost_cache.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(cost_cache.time, "perf_counter", lambda: os.times().children_user + idle)
+    cost_cache.cached_costs(target, None)
+    assert any(tmp_path.rglob("costs-*.json")) == (not num_idle)
 
 
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,20 @@ def _measured_costs(
         costs = None
     if costs is None:
         is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may not fit
-        # While a pass waits for weights, the process does not run, but not because the machine is busy.
-        started, worked = time.perf_counter(), time.process_time() + target.loaded.seconds_waiting
+        started, worked = time.perf_counter(), _worked(target)
         costs = measure_costs(target, drafter, progress=progress)
-        seconds, worked = time.perf_counter() - started, time.process_time() + target.loaded.seconds_waiting - worked
+        seconds, worked = time.perf_counter() - started, _worked(target) - worked
         if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
             logger.info("measured costs are not kept: other requests or processes delayed the measurement")
             return costs
         _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
     return costs
+
+
+def _worked(target: TargetRunner) -> float:
+    """Return the seconds in which this process ran, waited for weights or for compilers that it had started."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system + target.loaded.seconds_waiting
 
 
 def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
