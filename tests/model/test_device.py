@@ -1,10 +1,13 @@
 """Devices by name, and why PyTorch sees none of a machine's GPUs; drivers and builds of PyTorch are made up."""
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,6 +123,24 @@ def test_a_gpu_on_which_nothing_can_be_computed_is_refused_with_the_reason(monke
     reason = "no kernel image is available for execution on the device; choose another device"
     with pytest.raises(ValueError, match=rf"^device: PyTorch \S+ cannot compute on cuda:1: CUDA error: {reason}"):
         check_gpu(torch.device("cuda", 1))
+
+
+def test_what_nobody_uses_any_more_is_freed_before_a_model_is_loaded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cycles would keep caches and weights of an engine on the GPU until Python searches for them."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.itself = self
+
+    monkeypatch.setattr(torch, "ones", Mock())
+    gc.disable()
+    try:
+        engine = weakref.ref(Engine())
+        assert engine() is not None
+        check_gpu(torch.device("cuda", 1))
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_is_not_loaded_on_a_gpu_on_which_nothing_can_be_computed(

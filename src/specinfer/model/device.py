@@ -1,5 +1,6 @@
 """Devices and types by their names on the command line, checked before anything is loaded."""
 
+import gc
 import logging
 import math
 import os
@@ -88,6 +89,7 @@ def check_gpu(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
+    gc.collect()  # an engine that nobody uses any more may be part of cycles, and would keep its memory
     try:
         torch.ones(1, device=device).add_(1).item()
     except Exception as error:  # as above

@@ -1,7 +1,9 @@
 """Steps on the device: the same tokens as plain decoding, whatever comes and goes."""
 
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,12 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import save_tiny_block, save_tiny_head
-from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import WAYS, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.demo.pair import demo_folders
+from specinfer.drafters import MergedDrafter, SmallModelDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.executor import DeviceExecutor
@@ -36,6 +39,7 @@ from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
+from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
 from tiny import VOCAB, make_request, quick, random_prompts, run
@@ -1025,3 +1029,24 @@ def test_requests_that_need_logits_get_ordinary_steps(pair: Pair, plain: list[li
     assert executor_of(engine).num_launched == before
     assert reader.rows > 0
     check_left(engine)
+
+
+@ALL
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_caches_are_freed_with_the_engine_and_not_when_cycles_are_searched_for(
+    pair: Pair, way: dict[str, bool]
+) -> None:
+    """On a GPU the next engine gets what is free when it is loaded."""
+    engine = make_device_engine(*pair, TREES["2,2,1"], **way)
+    run(engine, _requests())
+    assert isinstance(engine.drafter, MergedDrafter)
+    drafters = [one.runner for one in engine.drafter.drafters if isinstance(one, SmallModelDrafter)]
+    kept = [weakref.ref(runner.tensors) for runner in (engine.target, *drafters) if isinstance(runner, ModelRunner)]
+    assert len(kept) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        del engine, drafters
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()

@@ -221,11 +221,11 @@ class GraphRunner:
     def _program(self, buffers: Buffers) -> Program:
         batch, size = buffers.batch(self._store, self.adapter_slots), buffers.size
         hidden = None if self._received is None else self._received[: size.tokens]
-        results = self._results[: self._num_results(size)]
+        results, model = self._results[: self._num_results(size)], self._model
 
-        def program() -> None:
+        def program() -> None:  # without the runner: as a cycle they would keep cache and weights on the device
             buffers.update_table()
-            results.copy_(forward(self._model, batch, hidden))
+            results.copy_(forward(model, batch, hidden))
 
         return program
 
