@@ -1,6 +1,8 @@
 """Layers streamed to a device: its two queues never meet in a buffer, and its passes wait for no copy."""
 
+import gc
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -230,3 +232,31 @@ def test_the_bandwidth_of_a_link_is_bytes_by_the_time_on_the_device() -> None:
     assert len(bandwidth.rates["1 MiB"]) == 1
     bandwidth.close()
     assert not link.pinned
+
+
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_host_memory_comes_back_when_a_stream_is_settled_or_closed(in_host_memory: bool) -> None:
+    """It may be most of the machine's, and the next streamed model needs it."""
+    model = Model(LateLink(eager=True), [Layer(i) for i in range(9)], in_host_memory=in_host_memory)
+    seen = list[weakref.ref[Tensor]]()
+    pin = model.link.pin
+
+    def note(memory: Tensor) -> None:
+        seen.append(weakref.ref(memory))
+        pin(memory)
+
+    model.link.pin = note  # type: ignore[method-assign]
+    gc.collect()
+    gc.disable()
+    try:
+        model.stream.settle(2 * model.stream.buffer_bytes)  # the layers that stay come through host memory, too
+        model.run()
+        num_seen = len(seen)
+        assert len([one for one in seen if one() is not None]) == (7 if in_host_memory else 2)
+        model.stream.settle(3 * model.stream.buffer_bytes)
+        model.run()
+        assert all(one() is None for one in seen[:num_seen])
+        model.close()
+        assert all(one() is None for one in seen)
+    finally:
+        gc.enable()

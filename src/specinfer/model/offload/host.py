@@ -115,7 +115,8 @@ class HostLayers:
         for memory in self._pinned.values():
             self._transfer.unpin(memory)
         self._pinned = {}
-        self._layers = []
+        for layer in self._layers:
+            layer.buffer = None  # layers and stream form a cycle, and would keep the memory
 
     def _pin(self, memory: Tensor) -> None:
         if memory.data_ptr() not in self._pinned:
