@@ -4,6 +4,7 @@ A device has two queues, one for computing and one for copies. Events order them
 read the old contents, and kernels begin after the copy. Only the device waits for events.
 """
 
+import contextlib
 import threading
 from collections import deque
 from typing import Any, NamedTuple, Protocol
@@ -63,6 +64,18 @@ class DeviceTransfer(Protocol):
         """Block the calling thread until all copies and all computing are done."""
 
 
+class _CudaEvent(torch.cuda.Event):
+    """An event that any thread may wait for: where another GPU is the current one, CUDA would allocate memory there."""
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self.device):
+            super().synchronize()
+
+    def query(self) -> bool:
+        with torch.cuda.device(self.device):
+            return bool(super().query())  # type: ignore[no-untyped-call]
+
+
 class CudaTransfer:
     """The transfers to a CUDA device."""
 
@@ -77,6 +90,9 @@ class CudaTransfer:
         # PyTorch's own pinned memory comes in powers of two, up to twice the size asked for.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            if code:
+                with contextlib.suppress(RuntimeError):  # else PyTorch would report this error at the next launch
+                    torch.ones(1, device=self._device)
         if code:
             raise ModelError(
                 f"offload: {memory.nbytes / 2**20:.0f} MiB of host memory cannot be pinned (CUDA error {code}); raise "
@@ -84,7 +100,8 @@ class CudaTransfer:
             )
 
     def unpin(self, memory: Tensor) -> None:
-        code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
         assert code == 0, f"CUDA error {code}"
 
     def copy(self, source: Tensor, into: Tensor, after: Event | None) -> Copy:
@@ -106,7 +123,7 @@ class CudaTransfer:
 
     @staticmethod
     def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event = _CudaEvent(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
