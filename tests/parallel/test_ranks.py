@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specinfer import LLM, SamplingParams
 from specinfer.core.config import EngineConfig, OffloadConfig
+from specinfer.core.parallel_config import Place
 from specinfer.drafters import sparse_context
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
-from specinfer.model.target import TargetConfig
+from specinfer.model import target
+from specinfer.model.offload.budget import available_bytes
+from specinfer.model.target import TargetConfig, with_rank_budget
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, free_port, is_alive, listening_places, make_cluster_cert, workers
 
@@ -156,6 +160,42 @@ def test_trees_of_ranks_whose_caches_have_8_bits_generate_what_plain_decoding_do
         return
     with LLM(folder, **SETTINGS | {"tree": "off"}, **split) as llm:
         assert _say(llm, without_trees) != plain, "rounding that changes no text would show nothing here"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_sharing", "device"), [(0, 4, "cpu"), (4, 1, "cuda:1"), (2, 2, "cuda:1"), (3, 2, "cuda:1")]
+)
+def test_ranks_share_the_memory_that_one_process_would_take(
+    num_gpus: int, num_sharing: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a GPU share that GPU's, and nobody shares a GPU of its own."""
+    asked = list[tuple[str, int]]()
+
+    def usual_budget(device: torch.device, num_sharing: int) -> int:
+        asked.append((str(device), num_sharing))
+        return 7 * 2**20
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(target, "usual_budget", usual_budget)
+    place = Place(1, 4, 1, 4, folder=str(tmp_path))
+    name = device.partition(":")[0]
+    settings = TargetConfig(str(tmp_path), "float32", name, None, OffloadConfig("disk"), EngineConfig())
+    found = with_rank_budget(settings, place)
+    assert (found.offload.budget_bytes, asked) == (7 * 2**20, [(device, num_sharing)])
+    assert replace(found, offload=settings.offload) == settings
+    for given in (found, replace(settings, offload=OffloadConfig())):
+        assert with_rank_budget(given, place) is given
+    assert len(asked) == 1
+
+
+@pytest.mark.distributed
+def test_layers_that_ranks_keep_in_memory_fit_into_it_together(tmp_path: Path) -> None:
+    settings = SETTINGS | {"drafters": [], "tree": "off", "offload": "disk", "pipeline_parallel_size": 2}
+    available = available_bytes()
+    with LLM(_folder(tmp_path, "llama"), **settings) as llm:
+        stream = llm.target.loaded.stream
+        assert stream is not None
+        assert stream.settled_bytes < 0.45 * available
 
 
 def test_ranks_compare_copies_of_the_target_besides_drafters_that_are_placed(tmp_path: Path) -> None:

@@ -113,13 +113,20 @@ def load_shard(
     settings: TargetConfig, shard: ShardSpec, place: Place, progress: ProgressCallback | None = None
 ) -> LoadedModel:
     """Load one rank's shard; raises as `load_model` does."""
-    device, offload = rank_device(settings.device, place), settings.offload
-    if offload.offload is not None and offload.memory_budget is None:
-        offload = dataclasses.replace(offload, memory_budget=usual_budget(device, place.local_size))
     return load_model(
-        Path(settings.folder), DTYPES[settings.dtype], device, settings.quantization,
-        offload=offload, progress=progress, shard=shard, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
+        Path(settings.folder), DTYPES[settings.dtype], rank_device(settings.device, place), settings.quantization,
+        offload=settings.offload, progress=progress, shard=shard, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
     )  # fmt: skip
+
+
+def with_rank_budget(settings: TargetConfig, place: Place) -> TargetConfig:
+    """Return the settings with a memory budget if the target is streamed: ranks share what one process would take."""
+    offload = settings.offload
+    if offload.offload is None or offload.memory_budget is not None:
+        return settings
+    device = rank_device(settings.device, place)
+    budget = usual_budget(device, num_sharing(device, place))
+    return dataclasses.replace(settings, offload=dataclasses.replace(offload, memory_budget=budget))
 
 
 def num_sharing(device: torch.device, place: Place) -> int:

@@ -33,7 +33,7 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model.sharding.runner import DistributedRunner, load_first_shard, min_remote_slots
-from specinfer.model.target import TargetConfig, num_sharing, settle_shard
+from specinfer.model.target import TargetConfig, num_sharing, settle_shard, with_rank_budget
 from specinfer.parallel.ranks import Ranks
 from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.model_names import find_tokenizer
@@ -104,9 +104,9 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
     if args.node_rank:
         raise ValueError("node_rank: the engine is on node 0; run specinfer.setup.follower.follow on the others")
     plan = plan_models(args)
-    settings, drafters, limits = plan.settings, plan.drafters, plan.settings.limits
+    drafters, limits = plan.drafters, plan.settings.limits
     with ExitStack() as undo:
-        ranks, target = _load_target(plan, progress, undo)
+        ranks, settings, target = _load_target(plan, progress, undo)
         tokenizer = load_tokenizer(target.folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
         remote = {} if ranks is None else _remote_models(ranks, plan.placement)
         small = {
@@ -146,8 +146,8 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
 
 def _load_target(
     plan: ModelPlan, progress: ProgressCallback | None, undo: ExitStack
-) -> tuple[Ranks | None, LoadedModel]:
-    """Return the other ranks, or None if the target is whole, and the target or rank 0's part of it.
+) -> tuple[Ranks | None, TargetConfig, LoadedModel]:
+    """Return the other ranks, or None if the target is whole, its settings here, and the target or rank 0's part of it.
 
     Args:
         undo: What ends both is added to it.
@@ -156,6 +156,7 @@ def _load_target(
     if plan.parallel.world_size > 1:
         ranks = start_ranks(plan.parallel, settings, plan.placement)
         undo.callback(ranks.close)
+        settings = with_rank_budget(settings, ranks.place)
         target = load_first_shard(ranks, settings, progress)
     else:
         ranks = None
@@ -165,7 +166,7 @@ def _load_target(
         )  # fmt: skip
     if target.stream is not None:
         undo.callback(target.stream.close)
-    return ranks, target
+    return ranks, settings, target
 
 
 def _make_runners(

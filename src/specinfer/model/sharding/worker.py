@@ -20,7 +20,14 @@ from specinfer.model.self_copy import load_self
 from specinfer.model.sharding.adapter_messages import ReceivedAdapters
 from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, next_dtypes
 from specinfer.model.sharding.wire import PieceReader
-from specinfer.model.target import TargetConfig, load_shard, num_sharing, rank_device, settle_shard
+from specinfer.model.target import (
+    TargetConfig,
+    load_shard,
+    num_sharing,
+    rank_device,
+    settle_shard,
+    with_rank_budget,
+)
 from specinfer.parallel.health import Heartbeat, error_key
 from specinfer.parallel.messages import Channel
 from specinfer.parallel.ranks import Connections
@@ -102,7 +109,7 @@ class Worker:
 
     def _load(self) -> ShardRunner | None:
         """Load this rank's shard and return it, or None if rank 0 stops before passes begin."""
-        settings, connections = self._settings, self._connections
+        settings, connections = with_rank_budget(self._settings, self._place), self._connections
         loaded = load_shard(settings, connections.shard, self._place)
         copies = [load_self(name, loaded, settings.offload) for name in settings.copies]
         service_models = [] if self._service is None else self._service.load(loaded)
