@@ -7,6 +7,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,6 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "version").write_text(VERSIONS["535.104.05"])
     monkeypatch.setattr(device, "_DEVICES", tmp_path / "dev")
     monkeypatch.setattr(device, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(device, "_WSL", tmp_path / "wsl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -101,6 +104,41 @@ def test_a_container_without_devices_is_told_how_it_gets_some(machine: Path, mon
     without_gpu(machine)
     with pytest.raises(ValueError, match=r"no CUDA device 'cuda:1' .*no NVIDIA driver.*docker run --gpus all"):
         find_device("cuda:1")
+
+
+def test_in_the_linux_of_windows_a_driver_is_known_by_its_libraries(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has neither a file in /proc nor devices of its own."""
+    build_for_cuda(monkeypatch, TOO_OLD)
+    without_gpu(machine)
+    assert driver_version() is None
+    (machine / "wsl").mkdir()
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        (machine / "wsl" / name).touch()
+    assert driver_version() is None, "no library at all"
+    code, asked = 0, list[str]()
+
+    def version(text: Any, _: int) -> int:
+        text.value = b"572.83"
+        return code
+
+    def load(path: str) -> Any:
+        asked.append(path)
+        return SimpleNamespace(
+            nvmlInit_v2=lambda: code, nvmlSystemGetDriverVersion=version, nvmlShutdown=lambda: asked.append("end")
+        )
+
+    monkeypatch.setattr(device.ctypes, "CDLL", load)
+    assert driver_version() == "572.83"
+    assert asked == [str(machine / "wsl/libnvidia-ml.so.1"), "end"]
+    assert why_no_cuda() == TOO_OLD, "nothing is said of containers"
+    assert find_device("auto") == CPU
+    assert [record.getMessage() for record in caplog.records] == [
+        f"device: the CPU is used, since PyTorch sees no GPU: {TOO_OLD}"
+    ]
+    code = 9  # no driver
+    assert driver_version() is None
 
 
 def test_a_device_that_is_missing_among_others_has_no_other_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Devices and types by their names on the command line, checked before anything is loaded."""
 
+import ctypes
 import gc
 import logging
 import math
@@ -17,6 +18,8 @@ from specinfer.core.errors import first_line
 
 logger = logging.getLogger(__name__)
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # of NVIDIA's driver on Linux
+_WSL = Path("/usr/lib/wsl/lib")  # libraries of Windows' drivers, which have no other files in its Linux
+_MAX_VERSION = 80  # bytes of a driver's version, as NVML has it
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
     "float32": torch.float32,
@@ -115,11 +118,24 @@ def driver_version() -> str | None:
     with suppress(OSError):  # only on Linux
         found = re.search(r"\d+(\.\d+)+", _DRIVER.read_text(encoding="utf-8"))
         return found[0] if found else None
+    return _wsl_driver_version()
+
+
+def _wsl_driver_version() -> str | None:
+    """Return the version of NVIDIA's driver for Windows, asked by its library NVML in Windows' Linux (WSL), or None."""
+    with suppress(OSError, AttributeError):
+        library, version = ctypes.CDLL(str(_WSL / "libnvidia-ml.so.1")), ctypes.create_string_buffer(_MAX_VERSION)
+        if library.nvmlInit_v2() == 0:
+            try:
+                if library.nvmlSystemGetDriverVersion(version, _MAX_VERSION) == 0:
+                    return version.value.decode()
+            finally:
+                library.nvmlShutdown()
     return None
 
 
 def _has_device_file() -> bool:
-    return any(_DEVICES.glob("nvidia[0-9]*"))
+    return any(_DEVICES.glob("nvidia[0-9]*")) or (_WSL / "libcuda.so.1").exists()
 
 
 def prompt_tokens(device: torch.device) -> int:
