@@ -1,10 +1,13 @@
 """Whether Triton can be used on a device, why not, and where compiled kernels are kept."""
 
 import contextlib
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,8 @@ INTERPRETED = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here, and take no tensors of the CPU"
 )
 triton = pytest.importorskip("triton")
+FileCacheManager = triton.runtime.cache.FileCacheManager
+get_cache_manager = triton.runtime.cache.get_cache_manager
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +30,7 @@ def _asked_anew() -> Iterator[None]:
     kernels.why_not_on.cache_clear()
     yield
     kernels.why_not_on.cache_clear()
+    kernels._temporary.clear()
 
 
 def _replace_smallest_kernel(monkeypatch: pytest.MonkeyPatch, outcome: Tensor | Exception) -> None:
@@ -114,6 +120,42 @@ def test_without_a_place_to_keep_them_kernels_are_compiled_for_this_process(
     assert record.getMessage() == (
         f"compiled kernels are not kept for the next start: {cache_folder() / 'triton'} cannot be written "
         "(Not a directory); set XDG_CACHE_HOME or TRITON_CACHE_DIR"
+    )
+
+
+@INTERPRETED
+def test_where_the_disk_is_full_later_kernels_are_compiled_for_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel may be compiled amid a pass, whose requests would fail."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_MANAGER", raising=False)
+    assert kernels.why_not_on(CPU) is None
+    put, is_full = FileCacheManager.put, False
+
+    def put_if_there_is_space(cache: Any, *args: Any, **options: Any) -> str:
+        if is_full and tmp_path in Path(cache.cache_dir).parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), cache.cache_dir)
+        return str(put(cache, *args, **options))
+
+    monkeypatch.setattr(FileCacheManager, "put", put_if_there_is_space)
+    for key in ("00", "01"):
+        is_full, cache = False, get_cache_manager(key)
+        paths = {"source": cache.put("source", "source")}
+        assert tmp_path in Path(paths["source"]).parents
+        is_full = True
+        paths["cubin"] = cache.put(b"\0", "cubin")
+        cache.put_group("all", paths)
+        assert tmp_path not in Path(paths["cubin"]).parents
+        assert Path(paths["cubin"]).read_bytes() == b"\0"
+        assert cache.get_group("all") == paths
+    shutil.rmtree(tmp_path)
+    tmp_path.touch()  # a folder that cannot be made
+    assert Path(get_cache_manager("02").put("source", "source")).read_text() == "source"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"compiled kernels are not kept for the next start: {tmp_path} cannot be written (No space left on device); "
+        "set XDG_CACHE_HOME or TRITON_CACHE_DIR"
     )
 
 

@@ -45,10 +45,10 @@ OF_DRAFTS = ["candidates bfloat16, 8 x 128256", "drawn 16", "frontier 4"]
 OF_DRAFTS += ["guesses 64", "tree 64", "ancestors 64", "kept"]
 
 
-def compiled(folder: Path, *words: str) -> str:
+def compiled(folder: Path, *words: str, **variables: str) -> str:
     """What the tool prints; the PTX of all kernels is in the folder too."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, TOOL, "--ptx", folder / "ptx", *words]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -75,6 +75,12 @@ def test_kernels_compile(report: str) -> None:
         *("attend_program", "combine_program", "store_program", "rough_program", "choose_program"),
         *("walk_program", "softmax_program", "multi_step_program", "traversal_program", "commit_program"),
     }
+
+
+def test_kernels_compile_where_their_folder_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    cache = "specinfer.kernels.triton.spare_cache:SpareCache"
+    assert kernels_of(compiled(tmp_path, "gate bf", TRITON_CACHE_MANAGER=cache), ["gate"]) == {"gate_program"}
 
 
 def test_kernels_of_draft_loops_compile(report: str) -> None:

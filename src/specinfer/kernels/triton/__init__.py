@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
@@ -27,6 +28,8 @@ from specinfer.core.places import cache_folder
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., object])
+_LOCK = threading.Lock()
+_temporary: list[Path] = []  # the folder, once it is needed
 
 
 def runs_on(tensor: Tensor) -> bool:
@@ -56,7 +59,7 @@ def why_not_on(device: torch.device) -> str | None:
         logger.warning("Triton is not installed: kernels run as PyTorch has them; pip install specinfer[gpu]")
         return "it is not installed; pip install specinfer[gpu]"
     try:
-        _choose_cache_folder()
+        _choose_cache()
         from specinfer.kernels.triton.gate import gate
 
         with on_device(device):
@@ -74,11 +77,12 @@ def why_not_on(device: torch.device) -> str | None:
     return reason
 
 
-def _choose_cache_folder() -> None:
+def _choose_cache() -> None:
     """Let Triton keep compiled kernels in SpecInfer's cache, unless the user chose a place: a service has no home.
 
     Where that cannot be written they are kept until the process ends, since Triton must write to compile.
     """
+    os.environ.setdefault("TRITON_CACHE_MANAGER", f"{__name__}.spare_cache:SpareCache")
     if not os.environ.keys().isdisjoint({"TRITON_CACHE_DIR", "TRITON_HOME"}):
         return
     folder = cache_folder() / "triton"
@@ -87,13 +91,21 @@ def _choose_cache_folder() -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        logger.warning(
-            "compiled kernels are not kept for the next start: %s cannot be written (%s); "
-            "set XDG_CACHE_HOME or TRITON_CACHE_DIR", folder, error.strerror,
-        )  # fmt: skip
-        folder = Path(tempfile.mkdtemp(prefix="specinfer-triton-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = temporary_folder(folder, error)
     os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def temporary_folder(place: Path, error: OSError) -> Path:
+    """Return the folder for compiled kernels until the process ends, and log once why `place` cannot be written."""
+    with _LOCK:
+        if not _temporary:
+            logger.warning(
+                "compiled kernels are not kept for the next start: %s cannot be written (%s); "
+                "set XDG_CACHE_HOME or TRITON_CACHE_DIR", place, error.strerror,
+            )  # fmt: skip
+            _temporary.append(Path(tempfile.mkdtemp(prefix="specinfer-triton-")))
+            atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
+        return _temporary[0]
 
 
 def by_device(is_used: Callable[[Any], bool], plain: F, module: str) -> F:
