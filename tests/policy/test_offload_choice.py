@@ -93,9 +93,19 @@ def test_a_target_is_not_compared_with_itself_or_with_known_drafters() -> None:
 def test_the_copy_of_a_target_that_is_not_loaded_depends_on_the_budget(
     budget: int | None, copy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(offload_choice, "used_bytes", lambda: 200_000)
+    monkeypatch.setattr(offload_choice, "used_bytes", lambda _: 200_000)
     target = save_model(tmp_path / "target", num_hidden_layers=8, hidden_size=64, intermediate_size=128)
     assert usual_copy(target, OffloadConfig("disk", budget, tmp_path), None, CPU) == copy
+
+
+@pytest.mark.parametrize(("free", "copy"), [(300_000, None), (1_000_000, "self:int4")])
+def test_the_copy_of_a_target_on_a_gpu_depends_on_the_memory_there(
+    free: int, copy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Others use most of it, and the machine's own memory does not matter."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free + 10**9))
+    target = save_model(tmp_path / "target", num_hidden_layers=8, hidden_size=64, intermediate_size=128)
+    assert usual_copy(target, OffloadConfig("disk", None, tmp_path), None, torch.device("cuda", 0)) == copy
 
 
 def test_only_a_target_streamed_from_a_packed_copy_gets_a_copy_by_itself(tmp_path: Path) -> None:

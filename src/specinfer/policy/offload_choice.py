@@ -21,7 +21,7 @@ from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.model.definition import outline
 from specinfer.model.folder import weight_shapes
 from specinfer.model.linears import rounds_experts
-from specinfer.model.offload.budget import CACHE_SHARE, GUESS_SHARE, used_bytes, usual_budget
+from specinfer.model.offload.budget import CACHE_SHARE, GUESS_SHARE, Budget, used_bytes
 from specinfer.model.offload.checkpoint import layer_number
 from specinfer.model.offload.shards import Shards
 from specinfer.model.offload.streamed_layer import spread
@@ -207,8 +207,9 @@ def _estimate(target: Path, offload: OffloadConfig, quantization: str | None, de
     kept_bytes = layer_bytes * kept // (rounded + kept)
     if quantization in BYTES_PER_WEIGHT:
         layer_bytes = int(BYTES_PER_WEIGHT[quantization] * rounded) + kept_bytes
-    budget = offload.budget_bytes or usual_budget()
-    spare = int((1 - CACHE_SHARE - GUESS_SHARE) * budget) - used_bytes() - outside - _NUM_BUFFERS * layer_bytes
+    budget = Budget(offload.budget_bytes, device)
+    shares = int((CACHE_SHARE + GUESS_SHARE) * budget.own_bytes)
+    spare = budget.num_bytes - shares - used_bytes(device) - outside - _NUM_BUFFERS * layer_bytes
     return LayerMemory(layers, layer_bytes, rounded * layers, spare, kept_bytes * layers)
 
 

@@ -225,6 +225,23 @@ def test_the_budget_of_a_gpu_is_what_its_driver_counts(monkeypatch: pytest.Monke
         Budget(1001 * 2**20, device)
 
 
+def test_what_others_use_of_a_gpu_gives_caches_and_guesses_no_larger_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**20, 1000 * 2**20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20 * 2**20)
+    budget = Budget(None, device)
+    assert budget.num_bytes == (900 + 80) * 2**20
+    assert budget.own_bytes == (20 + 80) * 2**20
+    assert budget.cache_bytes == 15 * 2**20
+    assert budget.spare(50 * 2**20, budget.cache_bytes) == 15 * 2**20
+    with pytest.raises(ValueError, match=r"give at least 992MiB$"):
+        budget.spare(75 * 2**20, budget.cache_bytes)
+    enough = Budget(992 * 2**20, device)
+    assert enough.spare(75 * 2**20, enough.cache_bytes) >= 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 950 * 2**20)  # counted at another moment
+    assert Budget(None, device).own_bytes == budget.num_bytes
+
+
 def test_the_bandwidth_of_a_link_is_bytes_by_the_time_on_the_device() -> None:
     link = LateLink(milliseconds=4.0)
     bandwidth = LinkBandwidth(link, num_bytes=2**20)

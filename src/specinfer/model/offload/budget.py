@@ -35,10 +35,14 @@ def usual_budget(device: torch.device = _CPU, num_sharing: int = 1) -> int:
 class Budget:
     """Bytes for all models, caches and other uses of the device's memory.
 
-    On a CPU it covers the whole process, with Python and libraries. On a GPU it covers all that the driver counts.
+    On a CPU it covers the whole process, with Python and libraries. On a GPU it covers all that the driver counts, also
+    what other processes use.
 
     Args:
         num_bytes: The budget, or None for `usual_budget`.
+
+    Attributes:
+        other_bytes: Bytes of it that are not PyTorch's in this process, and not shared out.
 
     Raises:
         ValueError: The GPU has less memory.
@@ -52,11 +56,19 @@ class Budget:
                 f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are more than the device's {whole / 2**20:.0f}; give "
                 "at most that"
             )
+        self.other_bytes = 0
+        if device.type == "cuda":
+            self.other_bytes = max(used_bytes(device) - torch.cuda.memory_reserved(device), 0)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of which caches and guesses have their shares."""
+        return max(self.num_bytes - self.other_bytes, 0)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes for keys and values, unless the caller sets another number."""
-        return int(CACHE_SHARE * self.num_bytes)
+        return int(CACHE_SHARE * self.own_bytes)
 
     def spare(self, planned: int, cache_bytes: int | None = None, what: str = _ALL) -> int:
         """Return the bytes that are left after those in use, `planned` more, and the caches.
@@ -82,7 +94,8 @@ class Budget:
         Raises:
             ValueError: Always.
         """
-        enough = least / (1 - CACHE_SHARE) if cache_bytes is None else least + cache_bytes
+        shared = (least - CACHE_SHARE * self.other_bytes) / (1 - CACHE_SHARE)
+        enough = shared if cache_bytes is None else least + cache_bytes
         raise ValueError(
             f"memory_budget: {self.num_bytes / 2**20:.0f} MiB are too few for {what}; "
             f"give at least {enough // 2**20 + 1:.0f}MiB"
@@ -144,7 +157,7 @@ def settle(
     Raises:
         ValueError: The budget is too small even if no layer stays.
     """
-    capacity = PassCapacity.of(budget.num_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
+    capacity = PassCapacity.of(budget.own_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
     limit_freed_memory()
     release_freed_memory()
     stream.settle(budget.spare(capacity.num_bytes, cache_bytes))

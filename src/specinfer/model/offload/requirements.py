@@ -42,7 +42,8 @@ def check_budget(
     used = used_bytes(budget.device)
     if used + loading + (cache_bytes or 0) <= budget.num_bytes:
         return
-    larger = used + 2 * loading + (cache_bytes or budget.cache_bytes)  # a share of it is for guesses
+    # A share of it is for guesses.
+    larger = used + 2 * loading + (cache_bytes or budget.cache_bytes) - budget.other_bytes
     in_pass = PassCapacity.of(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
     of_drafters = sum(
         file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors")
