@@ -152,7 +152,7 @@ def test_a_device_that_is_missing_among_others_has_no_other_reason(monkeypatch: 
 
 def test_a_gpu_on_which_nothing_can_be_computed_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch has no code for it, or its memory is full; loading would fail amid the weights."""
-    check_gpu(CPU)
+    assert check_gpu(CPU) == CPU
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore of it")
@@ -161,6 +161,17 @@ def test_a_gpu_on_which_nothing_can_be_computed_is_refused_with_the_reason(monke
     reason = "no kernel image is available for execution on the device; choose another device"
     with pytest.raises(ValueError, match=rf"^device: PyTorch \S+ cannot compute on cuda:1: CUDA error: {reason}"):
         check_gpu(torch.device("cuda", 1))
+
+
+def test_a_model_stays_on_the_gpu_that_was_current_when_it_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path]
+) -> None:
+    """Each thread has a current GPU of its own, so that a device without a number is another one for the engine's."""
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: Mock(device=torch.device("cuda", 1)))
+    assert check_gpu(torch.device("cuda")) == torch.device("cuda", 1)
+    monkeypatch.undo()
+    monkeypatch.setattr("specinfer.model.load.check_gpu", lambda device: CPU if device.type == "cuda" else device)
+    assert load_model(model_folder(), "auto", torch.device("cuda")).device == CPU
 
 
 def test_what_nobody_uses_any_more_is_freed_before_a_model_is_loaded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,22 +84,27 @@ def why_no_cuda() -> str | None:
     return None
 
 
-def check_gpu(device: torch.device) -> None:
+def check_gpu(device: torch.device) -> torch.device:
     """Check that a GPU computes: PyTorch may have no code for it, or its memory may be full.
+
+    Returns:
+        The device with its number: "cuda" alone is the current GPU of whatever thread uses it.
 
     Raises:
         ValueError: It does not. Without this check loading would fail amid the weights.
     """
     if device.type != "cuda":
-        return
+        return device
     gc.collect()  # an engine that nobody uses any more may be part of cycles, and would keep its memory
     try:
-        torch.ones(1, device=device).add_(1).item()
+        one = torch.ones(1, device=device)
+        one.add_(1).item()
     except Exception as error:  # as above
         raise ValueError(
             f"device: PyTorch {torch.__version__} cannot compute on {device}: {first_line(error)}; choose another "
             "device, free its memory if that is full, or install a build of PyTorch for it"
         ) from error
+    return one.device
 
 
 @cache

@@ -178,7 +178,7 @@ def load_model(
             quantized or too large for the GPU, or the model cannot be split like this.
         ValueError: The memory budget is too small, or the GPU cannot be used.
     """
-    check_gpu(device)
+    device = check_gpu(device)
     register()
     config = load_config(folder)
     check_architecture(config)
