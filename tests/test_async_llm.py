@@ -14,6 +14,7 @@ import pytest
 from specinfer import (
     LLM,
     AsyncLLM,
+    EngineArgs,
     EngineDeadError,
     QueueFullError,
     QueueLimits,
@@ -62,6 +63,29 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def _read(chunks: AsyncIterator[TextChunk]) -> list[TextChunk]:
     return [chunk async for chunk in chunks]
+
+
+def test_an_engine_that_loaded_its_models_ends_them_too(model_folder: Callable[..., Path]) -> None:
+    """Threads that read weights, and other ranks, which would keep their GPUs. A caller ends its models itself."""
+    folder = str(model_folder("llama", tokenizer=True))
+    args = EngineArgs(folder, drafters=["ngram"], max_num_seqs=2, offload="disk")
+
+    def readers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("weights-")]
+
+    async def main() -> None:
+        async with AsyncLLM.from_engine_args(args) as engine:
+            assert (await engine.complete("the", GREEDY)).outputs[0].text
+            assert readers()
+        assert not readers()
+        await engine.shutdown()  # a second time does nothing
+
+    asyncio.run(main())
+    with LLM.from_engine_args(args) as llm:
+        serve(llm, lambda engine: engine.complete("the", GREEDY))
+        assert readers()
+        assert llm.generate("the", GREEDY)[0].outputs[0].text
+    assert not readers()
 
 
 # ----------------------------------------------------------------------------------------- outputs

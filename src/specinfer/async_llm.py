@@ -53,13 +53,16 @@ class AsyncLLM:
         self._count = itertools.count()
         self._is_draining = False
         self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
+        self._owns_llm = False
 
     @classmethod
     def from_engine_args(
         cls, engine_args: EngineArgs, limits: QueueLimits | None = None, progress: ProgressCallback | None = None
     ) -> Self:
-        """Load the models of these arguments; errors are those of `LLM`."""
-        return cls(LLM.from_engine_args(engine_args, progress), limits)
+        """Load the models of these arguments, which `shutdown` ends, too; errors are those of `LLM`."""
+        engine = cls(LLM.from_engine_args(engine_args, progress), limits)
+        engine._owns_llm = True
+        return engine
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of the model, as `LLM.get_tokenizer` does."""
@@ -316,6 +319,8 @@ class AsyncLLM:
         ended = await asyncio.to_thread(self._thread.stop, timeout)
         all_read = await self._reads.close(min(timeout, 1.0))
         self.llm.reader.close()
+        if self._owns_llm and ended:  # nobody else could end its other ranks, and threads that read weights
+            await asyncio.to_thread(self.llm.shutdown)
         return ended and all_read
 
     # -------------------------------------------------------------------- in the engine's thread
