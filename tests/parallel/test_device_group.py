@@ -3,12 +3,14 @@
 The code that runs between GPUs is run here, but for NCCL itself: that needs two of them.
 """
 
+import gc
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +134,29 @@ def test_a_split_model_generates_what_it_does_over_sockets_to_the_bit(
 
     found = _run(ParallelConfig(*split), work)[0]
     assert all(map(torch.equal, found, wanted))
+
+
+class _Nccl:
+    """As the backend, which keeps its store in C++, and asks it for other ranks when it is first used."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: Any, _rank: int, _size: int, options: Any) -> None:
+        self.store = _dist.PrefixStore("", store)
+        assert options._timeout > timedelta(days=365)
+
+
+def test_nccl_finds_its_store_when_it_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dist, "ProcessGroupNCCL", _Nccl, raising=False)
+    meeting = join_rendezvous(Place(0, 1, 0, 1, folder=str(tmp_path / "ranks")), 20.0)
+    try:
+        store = meeting.connect_devices("1/0", 0, 1).store
+        gc.collect()
+        store.set("0", "".join(map(chr, range(1, 128))))
+        assert store.get("0") == bytes(range(1, 128))
+        assert not store.check(["dump"])
+    finally:
+        meeting.links.close()
 
 
 def test_ranks_without_a_gpu_each_use_sockets(as_gpus: None) -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +31,13 @@ class Rendezvous:
         place: Place of this rank, with the folder or port that was chosen.
         links: Connections to the other ranks.
         store: Small values by name.
+        kept: The stores of NCCL backends, which do not keep what is Python's of them.
     """
 
     place: Place
     links: Links
     store: Store
+    kept: list[Any] = field(default_factory=list)
 
     def another(self) -> Store:
         """Return one more connection to the store, for another thread."""
@@ -88,7 +90,9 @@ class Rendezvous:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
-        return _dist.ProcessGroupNCCL(as_torch_store(self.another(), f"nccl/{name}/"), rank, size, options)
+        store = as_torch_store(self.another(), f"nccl/{name}/")
+        self.kept.append(store)
+        return _dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def has_nccl() -> bool:
