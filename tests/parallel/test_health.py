@@ -2,9 +2,14 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from specinfer.core.config import EngineConfig, OffloadConfig
+from specinfer.core.parallel_config import ParallelConfig, Place
+from specinfer.model.sharding import worker
+from specinfer.model.target import TargetConfig
 from specinfer.parallel import health
 from specinfer.parallel.health import Heartbeat, HeartbeatMonitor
 
@@ -87,3 +92,21 @@ def test_a_lost_store_is_reported_once_though_both_threads_notice_it(monkeypatch
     is_over.set()
     heartbeat.stop()
     assert len(reports) == 1
+
+
+def test_an_error_of_nccl_is_in_the_log_of_its_rank_because_it_may_be_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Containers, for example, have little shared memory; the code of the process alone would not tell."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled system error\nLast error:\nNo space left on device")
+
+    monkeypatch.setattr(worker, "Worker", fail)
+    settings = TargetConfig("nowhere", "float32", "cpu", None, OffloadConfig(), EngineConfig())
+    assert worker.work(settings, ParallelConfig(2), Place(1, 2, 1, 2), {}) == 1
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 1: another rank is gone, this one ends: NCCL error: unhandled system error Last error: "
+        "No space left on device"
+    )

@@ -175,7 +175,8 @@ def work(
         return 1
     except Exception as error:
         if is_broken(error):
-            logger.error("rank %d: another rank is gone, this one ends", place.rank)
+            # NCCL has the same kind of error for what is wrong here, such as too little shared memory.
+            logger.error("rank %d: another rank is gone, this one ends: %s", place.rank, " ".join(str(error).split()))
         else:
             logger.exception("rank %d failed", place.rank)
         return 1
