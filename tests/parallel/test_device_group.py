@@ -119,6 +119,22 @@ def test_what_is_handed_on_comes_in_order_and_is_counted(as_gpus: None) -> None:
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 3), (2, 2)], ids=["tp2", "pp3", "tp2-pp2"])
+def test_devices_connect_before_they_are_used(split: tuple[int, int], as_gpus: None) -> None:
+    """NCCL takes memory of a GPU for each connection, and what is free is measured when all have been made."""
+
+    def work(connections: Connections) -> tuple[int, int]:
+        connections.connect(_CPU)
+        return connections.traffic.num_messages, connections.traffic.num_messages_received
+
+    width, num_stages = split
+    found = _run(ParallelConfig(*split), work)
+    for rank, (sent, received) in enumerate(found):
+        stage, of_world, of_tensor = rank // width, len(found) - 1, width - 1
+        assert sent == of_world + of_tensor + (stage > 0)
+        assert received == of_world + of_tensor + (stage + 1 < num_stages)
+
+
+@pytest.mark.parametrize("split", [(2, 1), (1, 3), (2, 2)], ids=["tp2", "pp3", "tp2-pp2"])
 def test_a_split_model_generates_what_it_does_over_sockets_to_the_bit(
     split: tuple[int, int], tmp_path: Path, as_gpus: None
 ) -> None:
@@ -127,6 +143,7 @@ def test_a_split_model_generates_what_it_does_over_sockets_to_the_bit(
     loading = threading.Lock()  # transformers' loading is no thing for threads
 
     def work(connections: Connections) -> list[Tensor]:
+        connections.connect(_CPU)
         with loading:
             loaded = load_model(folder, torch.float32, _CPU, shard=connections.shard)
         part = ShardRunner(loaded, 64, connections.stages, [torch.float32])

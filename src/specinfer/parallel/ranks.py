@@ -71,6 +71,21 @@ class Connections:
         self.messages = Channel(self._links, others, _MESSAGES, self.traffic)
         self._device_groups = [each for each in (tensor, self.stages) if isinstance(each, DeviceGroup)]
 
+    def connect(self, device: torch.device) -> None:
+        """Let GPUs connect now, not at their first use: that takes memory of them, which caches must leave.
+
+        All ranks call this together.
+        """
+        tensor, stages = self.shard.tensor, self.stages
+        if isinstance(tensor, DeviceGroup):
+            tensor.all_gather(torch.zeros(1, device=device))
+        if isinstance(stages, DeviceGroup):
+            mark = torch.zeros(1, device=device)
+            if stages.rank + 1 < stages.size:
+                stages.recv(mark, stages.rank + 1)
+            if stages.rank > 0:
+                stages.send(mark, stages.rank - 1)
+
     def abort(self) -> None:
         """End waits for other GPUs, from any thread; they would last forever."""
         for each in self._device_groups:
@@ -129,6 +144,7 @@ class Ranks:
         try:
             self._rendezvous.check_settings(wanted, self.check)
             self.connections = self.call(lambda: Connections(self._rendezvous, config, device))
+            self.call(lambda: self.connections.connect(device))
         except BaseException:
             self.close()
             raise

@@ -109,7 +109,9 @@ class Worker:
 
     def _load(self) -> ShardRunner | None:
         """Load this rank's shard and return it, or None if rank 0 stops before passes begin."""
-        settings, connections = with_rank_budget(self._settings, self._place), self._connections
+        connections = self._connections
+        connections.connect(rank_device(self._settings.device, self._place))
+        settings = with_rank_budget(self._settings, self._place)
         loaded = load_shard(settings, connections.shard, self._place)
         copies = [load_self(name, loaded, settings.offload) for name in settings.copies]
         service_models = [] if self._service is None else self._service.load(loaded)
