@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +27,7 @@ from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, RemoteDrafter, SmallModelDrafter, make_drafter
 from specinfer.drafters.merge.guarded import MAX_FAILURES
 from specinfer.drafters.remote.drafter import RemoteModel
-from specinfer.drafters.remote.host import HostedDrafter, answer
+from specinfer.drafters.remote.host import Host, HostedDrafter, answer
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter, place_drafters
 from specinfer.drafters.remote.wire import (
     CalibrationState,
@@ -41,6 +43,8 @@ from specinfer.drafters.remote.wire import (
 )
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine_args import EngineArgs
+from specinfer.model.capacity import bytes_per_state
+from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.model_plan import plan_models
@@ -445,3 +449,23 @@ def test_where_drafters_lodge_comes_through_a_job() -> None:
     )
     assert DrafterPlacement.from_json(placement.as_json()) == placement
     assert [list(placement.of(rank)) for rank in range(4)] == [[], [0, 2], [], [1]]
+
+
+def test_a_drafter_on_another_rank_keeps_the_states_that_its_memory_was_planned_for(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("qwen3_5_text", tokenizer=True)
+    host = Host({0: PlacedDrafter("small", str(folder), 1)}, None, keeps_prefixes=True)
+    (loaded,) = host.load(load_model(folder, torch.float32, torch.device("cpu")))
+    assert bytes_per_state([loaded])
+    runners, make = list[ModelRunner](), ModelRunner.__init__
+
+    def note(runner: ModelRunner, *args: Any, **options: Any) -> None:
+        make(runner, *args, **options)
+        runners.append(runner)
+
+    monkeypatch.setattr(ModelRunner, "__init__", note)
+    host.serve(40, 5, Mock(receive=lambda _: ()))
+    host.end()
+    (runner,) = runners
+    assert {len(pool) for pool in runner.tensors.states.pools.values()} == {5}

@@ -116,12 +116,12 @@ class Host:
             self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
         return [small.loaded for small in self._small.values()]
 
-    def serve(self, num_slots: int, channel: Channel) -> None:
+    def serve(self, num_slots: int, num_states: int, channel: Channel) -> None:
         target = self._target
         grammars = _LazyGrammars(self._tokenizer, target.vocab_size, target.eos_token_ids)
         drafters = {}
         for number, small in self._small.items():
-            runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes)
+            runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes, num_states=num_states)
             drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars)
         self._thread = threading.Thread(
             target=_answer_all, args=(drafters, channel), name="specinfer-drafters", daemon=True

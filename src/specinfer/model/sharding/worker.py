@@ -55,8 +55,8 @@ class RankService(Protocol):
         """Load models whose caches share the memory with the shard's, with as many slots; raises as `load_model`."""
         ...
 
-    def serve(self, num_slots: int, channel: Channel) -> None:
-        """Start a thread that answers rank 0's messages until an empty one."""
+    def serve(self, num_slots: int, num_states: int, channel: Channel) -> None:
+        """Start a thread that answers rank 0's messages until an empty one; each model keeps so many states."""
         ...
 
     def end(self) -> None:
@@ -137,7 +137,7 @@ class Worker:
         runner = ShardRunner(loaded, command[1], connections.stages, taken, taps, kept, copies)
         runner.capture(graphs, command[2])
         if self._service is not None:
-            self._service.serve(command[1], connections.messages)
+            self._service.serve(command[1], kept, connections.messages)
         connections.world.all_gather(torch.zeros(1, dtype=torch.int64))
         shard = loaded.shard
         logger.info(
